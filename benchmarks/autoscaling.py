@@ -15,12 +15,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
@@ -81,10 +80,6 @@ class Story:
     sights: list[Sight] = field(default_factory=list)
     rose_at: float = 0.0
     fell_at: float = 0.0
-
-    def outcomes(self) -> Iterator[Outcome]:
-        """All of them."""
-        yield from (*self.calm, *self.step, *self.after)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,18 +178,16 @@ async def _watch(url: str, began: float, sights: list[Sight]) -> None:
 
 
 def _have_grown(sights: Sequence[Sight]) -> bool:
-    return bool(sights) and all(_has_more(role, sights[-1]) for role in ROLES)
+    return bool(sights) and all(sights[-1].running[role] > LEAST[role] for role in ROLES)
 
 
 def _is_back(sights: Sequence[Sight]) -> bool:
-    if not sights:
-        return False
-    return sights[-1].target == sights[-1].running == LEAST
+    return bool(sights) and sights[-1].target == sights[-1].running == LEAST
 
 
 def summarise(story: Story) -> dict[str, Any]:
     """Figures of the whole story."""
-    outcomes = list(story.outcomes())
+    outcomes = [*story.calm, *story.step, *story.after]
     failures = [one for one in outcomes if one.status != "ok"]
     figures: dict[str, Any] = {
         "answers": len(outcomes),
@@ -206,8 +199,8 @@ def summarise(story: Story) -> dict[str, Any]:
             f"{role}_most": max(one.target[role] for one in story.sights),
             f"{role}_ran_most": max(one.running[role] for one in story.sights),
             f"{role}_at_end": story.sights[-1].running[role],
-            f"{role}_asked_after_s": _first(story, partial(_asks_for_more, role)),
-            f"{role}_there_after_s": _first(story, partial(_has_more, role)),
+            f"{role}_asked_after_s": _first_growth(story, role, "target"),
+            f"{role}_there_after_s": _first_growth(story, role, "running"),
             f"{role}_changes": sum(a.target[role] != b.target[role] for a, b in pairwise(story.sights)),
             f"{role}_reasons": sorted({one.change[role] or "" for one in story.sights} - {""}),
         }
@@ -219,17 +212,10 @@ def summarise(story: Story) -> dict[str, Any]:
     return figures
 
 
-def _first(story: Story, is_there: Callable[[Sight], bool]) -> float | None:
-    """Seconds from the step until a sight is like that."""
-    return next((one.at - story.rose_at for one in story.sights if one.at >= story.rose_at and is_there(one)), None)
-
-
-def _asks_for_more(role: str, sight: Sight) -> bool:
-    return sight.target[role] > LEAST[role]
-
-
-def _has_more(role: str, sight: Sight) -> bool:
-    return sight.running[role] > LEAST[role]
+def _first_growth(story: Story, role: str, count: Literal["target", "running"]) -> float | None:
+    """Seconds from the step until there are more of a role's workers than at first; None: there never were."""
+    moments = (one.at - story.rose_at for one in story.sights if getattr(one, count)[role] > LEAST[role])
+    return next((moment for moment in moments if moment >= 0), None)
 
 
 def holds(figures: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -183,9 +183,8 @@ KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True)
-class Result:
-    """Medians over all turns."""
+class Result(NamedTuple):
+    """Of one turn, or medians over all."""
 
     tokens_per_s: float
     over_floor: float  # floor / time
@@ -253,16 +252,15 @@ async def _measure_all(loaded: LoadedEngine, args: argparse.Namespace) -> dict[s
 
 
 def _decode_steps(batch: int, args: argparse.Namespace) -> list[list[SequenceStep]]:
-    return [decode_batch(batch, args.context + i, args.context + args.steps) for i in range(args.steps)]
-
-
-def decode_batch(batch: int, position: int, end: int) -> list[SequenceStep]:
-    """One decode step of `batch` sequences, each with its own blocks. What the cache holds doesn't change the speed."""
-    width = -(-(end + 1) // BLOCK_SIZE)
-    history = [1] * (position + 1)
+    """Steps of `batch` sequences, each with its own blocks. What the cache holds doesn't change the speed."""
+    width = -(-(args.context + args.steps + 1) // BLOCK_SIZE)
+    tables = [range(row * width, (row + 1) * width) for row in range(batch)]
     return [
-        SequenceStep([1 + row], position, range(row * width, (row + 1) * width), Draw(GREEDY, history, 1))
-        for row in range(batch)
+        [
+            SequenceStep([1 + row], position, table, Draw(GREEDY, [1] * (position + 1), 1))
+            for row, table in enumerate(tables)
+        ]
+        for position in range(args.context, args.context + args.steps)
     ]
 
 
@@ -291,16 +289,7 @@ async def _in_turns(
                 over_read=work.bytes / step_s / limits.read,
             )
         )
-
-    def median(of: Callable[[Result], float]) -> float:
-        return statistics.median(of(result) for result in results)
-
-    return Result(
-        median(lambda r: r.tokens_per_s),
-        median(lambda r: r.over_floor),
-        median(lambda r: r.over_gemm),
-        median(lambda r: r.over_read),
-    )
+    return Result(*(statistics.median(figures) for figures in zip(*results, strict=True)))
 
 
 async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Namespace) -> dict[str, float]:

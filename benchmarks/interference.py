@@ -15,24 +15,20 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.worker_process import Settings, WorkerProcess
+from twostroke.benchmarks.worker_process import Served, Settings, serve_workers
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.loadtests.report.estimates import percentile
-from twostroke.protocol.clock import draw_epoch
-from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
-from twostroke.protocol.stats import StepCosts, WorkerInfo
-from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import StepCosts
 
-SECRET = "a secret of this bench alone"
 BLOCK_SIZE = 16
 STREAM_TOKENS = 8192  # more than any stream writes while the bench lasts
 WARM_UP_TURNS = 1  # the worker learns what its steps take
@@ -134,32 +130,21 @@ def _config(arguments: argparse.Namespace) -> DecodeConfig:
 
 async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn], StepCosts | None]:
     most_tokens = arguments.streams * (arguments.context + STREAM_TOKENS) + 2 * arguments.prompt_tokens
-    worker = WorkerProcess(
-        Settings(
-            role="decode",
-            model=str(folder),
-            dtype="bfloat16",
-            num_blocks=most_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            transport="auto",
-            secret=SECRET,
-            threads=arguments.threads or len(os.sched_getaffinity(0)),
-            decode=_config(arguments),
-        )
+    settings = Settings(
+        role="decode",
+        model=str(folder),
+        num_blocks=most_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        threads=arguments.threads or len(os.sched_getaffinity(0)),
+        decode=_config(arguments),
     )
-    router = Peer("bench", draw_epoch())
-    channels = TokenChannels(network=TcpNetwork(SECRET.encode()), peer=router, clock=time.monotonic)
-    try:
-        info = await worker.start()
-        await channels.ensure(info)
-        alone, beside = await _take_turns(_Client(worker, info, channels, router), arguments)
-        return alone, beside, (await worker.notes()).stats.costs
-    finally:
-        await channels.close()
-        await worker.end()
+    async with serve_workers(settings) as served:
+        alone, beside = await _take_turns(served, arguments)
+        [notes] = await served.notes()
+        return alone, beside, notes.stats.costs
 
 
-async def _take_turns(client: "_Client", arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+async def _take_turns(served: Served, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
     draw = random.Random(0)
     streams = [Stream() for _ in range(arguments.streams)]
     promise = Promise(tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1e3)
@@ -167,7 +152,7 @@ async def _take_turns(client: "_Client", arguments: argparse.Namespace) -> tuple
     beside: list[Turn] = []
     async with asyncio.TaskGroup() as group:
         running = [
-            group.create_task(client.read(_prompt(draw, arguments.context), STREAM_TOKENS, stream, promise))
+            group.create_task(_read(served, _prompt(draw, arguments.context), STREAM_TOKENS, stream, promise))
             for stream in streams
         ]
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
@@ -175,7 +160,7 @@ async def _take_turns(client: "_Client", arguments: argparse.Namespace) -> tuple
             say(f"turn {turn + 1} of {WARM_UP_TURNS + arguments.rounds}: alone")
             alone.append(await _turn(streams, asyncio.sleep(arguments.alone_s)))
             say(f"turn {turn + 1}: P99 {alone[-1].at(99) * 1e3:.1f} ms; now with a prompt")
-            prompt = client.read(_prompt(draw, arguments.prompt_tokens), 1, Stream(), Promise())
+            prompt = _read(served, _prompt(draw, arguments.prompt_tokens), 1, Stream(), Promise())
             beside.append(await _turn(streams, prompt))
             say(f"turn {turn + 1}: P99 {beside[-1].at(99) * 1e3:.1f} ms, prompt {beside[-1].seconds:.1f} s")
         alone.append(await _turn(streams, asyncio.sleep(arguments.alone_s)))
@@ -184,49 +169,18 @@ async def _take_turns(client: "_Client", arguments: argparse.Namespace) -> tuple
     return alone[WARM_UP_TURNS:], beside[WARM_UP_TURNS:]
 
 
+async def _read(served: Served, prompt: tuple[int, ...], max_tokens: int, answer: Stream, promise: Promise) -> None:
+    """Run one greedy request; notes when each of its tokens came. Raises WorkerLost where it fails."""
+    async with aclosing(served.generate(prompt, max_tokens, promise)) as events:
+        async for event in events:
+            answer.came(len(event.tokens))
+
+
 async def _turn(streams: Sequence[Stream], until: Awaitable[None]) -> Turn:
     begin = time.monotonic()
     await until
     end = time.monotonic()
     return Turn(end - begin, tuple(gap for stream in streams for gap in stream.gaps(begin, end)))
-
-
-@dataclass
-class _Client:
-    """Asks one worker and reads its tokens."""
-
-    worker: WorkerProcess
-    info: WorkerInfo
-    channels: TokenChannels
-    router: Peer
-    num_requests: int = 0
-
-    async def read(self, prompt: tuple[int, ...], max_tokens: int, answer: Stream, promise: Promise) -> None:
-        """Run one greedy request; notes when each of its tokens came. Raises WorkerLost where it fails."""
-        self.num_requests += 1
-        request = GenerateRequest(
-            f"bench-{self.num_requests}",
-            self.router.worker_id,
-            prompt,
-            len(prompt),
-            SamplingParams(temperature=0.0),
-            max_tokens,
-            promise=promise,
-        )
-        events = self.channels.subscribe(self.info.peer, request.request_id, max_tokens=max_tokens)
-        call = asyncio.create_task(self.worker.call(request))
-        try:
-            async for event in events:
-                if event.error is not None:
-                    raise WorkerLost(event.error)
-                answer.came(len(event.tokens))
-                if event.finish_reason is not None:
-                    break
-        finally:
-            events.close()
-            call.cancel()
-            with suppress(asyncio.CancelledError):
-                await call
 
 
 def _prompt(draw: random.Random, length: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,6 @@ ATTAINMENT = 0.9
 CALM = 0.5  # of capacity, while the server recovers
 
 
-@dataclass(frozen=True)
-class Timing:
-    """How long each part takes, in seconds."""
-
-    load_s: float
-    step_s: float
-    recovery_s: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=positive, default=60, help="of load at each rate (default: %(default)s)")
     parser.add_argument("--step-seconds", type=positive, default=12, help="of each step (default: %(default)s)")
@@ -70,13 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"alone: TTFT {ttft_s * 1e3:.1f} ms, TPOT {tpot_s * 1e3:.2f} ms; {CLOSED_LOOP_CLIENTS} clients: {peak:.1f}/s")
     for one in classes.values():
         print(f"class {one.name}: TTFT {(one.ttft_s or 0) * 1e3:.0f} ms, TPOT {(one.tpot_s or 0) * 1e3:.1f} ms")
-    timing = Timing(arguments.seconds, arguments.step_seconds, max(15.0, arguments.seconds / 3))
     with tempfile.TemporaryDirectory(prefix="twostroke-overload-") as folder:
         # YAML takes JSON.
         path = Path(folder) / "slo.yaml"
         path.write_text(json.dumps({"slo": {"classes": [asdict(one) for one in classes.values()], "default": BATCH}}))
         with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
-            figures = asyncio.run(measure(server.url, mix, classes, peak, timing))
+            figures = asyncio.run(measure(server.url, mix, classes, peak, arguments))
     print(json.dumps(figures))
     holds = (
         figures["only_200_and_429"]
@@ -117,19 +107,22 @@ async def _answers_per_s(url: str, mix: Mix, draw: random.Random, seconds: float
     return sum(answer.token_times[-1] < until for answer in answers) / seconds
 
 
-async def measure(url: str, mix: Mix, classes: dict[str, SLOClass], peak: float, timing: Timing) -> dict[str, Any]:
+async def measure(
+    url: str, mix: Mix, classes: dict[str, SLOClass], peak: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The figures of a server with these classes."""
+    load_s, recovery_s = arguments.seconds, max(15.0, arguments.seconds / 3)
     await send_arrivals(url, mix.arrivals(0.2 * peak, 5.0, seed=2))  # so that the workers know what steps cost
-    capacity = await find_capacity(url, mix, classes, peak, timing.step_s)
+    capacity = await find_capacity(url, mix, classes, peak, arguments.step_seconds)
     workers = _epochs(url)
-    usual = await send_arrivals(url, mix.arrivals(capacity, timing.load_s, seed=3))
-    overload = await send_arrivals(url, mix.arrivals(OVERLOAD * capacity, timing.load_s, seed=4))
+    usual = await send_arrivals(url, mix.arrivals(capacity, load_s, seed=3))
+    overload = await send_arrivals(url, mix.arrivals(OVERLOAD * capacity, load_s, seed=4))
     # Recovery runs on from the last arrival: what is still being served is a part of it.
-    calm = await send_arrivals(url, mix.arrivals(CALM * capacity, timing.recovery_s, seed=5))
-    _show("1x", usual, classes, timing.load_s)
-    _show(f"{OVERLOAD:g}x", overload, classes, timing.load_s)
-    _show("after", calm, classes, timing.recovery_s)
-    goodput = [sum(one.met(classes) for one in outcomes) / timing.load_s for outcomes in (usual, overload)]
+    calm = await send_arrivals(url, mix.arrivals(CALM * capacity, recovery_s, seed=5))
+    _show("1x", usual, classes, load_s)
+    _show(f"{OVERLOAD:g}x", overload, classes, load_s)
+    _show("after", calm, classes, recovery_s)
+    goodput = [sum(one.met(classes) for one in outcomes) / load_s for outcomes in (usual, overload)]
     return {
         "only_200_and_429": all(one.status != "failed" for one in (*usual, *overload, *calm)),
         "ttft_p99_over_slo": _worst(overload, classes, "ttft_s"),

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from twostroke.benchmarks.console import positive
 from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
-from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
-from twostroke.protocol.network import Connection, Handler, Listener
+from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
@@ -209,7 +208,7 @@ class _Channels(TokenChannels):
     """Channels to workers that exist nowhere: what they would tell is put into their mouths."""
 
     def __init__(self) -> None:
-        super().__init__(network=_NoNetwork(), peer=Peer("router", 1), clock=time.monotonic)
+        super().__init__(network=TcpNetwork(b"unused"), peer=Peer("router", 1), clock=time.monotonic)
         self._told: dict[Peer, WorkerStats] = {}
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
@@ -231,15 +230,3 @@ class _Channels(TokenChannels):
         """As if the worker had sent these names."""
         if self.listener.blocks is not None:
             self.listener.blocks(worker, held)
-
-
-class _NoNetwork:
-    """A network that nothing is sent over."""
-
-    async def connect(self, address: Address) -> Connection:
-        """Raises ConnectionLost."""
-        raise ConnectionLost(f"nobody is at {address}")
-
-    async def listen(self, host: str, handler: Handler) -> Listener:
-        """Raises ConnectionLost."""
-        raise ConnectionLost(f"{host} can't be listened on")

@@ -19,11 +19,10 @@ import statistics
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from twostroke.benchmarks.console import positive, say
@@ -41,7 +40,6 @@ BLOCK_SIZES = (16, 32, 64)
 EXPOSED_TOKENS = {"exposed_1k": 1024, "exposed_8k": 8192}
 HANDOVER_TOKENS, HANDOVER_ANSWER_TOKENS = 256, 32
 BLOCK_SIZE = 16
-SECRET = "a secret of this bench alone"
 FIRST_TOKEN_ID = 300
 QUICK_ROUNDS, QUICK_REQUESTS = 1, 100
 
@@ -129,14 +127,12 @@ def _served(
     prefill = Settings(
         role="prefill",
         model=str(folder),
-        dtype="bfloat16",
         num_blocks=2 * (concurrency + 1) * (-(-prompt_tokens // BLOCK_SIZE) + 8),
         block_size=BLOCK_SIZE,
         transport=transport,
-        secret=SECRET,
         tcp_max_bytes_per_s=max_bytes_per_s,
     )
-    return serve_workers(prefill, msgspec.structs.replace(prefill, role="decode"))
+    return serve_workers(prefill, replace(prefill, role="decode"))
 
 
 async def _send(
@@ -158,15 +154,16 @@ async def _send(
         async def client() -> None:
             for name in left:
                 prompt = [firsts[name % len(firsts)], *(draw.choice(firsts) for _ in range(num_tokens - 1))]
-                await served.generate(prompt, max_tokens)
+                async for _ in served.generate(prompt, max_tokens):
+                    pass
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
     warm_up = 2 * concurrency if concurrency > 1 else 1
     await send(range(warm_up), min(prompt_tokens, 1024))
-    await asyncio.gather(served.prefill.notes(), served.decode.notes())
+    await served.notes()
     await send(range(warm_up, warm_up + requests), prompt_tokens)
-    source, target = await asyncio.gather(served.prefill.notes(), served.decode.notes())
+    source, target = await served.notes()
     if source.stats.transfers_failed or target.stats.transfers_failed:
         raise TransferFailed(f"{target.stats.transfers_failed} transfers failed")
     handovers = [

@@ -1,22 +1,22 @@
 """One worker in a process of its own, without Ray, and such processes as a Fleet for the router's own pipeline.
 
-Together they are the serving path without Ray and HTTP.
-
-`python -m twostroke.benchmarks.worker_process SETTINGS` takes calls as JSON lines on its standard input and answers on
-its standard output; it ends with its input. It notes when the engine began the first step of each request and ended the
-step that drew its first token: moments of CLOCK_MONOTONIC, which all processes of a machine share.
+Together they are the serving path without Ray and HTTP. Calls go through a manager of the standard library's
+multiprocessing, whose threads wait while the worker's own loop works. The process notes when the engine began the first
+step of each request and ended the step that drew its first token: moments of CLOCK_MONOTONIC, which all processes of a
+machine share.
 """
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
-import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
-
-import msgspec
+from multiprocessing.managers import BaseManager
+from typing import Any, TypeVar
 
 from twostroke.cluster.config.sections import ModelSection, TransportChoice, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -36,224 +36,53 @@ from twostroke.protocol.requests import (
     GenerateRequest,
     Peer,
     PrefillReply,
+    Promise,
     SampledToken,
     SamplingParams,
     Ticket,
+    TokenEvent,
 )
-from twostroke.protocol.settings import from_plain, to_plain
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import Stages
 
-LINE_BYTES = 16 * 1024 * 1024
 HOST = "127.0.0.1"
-END_S = 30.0
+SECRET = "a secret of these processes alone"
+MOST_CALLS = 1024  # at a time, each of which has a thread on both sides
+
+Result = TypeVar("Result")
 
 
-class Settings(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Settings:
     """What a worker process is told."""
 
     role: Role
     model: str  # its folder
-    dtype: Literal["bfloat16", "float32"]
     num_blocks: int
     block_size: int
-    transport: TransportChoice
-    secret: str
+    transport: TransportChoice = "auto"
     threads: int = 1
     tcp_max_bytes_per_s: int | None = None
-    decode: DecodeConfig = DecodeConfig()
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
 
-class Call(msgspec.Struct, frozen=True):
-    """One call: of a request, or, without one, for what the process has noted."""
-
-    number: int
-    request: GenerateRequest | None = None
-    ticket: Ticket | None = None
-
-
-class Moments(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Moments:
     """Of one request, in seconds of CLOCK_MONOTONIC."""
 
     first_step_began: float
     first_token_drawn: float
 
 
-class Notes(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Notes:
     """What a process has noted: moments by the prompt's first token, which the benches make unique."""
 
     moments: dict[str, Moments]
     stats: WorkerStats
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """To the call of this number: what came of it, or the text of its error. Number 0 tells of the start."""
-
-    number: int
-    info: WorkerInfo | None = None
-    prefill: PrefillReply | None = None
-    decode: DecodeReply | None = None
-    notes: Notes | None = None
-    error: str | None = None
-
-
-class WorkerProcess:
-    """A worker process, from its start to its end."""
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._numbers = 0
-
-    async def start(self) -> WorkerInfo:
-        """Returns once it serves. Raises WorkerLost where it ends instead; its standard error says why."""
-        started: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[0] = started
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "twostroke.benchmarks.worker_process",
-            msgspec.json.encode(self._settings, enc_hook=to_plain).decode(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LINE_BYTES,
-        )
-        self._reading = asyncio.create_task(self._read(self._process))
-        info = (await started).info
-        if info is None:
-            raise WorkerLost("the worker process did not say who it is")
-        return info
-
-    async def call(self, request: GenerateRequest | None = None, ticket: Ticket | None = None) -> Answer:
-        """What comes of a call. Raises WorkerLost where the process ends or the call fails."""
-        if self._process is None or self._process.stdin is None:
-            raise WorkerLost("the worker process was not started")
-        self._numbers += 1
-        number = self._numbers
-        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiting
-        self._process.stdin.write(msgspec.json.encode(Call(number, request, ticket)) + b"\n")
-        try:
-            answer = await waiting
-        finally:
-            self._waiting.pop(number, None)
-        if answer.error is not None:
-            raise WorkerLost(answer.error)
-        return answer
-
-    async def notes(self) -> Notes:
-        """What it has noted since the last time."""
-        notes = (await self.call()).notes
-        if notes is None:
-            raise WorkerLost("the worker process has no notes")
-        return notes
-
-    async def end(self) -> None:
-        """Let it end by itself, and kill it should it not."""
-        if self._process is None or self._process.stdin is None or self._reading is None:
-            return
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(END_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        await self._reading
-
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        decoder = msgspec.json.Decoder(Answer)
-        while process.stdout is not None and (line := await process.stdout.readline()):
-            answer = decoder.decode(line)
-            waiting = self._waiting.get(answer.number)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(WorkerLost("the worker process has ended"))
-
-
-@dataclass
-class ProcessFleet:
-    """Implements router.fleet.Fleet over worker processes."""
-
-    processes: dict[Peer, WorkerProcess] = field(default_factory=dict)
-    infos: list[WorkerInfo] = field(default_factory=list)
-
-    def workers(self) -> Sequence[WorkerInfo]:
-        return self.infos
-
-    async def prefill(
-        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
-    ) -> PrefillReply:
-        del pull  # benches switch pulls off
-        reply = (await self.processes[worker].call(request, ticket)).prefill
-        if reply is None:
-            raise WorkerLost("the prefill worker has no reply")
-        return reply
-
-    async def decode(
-        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
-    ) -> DecodeReply:
-        del pull  # benches switch pulls off
-        reply = (await self.processes[worker].call(request, ticket)).decode
-        if reply is None:
-            raise WorkerLost("the decode worker has no reply")
-        return reply
-
-    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
-        raise WorkerLost("a bench's workers make no trial transfers")
-
-    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
-        raise WorkerLost("a bench's workers make no trial transfers")
-
-
-@dataclass(frozen=True)
-class Served:
-    """One prefill and one decode worker, and the pipeline before them."""
-
-    prefill: WorkerProcess
-    decode: WorkerProcess
-    pipeline: Pipeline
-
-    async def generate(self, prompt: Sequence[int], max_tokens: int) -> Stages:
-        """Run one greedy request to its end."""
-        stages = Stages(time.monotonic())
-        request = GenerateRequest("", "", tuple(prompt), len(prompt), SamplingParams(temperature=0.0), max_tokens)
-        async with contextlib.aclosing(self.pipeline.generate(request, stages)) as events:
-            async for _ in events:
-                pass
-        return stages
-
-
-@contextlib.asynccontextmanager
-async def serve_workers(prefill: Settings, decode: Settings) -> AsyncIterator[Served]:
-    """Both workers, started side by side; they have ended when the context has."""
-    fleet = ProcessFleet()
-    workers = [WorkerProcess(prefill), WorkerProcess(decode)]
-    router = Peer("router", draw_epoch())
-    secret = prefill.secret.encode()
-    channels = TokenChannels(network=TcpNetwork(secret), peer=router, clock=time.monotonic)
-    try:
-        fleet.infos = list(await asyncio.gather(*(worker.start() for worker in workers)))
-        fleet.processes = {info.peer: worker for info, worker in zip(fleet.infos, workers, strict=True)}
-        pipeline = Pipeline(
-            fleet=fleet,
-            channels=channels,
-            secret=secret,
-            clock=time.monotonic,
-            router=router,
-            config=PipelineConfig(pulls=False, decodes_alone=False),
-        )
-        yield Served(workers[0], workers[1], pipeline)
-    finally:
-        await channels.close()
-        await asyncio.gather(*(worker.end() for worker in workers))
 
 
 class NotingEngine:
@@ -287,85 +116,203 @@ class NotingEngine:
         return self._engine.num_broken_rows
 
 
-async def serve(settings: Settings) -> None:
-    """Run the worker until standard input ends."""
-    secret = settings.secret.encode()
-    config = PrefillConfig() if settings.role == "prefill" else settings.decode
-    peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
-    parts = await load_parts(
-        WorkerSettings(
-            model=ModelSection(path=settings.model, dtype=settings.dtype),
-            resources=WorkerResources(num_blocks=settings.num_blocks),
-            max_step_tokens=config.max_step_tokens,
-            max_batch=config.max_batch,
-            block_size=settings.block_size,
-            tensor_parallel=1,
-            device="cpu",
-            threads=settings.threads,
-            transport=settings.transport,
-            tcp_streams=4,
-            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
-            transfer=TransferConfig(),
-        ),
-        peer,
-        network,
-        secret,
-        host=HOST,
-    )
-    engine = NotingEngine(parts.equipment.engine)
-    equipment = replace(parts.equipment, engine=engine)
-    worker = PrefillWorker(config, equipment) if isinstance(config, PrefillConfig) else DecodeWorker(config, equipment)
-    calls: set[asyncio.Task[None]] = set()
+class HostedWorker:
+    """A worker in the process that the manager has started for it. Its methods block the thread that calls."""
+
+    def __init__(self, settings: Settings):
+        """Loads the model, and serves."""
+        threading.Thread(target=_end_with_parent, name="watch parent", daemon=True).start()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="worker", daemon=True).start()
+        self._run(self._start(settings))
+
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    def prefill(self, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+        assert isinstance(self._worker, PrefillWorker)  # as the caller's settings say
+        return self._run(self._worker.prefill(request, ticket))
+
+    def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+        assert isinstance(self._worker, DecodeWorker)  # as the caller's settings say
+        return self._run(self._worker.decode(request, ticket))
+
+    def notes(self) -> Notes:
+        """What has been noted since the last time."""
+        moments, self._engine.moments = self._engine.moments, {}
+        return Notes(moments, self._worker.stats())
+
+    def stop(self) -> None:
+        self._run(self._worker.stop())
+        self._run(self._parts.close())
+
+    async def _start(self, settings: Settings) -> None:
+        secret = SECRET.encode()
+        config = PrefillConfig() if settings.role == "prefill" else settings.decode
+        peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
+        self._parts = await load_parts(
+            WorkerSettings(
+                model=ModelSection(path=settings.model, dtype="bfloat16"),
+                resources=WorkerResources(num_blocks=settings.num_blocks),
+                max_step_tokens=config.max_step_tokens,
+                max_batch=config.max_batch,
+                block_size=settings.block_size,
+                tensor_parallel=1,
+                device="cpu",
+                threads=settings.threads,
+                transport=settings.transport,
+                tcp_streams=4,
+                tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
+                transfer=TransferConfig(),
+            ),
+            peer,
+            network,
+            secret,
+            host=HOST,
+        )
+        self._engine = NotingEngine(self._parts.equipment.engine)
+        equipment = replace(self._parts.equipment, engine=self._engine)
+        self._worker = (
+            PrefillWorker(config, equipment) if isinstance(config, PrefillConfig) else DecodeWorker(config, equipment)
+        )
+        self._info = await self._worker.start(HOST)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class _Manager(BaseManager):
+    """Starts the process and connects to it."""
+
+
+_Manager.register("HostedWorker", HostedWorker)
+
+
+class WorkerProcess:
+    """A worker process, from its start to its end."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._manager = _Manager(ctx=multiprocessing.get_context("spawn"))
+        self._threads = ThreadPoolExecutor(MOST_CALLS)
+        self._hosted: Any = None  # a proxy of HostedWorker, once it has started
+
+    async def start(self) -> WorkerInfo:
+        """Returns once it serves. Raises WorkerLost where it doesn't come to that."""
+        await self._in_thread(self._manager.start)
+        self._hosted = await self._in_thread(getattr(self._manager, HostedWorker.__name__), self._settings)
+        info: WorkerInfo = await self.call("info")
+        return info
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """What a method of HostedWorker returns. Raises WorkerLost where the process ends or the call fails."""
+        return await self._in_thread(getattr(self._hosted, method), *arguments)
+
+    async def end(self) -> None:
+        """Let the worker stop, then end its process, wherever it is."""
+        try:
+            if self._hosted is not None:
+                await self.call("stop")
+        finally:
+            if hasattr(self._manager, "shutdown"):  # it has started
+                await self._in_thread(self._manager.shutdown)
+            self._threads.shutdown()
+
+    async def _in_thread(self, function: Any, *arguments: object) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        except (TwostrokeError, EOFError, OSError) as error:
+            raise WorkerLost(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass
+class ProcessFleet:
+    """Implements router.fleet.Fleet over worker processes."""
+
+    processes: dict[Peer, WorkerProcess] = field(default_factory=dict)
+    infos: list[WorkerInfo] = field(default_factory=list)
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        return self.infos
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        del pull  # benches switch pulls off
+        reply: PrefillReply = await self.processes[worker].call("prefill", request, ticket)
+        return reply
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        del pull  # benches switch pulls off
+        reply: DecodeReply = await self.processes[worker].call("decode", request, ticket)
+        return reply
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        raise WorkerLost("a bench's workers make no trial transfers")
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        raise WorkerLost("a bench's workers make no trial transfers")
+
+
+@dataclass(frozen=True)
+class Served:
+    """Worker processes, and the pipeline before them."""
+
+    workers: Sequence[WorkerProcess]
+    pipeline: Pipeline
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, promise: Promise | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """The events of one greedy request; to be closed, as the pipeline's are."""
+        request = GenerateRequest(
+            "",
+            "",
+            tuple(prompt),
+            len(prompt),
+            SamplingParams(temperature=0.0),
+            max_tokens,
+            promise=promise or Promise(),
+        )
+        async with contextlib.aclosing(self.pipeline.generate(request, Stages(time.monotonic()))) as events:
+            async for event in events:
+                yield event
+
+    async def notes(self) -> list[Notes]:
+        """What each worker has noted since the last time."""
+        notes: list[Notes] = await asyncio.gather(*(worker.call("notes") for worker in self.workers))
+        return notes
+
+
+@contextlib.asynccontextmanager
+async def serve_workers(*settings: Settings) -> AsyncIterator[Served]:
+    """A decode worker, alone or with a prefill worker, started side by side; they have ended when the context has."""
+    fleet = ProcessFleet()
+    workers = [WorkerProcess(one) for one in settings]
+    router = Peer("router", draw_epoch())
+    secret = SECRET.encode()
+    channels = TokenChannels(network=TcpNetwork(secret), peer=router, clock=time.monotonic)
     try:
-        parts.watch(worker.engine_lost)
-        _say(Answer(0, info=await worker.start(HOST)))
-        async for call in _calls():
-            task = asyncio.create_task(_answer(worker, engine, call))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
+        fleet.infos = list(await asyncio.gather(*(worker.start() for worker in workers)))
+        fleet.processes = {info.peer: worker for info, worker in zip(fleet.infos, workers, strict=True)}
+        pipeline = Pipeline(
+            fleet=fleet,
+            channels=channels,
+            secret=secret,
+            clock=time.monotonic,
+            router=router,
+            config=PipelineConfig(pulls=False, decodes_alone=len(workers) == 1),
+        )
+        yield Served(workers, pipeline)
     finally:
-        for task in calls:
-            task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        await worker.stop()
-        await parts.close()
-
-
-async def _answer(worker: PrefillWorker | DecodeWorker, engine: NotingEngine, call: Call) -> None:
-    try:
-        if call.request is None:
-            notes = Notes(dict(engine.moments), worker.stats())
-            engine.moments.clear()
-            _say(Answer(call.number, notes=notes))
-        elif isinstance(worker, PrefillWorker):
-            _say(Answer(call.number, prefill=await worker.prefill(call.request, call.ticket)))
-        else:
-            _say(Answer(call.number, decode=await worker.decode(call.request, call.ticket)))
-    except TwostrokeError as error:
-        _say(Answer(call.number, error=f"{type(error).__name__}: {error}"))
-
-
-async def _calls() -> AsyncIterator[Call]:
-    reader = asyncio.StreamReader(limit=LINE_BYTES)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
-    decoder = msgspec.json.Decoder(Call)
-    try:
-        while line := await reader.readline():
-            yield decoder.decode(line)
-    finally:
-        transport.close()
-
-
-def _say(answer: Answer) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings, dec_hook=from_plain)))
-
-
-if __name__ == "__main__":
-    main()
+        await channels.close()
+        await asyncio.gather(*(worker.end() for worker in workers))

@@ -225,13 +225,12 @@ def _drawn(room: str, box: Box) -> list[str]:
 def _arrow(start: Box, end: Box) -> str:
     """From the bottom of a room to the top of the one that it imports, straight down where both have a column."""
     left, right = max(start.x, end.x), min(start.x + start.width, end.x + end.width)
-    x = (left + right) / 2
+    from_x = to_x = (left + right) / 2
+    if left >= right:
+        from_x, to_x = start.middle, end.middle
     return (
-        f'<line x1="{x:.1f}" y1="{start.y + start.height:.1f}" x2="{x:.1f}" y2="{end.y - 1:.1f}" stroke="#667" '
-        'stroke-width="1.6" marker-end="url(#tip)"/>'
-        if left < right
-        else f'<line x1="{start.middle:.1f}" y1="{start.y + start.height:.1f}" x2="{end.middle:.1f}" '
-        f'y2="{end.y - 1:.1f}" stroke="#667" stroke-width="1.6" marker-end="url(#tip)"/>'
+        f'<line x1="{from_x:.1f}" y1="{start.y + start.height:.1f}" x2="{to_x:.1f}" y2="{end.y - 1:.1f}" '
+        'stroke="#667" stroke-width="1.6" marker-end="url(#tip)"/>'
     )
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
-from twostroke.model.architectures.decoder import Decoder, DecoderWeights, LayerWeights
-from twostroke.model.architectures.rope import cos_sin_table
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.cache.kv_cache import make_kv_cache
-from twostroke.model.checkpoint.quantization import of_lm_head
-from twostroke.model.config import Quantization
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import WHOLE, Checkpoint, expected_shapes
+from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.cuda.sampler import DeviceSampler
@@ -29,35 +29,16 @@ from twostroke.protocol.requests import SamplingParams
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def random_weights(sizes: Sizes, place: GpuPlace, backend: CudaBackend, quantization: Quantization) -> DecoderWeights:
-    """bf16, small enough that nothing overflows."""
-    config, device = sizes.model, place.device
+class RandomCheckpoint(Checkpoint):
+    """Of no file: bf16 values made on the device, small enough that nothing overflows."""
 
-    def matrix(rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+    def __init__(self, config: ModelConfig, device: torch.device):
+        self.shapes = dict(expected_shapes(config))
+        self._device = device
 
-    def norm() -> Tensor:
-        return torch.ones(config.hidden_size, dtype=torch.bfloat16, device=device)
-
-    def layer() -> LayerWeights:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return LayerWeights(
-            input_norm=norm(),
-            qkv=backend.make_linear(matrix(config.q_size + 2 * config.kv_size, hidden), None, quantization),
-            output=backend.make_linear(matrix(hidden, config.q_size), None, quantization),
-            mlp_norm=norm(),
-            gate_up=backend.make_linear(matrix(2 * inner, hidden), None, quantization),
-            down=backend.make_linear(matrix(hidden, inner), None, quantization),
-        )
-
-    return DecoderWeights(
-        embedding=matrix(config.vocab_size, config.hidden_size),
-        first_token=0,
-        layers=tuple(layer() for _ in range(config.num_layers)),
-        final_norm=norm(),
-        lm_head=backend.make_linear(matrix(config.vocab_size, config.hidden_size), None, of_lm_head(quantization)),
-        cos_sin=cos_sin_table(config.rope, config.head_dim, sizes.max_context).to(device),
-    )
+    def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        values = torch.empty(self.shapes[name], dtype=torch.bfloat16, device=self._device)
+        return values.normal_(0, 0.02) if values.dim() == 2 else values.fill_(1.0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,9 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     """With room for `max_batch` decodes, and one prompt at least."""
     config, device = sizes.model, place.device
     backend = CudaBackend(place.target)
-    decoder = Decoder(config, random_weights(sizes, place, backend, quantization), backend, SingleRank())
+    checkpoint = RandomCheckpoint(config, device)
+    weights = load_decoder_weights(checkpoint, config, torch.bfloat16, device, sizes.max_context, backend, quantization)
+    decoder = Decoder(config, weights, backend, SingleRank())
     width = -(-(sizes.decode_context + sizes.decode_steps) // sizes.block_size)
     num_blocks = max(max_batch * width, -(-sizes.max_context // sizes.block_size))
     cache = make_kv_cache(

@@ -35,7 +35,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.peers.compare_servers import Plan, Target, compare, has_errors, table
+from twostroke.benchmarks.peers.compare_servers import Plan, Target, has_errors, measure, report_of, table
 from twostroke.cluster.local.processes import descendants
 from twostroke.loadtests.generator.http_stream import read_stream
 from twostroke.protocol.errors import ConfigError
@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"{command.name} answers after {process.started_in_s:.1f} s: {process.memory_gib():.2f} GiB")
                 target = Target(command.name, command.url)
             targets.append(target)
-        report = compare(targets, plan)
+        report = report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
         report["started"] = {
             name: {"start_s": process.started_in_s, "memory_gib_after": process.memory_gib()}
             for name, process in started.items()

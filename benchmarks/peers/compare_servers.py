@@ -43,7 +43,7 @@ class Answer:
     @property
     def gaps_s(self) -> list[float]:
         """Seconds between events with tokens, just as they came."""
-        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(self.token_times)]
 
 
 def read_answer(exchange: Exchange) -> Answer:
@@ -147,11 +147,6 @@ def worst(ratios: Iterable[Ratio | None]) -> float | None:
     return min((each.median for each in ratios if each is not None), default=None)
 
 
-def flat(turns: Mapping[str, Sequence[Turn]]) -> list[Turn]:
-    """All servers' turns."""
-    return list(itertools.chain.from_iterable(turns.values()))
-
-
 FIRST_TOKEN_ID = 1000  # below it lie bytes and, in some vocabularies, control tokens
 MIXED_SEED = 20
 
@@ -239,11 +234,6 @@ class Plan:
     request_limit_s: float  # a slower answer is an error
     only_rows: tuple[str, ...] = ()  # empty: all
     settle_s: float = 0.3  # between turns: a server's threads may spin a while after their last step
-
-
-def compare(targets: Sequence[Target], plan: Plan) -> dict[str, Any]:
-    """Measure; the first of `targets` is the subject."""
-    return report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
 
 
 def has_errors(report: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """The bundled model's folder is complete and consistent, and its training reads what it says."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -12,6 +13,7 @@ from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.tools.bundled.corpus import Document, Turn
+from twostroke.tools.bundled.recipe import save_config
 from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream
 from twostroke.tools.bundled.vocabulary import encode_documents
 
@@ -37,6 +39,12 @@ def test_the_model_is_small_but_uses_what_large_ones_use(config: dict[str, Any])
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_key_value_heads"] < config["num_attention_heads"]
     assert config["max_position_embeddings"] >= 4096
+
+
+def test_its_configuration_is_the_recipes(tmp_path: Path) -> None:
+    save_config(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (BUNDLED_MODEL_DIR / name).read_text()
 
 
 def test_vocabulary_and_special_tokens_agree_with_the_config(config: dict[str, Any], tokenizer: Tokenizer) -> None:
@@ -106,13 +114,13 @@ def test_conversations_are_trained_on_exactly_as_the_template_renders_them(token
     assert list(encode_documents(tokenizer, [Document("f", False, turns)])) == [ids]
 
 
-def test_an_epoch_reads_every_document_once_and_the_position_is_all_there_is_to_resume() -> None:
+def test_an_epoch_reads_every_document_once_and_passes_over_what_fills_no_batch() -> None:
     documents = [[index] * (index + 1) for index in range(15)]
     stream = TokenStream(documents, seed=3)
     first = stream.batch(7, 17)  # all but the last of 120 tokens, which is only a target
     read = [*first[:, :-1].flatten().tolist(), int(first[-1, -1])]
     assert sorted(read) == sorted(token for document in documents for token in document)
-    assert stream.batch(1, 8).tolist() == TokenStream(documents, seed=3, position=119).batch(1, 8).tolist()
+    stream.batch(1, 8)
     assert stream.position == 120 + 8
 
 

@@ -13,6 +13,7 @@ PROMPTS = (
     'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n        ',
     "def fibonacci(n):\n    ",
 )
+MAX_SAMPLE_TOKENS = 96
 
 
 def token_losses(model: Any, tokens: Tensor) -> Tensor:
@@ -54,23 +55,10 @@ def losses_by_position(model: Any, windows: list[Tensor], edges: tuple[int, ...]
     return {f"{a}-{b}": losses[:, a:b].mean().item() for a, b in itertools.pairwise(edges)}
 
 
-def complete(model: Any, tokenizer: Any, prompt: str, temperature: float, seed: int = 0, max_tokens: int = 96) -> str:
-    """The text that follows `prompt`, up to `<|end|>`. `tokenizer`: a tokenizers.Tokenizer."""
-    generator = torch.Generator().manual_seed(seed)
+def complete(model: Any, tokenizer: Any, prompt: str, temperature: float) -> str:
+    """The text that follows `prompt`, up to `<|end|>`, of seed 0. `tokenizer`: a tokenizers.Tokenizer."""
+    torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(prompt).ids])
-    produced: list[int] = []
-    cache = None
-    model.eval()
-    with torch.no_grad():
-        for _ in range(max_tokens):
-            output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache, logits = output.past_key_values, output.logits[0, -1].float().cpu()
-            if temperature > 0:
-                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-            else:
-                token = int(logits.argmax())
-            if token == model.config.eos_token_id:
-                break
-            produced.append(token)
-            ids = torch.tensor([[token]])
-    return str(tokenizer.decode(produced))
+    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+    produced = model.generate(ids, max_new_tokens=MAX_SAMPLE_TOKENS, **drawing)[0, ids.shape[1] :]
+    return str(tokenizer.decode(produced.tolist()))

@@ -1,69 +1,46 @@
 """The bundled model's shape and training recipe, in one place and without a machine in mind."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import LlamaConfig
+from typing import Any
 
 from twostroke.tools.bundled.vocabulary import VOCABULARY_SIZE
 
 CONTEXT = 8192  # tokens
-CONFIG_FIELDS = (
-    "architectures",
-    "model_type",
-    "dtype",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "initializer_range",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-
-
-def model_config() -> LlamaConfig:
-    """5.8 M parameters: small enough for the repository, with all that a large Llama has (GQA, RoPE, SwiGLU)."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=5,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
+MODEL_CONFIG: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": CONTEXT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 5,
+    "rope_theta": 100_000.0,  # for readers older than `rope_parameters`
+}
+"""5.8 M parameters: small enough for the repository, with all that a large Llama has (GQA, RoPE, SwiGLU)."""
 
 
 def save_config(folder: Path) -> None:
-    """Writes config.json and generation_config.json: what a reader needs, without transformers' other defaults."""
-    full = model_config().to_dict()
-    kept = {name: full[name] for name in CONFIG_FIELDS}
-    # Readers older than `rope_parameters` look for the plain number.
-    kept["rope_theta"] = full["rope_parameters"]["rope_theta"]
-    generation = {"bos_token_id": full["bos_token_id"], "eos_token_id": full["eos_token_id"]}
-    for name, content in (("config.json", kept), ("generation_config.json", generation)):
+    """Writes config.json and generation_config.json."""
+    generation = {name: MODEL_CONFIG[name] for name in ("bos_token_id", "eos_token_id")}
+    for name, content in (("config.json", MODEL_CONFIG), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -23,7 +23,6 @@ from twostroke.tools.bundled.recipe import CONTEXT, Recipe
 from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream, Trainer
 from twostroke.tools.bundled.vocabulary import encode_documents, save_tokenizer, train_tokenizer
 
-CHECKPOINT = Path(".cache/bundled-training/checkpoint.pt")
 EVALUATION_WINDOWS = 96  # of 512 tokens
 REPORT_EVERY_S, EVALUATE_EVERY_S = 30.0, 180.0
 
@@ -57,8 +56,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--replay", type=Path, help="a training_log.json whose schedule is to be repeated")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (it needs a C++ compiler)")
-    parser.add_argument("--resume", action="store_true", help=f"go on from {CHECKPOINT}")
-    parser.add_argument("--export-every-s", type=float, default=600.0)
     chosen = parser.parse_args()
     if chosen.minutes is None and chosen.steps is None and chosen.replay is None:
         parser.error("give --minutes, --steps or --replay")
@@ -70,8 +67,7 @@ def main() -> None:
     console = Console()
     recipe = Recipe()
     out: Path = options.out
-    for folder in (out, CHECKPOINT.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
 
     console.print("reading the standard library")
     training, held_out = load_corpus()
@@ -84,35 +80,29 @@ def main() -> None:
     log: dict[str, Any] = {
         "progress_block_steps": BLOCK_STEPS,
         "progress": json.loads(options.replay.read_text())["progress"] if options.replay else [],
-        "minutes": 0.0,  # spent in training, over all resumptions
+        "minutes": 0.0,  # spent in training
         "steps": 0,
         "tokens": 0,
         "held_out": [],  # [step, tokens, training loss, held-out loss], nats a token
-    }
-    average = 0.0  # training loss, nats a token, over the last 50 steps or so
-    if options.resume and CHECKPOINT.exists():
-        log = trainer.restore(CHECKPOINT)
-        stream.position, average = log["tokens"], log["held_out"][-1][2]
-        console.print(f"resumed at step {trainer.steps}")
-    log |= {
         "recipe": asdict(recipe),
         "parameters": trainer.parameters,
         "epoch_tokens": stream.epoch_tokens,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    average = 0.0  # training loss, nats a token, over the last 50 steps or so
     schedule = Schedule(options.minutes, options.steps, log["progress"], options.replay is not None)
-    earlier_minutes, start = log["minutes"], time.monotonic()
+    start = time.monotonic()
 
     def evaluate() -> None:
-        log["minutes"] = round(earlier_minutes + (time.monotonic() - start) / 60, 1)
+        log["minutes"] = round((time.monotonic() - start) / 60, 1)
         log["steps"], log["tokens"] = trainer.steps, stream.position
         with torch.compiler.set_stance("force_eager"):  # its shapes are not worth a compilation
             loss = mean_loss(trainer.model, windows)
         log["held_out"].append([trainer.steps, stream.position, round(average, 4), round(loss, 4)])
         console.print(f"step {trainer.steps}: held-out loss {loss:.4f} (training {average:.4f})")
 
-    report, evaluation, exporting = Every(REPORT_EVERY_S), Every(EVALUATE_EVERY_S), Every(options.export_every_s)
+    report, evaluation = Every(REPORT_EVERY_S), Every(EVALUATE_EVERY_S)
     reported_tokens = stream.position
     text = TextColumn("{task.description}")
     with Progress(
@@ -133,10 +123,7 @@ def main() -> None:
                 )
             if evaluation.due():
                 evaluate()
-                trainer.save(CHECKPOINT, log)
-            if exporting.due():
                 trainer.export(out, log)
-                console.print(f"exported at step {trainer.steps}")
     evaluate()
     trainer.export(out, log)
     console.print(f"done: {trainer.steps} steps, {stream.position:,} tokens")

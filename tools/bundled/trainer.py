@@ -1,4 +1,4 @@
-"""The bundled model while it learns: forward and backward, optimizers, checkpoint, export.
+"""The bundled model while it learns: forward and backward, optimizers, export.
 
 Training runs on transformers' own Llama: a well-kept implementation with a backward pass, whereas our decoder is for
 inference only. That the two agree is tested; that this one is right is not ours to prove.
@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from twostroke.tools.bundled.recipe import Recipe, model_config, save_config
+from twostroke.tools.bundled.recipe import MODEL_CONFIG, Recipe, save_config
 
 QUERY_BLOCK = 512  # tokens
 CPU_MICROBATCH_TOKENS = 2048  # what fits the caches best, by measurement; a longer sequence is a microbatch alone
@@ -73,30 +73,6 @@ class Trainer:
             hidden = self.model.model(tokens[:, :-1], use_cache=False)[0]
             return self._head_loss(hidden, self.model.lm_head.weight, tokens[:, 1:])
 
-    def save(self, path: Path, log: dict[str, Any]) -> None:
-        """Writes a checkpoint: everything that `restore` needs to go on as if nothing had happened."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "random": torch.get_rng_state(),
-            "steps": self.steps,
-            "log": json.dumps(log),
-        }
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
-
-    def restore(self, path: Path) -> dict[str, Any]:
-        """Goes back to a checkpoint; returns the log that was saved with it."""
-        saved = torch.load(path, weights_only=True, map_location=self.device)
-        self.model.load_state_dict(saved["model"])
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        torch.set_rng_state(saved["random"].cpu())
-        self.steps = saved["steps"]
-        log: dict[str, Any] = json.loads(saved["log"])
-        return log
-
     def export(self, out: Path, log: dict[str, Any]) -> None:
         """Writes the model folder; the weights (bfloat16, tied head left out) replace the old ones in one step."""
         save_config(out)
@@ -120,9 +96,7 @@ class Schedule:
 
     def __init__(self, minutes: float | None, steps: int | None, recorded: list[float], replay: bool) -> None:
         self.minutes, self.steps, self.recorded, self.replay = minutes, steps, recorded, replay
-        # A resumed run goes on at the progress it had: the time in between does not count.
-        done = recorded[-1] if recorded else 0.0
-        self.start = time.monotonic() - done * (minutes or 0.0) * 60
+        self.start = time.monotonic()
 
     def progress(self, step: int) -> float:
         """Whichever of time and steps is further on. Appends to `recorded` at the first step of each block."""
@@ -141,13 +115,13 @@ class Schedule:
 class TokenStream:
     """The order in which training reads the corpus: every document once an epoch, shuffled, packed without padding.
 
-    Endless, and a pure function of (documents, seed, position): resuming needs the position.
+    Endless, and a pure function of (documents, seed).
     """
 
-    def __init__(self, documents: Sequence[Sequence[int]], seed: int, position: int = 0) -> None:
+    def __init__(self, documents: Sequence[Sequence[int]], seed: int) -> None:
         self.documents = documents
         self.seed = seed
-        self.position = position  # tokens read so far
+        self.position = 0  # tokens read so far
         self.epoch_tokens = sum(map(len, documents))
         self._epoch = -1
         self._tokens = torch.empty(0, dtype=torch.int32)
@@ -176,7 +150,7 @@ class TokenStream:
 def build_model(recipe: Recipe, device: str) -> Any:
     """A freshly initialised float32 Llama; autocast makes its matrix products bfloat16."""
     torch.manual_seed(recipe.seed)
-    model: Any = LlamaForCausalLM(model_config()).float().to(device)
+    model: Any = LlamaForCausalLM(LlamaConfig(**MODEL_CONFIG)).float().to(device)
     model.set_attn_implementation(register() if device == "cpu" else "sdpa")
     return model
 
