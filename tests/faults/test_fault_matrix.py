@@ -133,7 +133,7 @@ async def test_a_control_connection_may_be_cut_at_any_byte(rig: Rig, draw: int) 
 @pytest.mark.parametrize("draw", range(4))
 async def test_a_data_link_may_be_cut_at_any_byte(rig: Rig, draw: int) -> None:
     transfer = rig.prepare("source-0", "target-0")
-    await cut_data_link(rig, transfer, draw_byte(f"{rig.transport} {draw}", 4_000_000))
+    await cut_data_link(rig, transfer, draw_byte(f"{rig.transport} {draw}", 3_600_000))
     await transfer.has_failed()
     await rig.transfer("source-0", "target-0")
 
