@@ -1,6 +1,6 @@
 """The simulation is worth something: with one safeguard switched off, it goes red within a few hundred seeds.
 
-Those of KV transfer itself: transfers/test_lifecycle_safeguards.py. Those of overload: policies/test_overload.py.
+Those of KV transfer itself: transfers/test_lifecycle_safeguards.py. Those of overload: policies/test_policies.py.
 """
 
 from collections.abc import Callable, Sequence

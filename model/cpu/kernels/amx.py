@@ -25,7 +25,7 @@ from twostroke.model.cpu.kernels.launch import WIDE, at, compiled, written_in_ll
 ROWS = 16  # of a tile
 DEPTH = 16  # pairs in a row of A's tile, and rows of B's
 TILE_BYTES = 64  # of a row
-AHEAD_BYTES = 8192  # of B that are asked for before they are needed, where B is read once
+AHEAD_BYTES = 4096  # of B that are asked for before they are needed, where B is read once
 
 _BYTE, _HALF, _VOID = ir.IntType(8), ir.IntType(16), ir.VoidType()
 _CONFIG = ir.ArrayType(_BYTE, 64)
