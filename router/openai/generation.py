@@ -196,9 +196,12 @@ class Generation:
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
         judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
         self._stages = [Stages(exchange.began, follows=job is not judged) for job in jobs]  # fill up on the way
-        exchange.requests, exchange.stages = [job.request for job in jobs], self._stages
-        exchange.num_prompt_tokens = sum(job.request.num_prompt_tokens for job in self._leaders)
-        exchange.is_stream = bool(asked.stream)
+        exchange.generates(
+            [job.request for job in jobs],
+            self._stages,
+            sum(job.request.num_prompt_tokens for job in self._leaders),
+            is_stream=bool(asked.stream),
+        )
 
     @property
     def most_tokens(self) -> int:
