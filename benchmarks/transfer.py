@@ -35,8 +35,6 @@ from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.protocol.errors import TransferFailed
 
-PROMPT_TOKENS = (128, 1024, 8192, 32768)  # of the links' cases
-BLOCK_SIZES = (16, 32, 64)
 EXPOSED_TOKENS = {"exposed_1k": 1024, "exposed_8k": 8192}
 HANDOVER_TOKENS, HANDOVER_ANSWER_TOKENS = 256, 32
 BLOCK_SIZE = 16
@@ -78,10 +76,10 @@ async def _measure_exposed(arguments: argparse.Namespace, figures: dict[str, flo
         folder = Path(name)
         say("writing a random model of 12 layers x 768")
         write_random_model(folder, max_position=2 * max(EXPOSED_TOKENS.values()))
+        block_bytes = kv_block_bytes(load_model_config(folder), BLOCK_SIZE, torch.bfloat16)
         async with _served(folder, max(EXPOSED_TOKENS.values()), 1, "tcp", None) as served:
             free = {tokens: await _send(served, folder, 1, 1, tokens, 2) for tokens in EXPOSED_TOKENS.values()}
         for figure, tokens in EXPOSED_TOKENS.items():
-            block_bytes = kv_block_bytes(load_model_config(folder), BLOCK_SIZE, torch.bfloat16)
             rate = int(-(-tokens // BLOCK_SIZE) * block_bytes / (free[tokens][0].prefill_s / 2))
             async with _served(folder, tokens, 1, "tcp", rate) as served:
                 paced = await _send(served, folder, arguments.rounds, 1, tokens, 2)

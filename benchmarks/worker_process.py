@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from multiprocessing.managers import BaseManager
+from multiprocessing.managers import BaseManager, RemoteError
 from typing import Any, TypeVar
 
 from twostroke.cluster.config.sections import ModelSection, TransportChoice, WorkerResources
@@ -228,7 +228,7 @@ class WorkerProcess:
     async def _in_thread(self, function: Any, *arguments: object) -> Any:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-        except (TwostrokeError, EOFError, OSError) as error:
+        except (TwostrokeError, RemoteError, EOFError, OSError) as error:
             raise WorkerLost(f"{type(error).__name__}: {error}") from error
 
 
