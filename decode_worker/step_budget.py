@@ -28,7 +28,7 @@ from twostroke.worker.queue_order import ClassShares
 from twostroke.worker.scheduler import PromptBudget
 
 CAUTIOUS_CHUNK = 64  # prompt tokens beside decodes while costs are not known
-LONGEST_CHUNK = 256  # prompt tokens whose time a step may take where nothing else is said
+LONGEST_CHUNK = 384  # prompt tokens whose time a step may take where nothing else is said
 LEAST_STALL_S = 0.05
 MOST_STALL_S = 0.25
 LEAST_GROWTH = 1.75  # times

@@ -172,18 +172,19 @@ def _attend(words, tables, item, begin, end, scratch, state):
         width = (count + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING
         _score_and_pack(words, queries, table, first_head, num_heads, start, start + count, scores, packed, nothing)
         for part in range(num_heads):
+            source, place, target = probabilities.ctypes.data, packed[part].ctypes.data, mixed[part].ctypes.data
             for row in range(group):
                 best[part, row], weight_sum[part, row] = soften(
-                    scores[part, row],
+                    scores[part].ctypes.data + 4 * CHUNK_TOKENS * row,
                     count,
                     width,
                     scale,
                     best[part, row],
                     weight_sum[part, row],
-                    mixed[part, row],
-                    probabilities[row],
+                    target + 4 * dim * row,
+                    dim,
+                    source + 2 * CHUNK_TOKENS * row,
                 )
-            source, place, target = probabilities.ctypes.data, packed[part].ctypes.data, mixed[part].ctypes.data
             multiply(rows, source, 2 * CHUNK_TOKENS, place, 4 * dim, (count + 1) // 2, target, 4 * dim, dim, 1)
 
 

@@ -151,8 +151,12 @@ def multiply_add(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 def spread(builder: Any, base: Any, offset: Any) -> Any:
     """The 4 bytes that many bytes behind the address `base`, in each lane."""
-    value = builder.load(at(builder, base, offset, INT), align=2)
-    lane = builder.insert_element(ir.Constant(INTS, ir.Undefined), value, INT(0))
+    return in_all_lanes(builder, builder.load(at(builder, base, offset, INT), align=2))
+
+
+def in_all_lanes(builder: Any, value: Any) -> Any:
+    """16 times the same 4 bytes."""
+    lane = builder.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, INT(0))
     return builder.shuffle_vector(lane, lane, ir.Constant(INTS, [0] * LANES))
 
 

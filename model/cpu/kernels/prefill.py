@@ -7,27 +7,47 @@ KV head share the tiles, too.
 Reference: model/reference.py.
 """
 
+import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, types
+from numba.core import cgutils
 from torch import Tensor
 
 from twostroke.model.cpu.kernels import amx, floats
-from twostroke.model.cpu.kernels.floats import LANES, exponential, interleave, largest, store, transpose
+from twostroke.model.cpu.kernels.floats import (
+    FLOATS,
+    INT,
+    LANES,
+    LINE_BYTES,
+    BFloat,
+    call,
+    exponential,
+    in_all_lanes,
+    interleave,
+    store,
+    transpose,
+)
 from twostroke.model.cpu.kernels.launch import (
+    WIDE,
     Kernel,
+    as_floats,
     as_halves,
     as_short_integers,
+    at,
     compiled,
     float_of_bits,
     taken,
+    written_in_llvm,
 )
 
 QUERY_TILE = 32
-KEY_TILE = 256
+KEY_TILE = 512
 KEY_PADDING = 64
 
 
@@ -48,27 +68,108 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
-@compiled
-def soften(scores, visible, width, scale, best, weight_sum, mixed, probabilities):
-    """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed; returns new best and sum.
+VECTORS_TOGETHER = KEY_PADDING // LANES  # their instructions don't wait for each other
+_LOG2_E = 1.44269504088896341
+_POWERS_OF_2 = (1.3276475e-3, 9.6755410e-3, 5.5507131e-2, 2.4022120e-1, 6.9314694e-1, 1.0000001)
+"""2^x for |x| <= 1/2 to 8e-8 of it: a polynomial fitted by Lawson's method, the highest power first."""
 
-    The loops over scores run to `width`, in whole vectors: what is left over of a vector loop is done one by one.
+
+def _reduced(builder: Any, name: str, start: float, combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+    """All lanes of all `values` as one number, by LLVM's reduction of that name."""
+    while len(values) > 1:
+        values = [combine(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
+    first = [ir.Constant(ir.FloatType(), start)] if name == "fadd" else []
+    return call(builder, f"llvm.vector.reduce.{name}.v16f32", ir.FloatType(), *first, values[0], fastmath=("reassoc",))
+
+
+def _for_vectors(builder: Any, width: Any, step: Callable[[int, Any], None]) -> None:
+    """Code that calls step(number, byte) for each vector of `width` numbers in fp32, VECTORS_TOGETHER in a row."""
+    with cgutils.for_range(builder, builder.udiv(width, WIDE(KEY_PADDING))) as loop:
+        first = builder.mul(loop.index, WIDE(4 * KEY_PADDING))
+        for number in range(VECTORS_TOGETHER):
+            step(number, builder.add(first, WIDE(LINE_BYTES * number)))
+
+
+def _sums(builder: Any, start: float) -> list[Any]:
+    places = [cgutils.alloca_once(builder, FLOATS) for _ in range(VECTORS_TOGETHER)]
+    for place in places:
+        builder.store(ir.Constant(FLOATS, [start] * LANES), place)
+    return places
+
+
+@written_in_llvm(types.float32, types.int64, types.int64)
+def _highest(builder, scores, width):
+    """The largest of scores[width], an address and a multiple of KEY_PADDING; none is NaN."""
+    best = _sums(builder, -math.inf)
+
+    def larger(left: Any, right: Any) -> Any:
+        return call(builder, "llvm.maxnum.v16f32", FLOATS, left, right, fastmath=("nnan", "nsz"))
+
+    def step(number: int, offset: Any) -> None:
+        values = builder.load(at(builder, scores, offset, FLOATS), align=4)
+        builder.store(larger(builder.load(best[number]), values), best[number])
+
+    _for_vectors(builder, width, step)
+    return _reduced(builder, "fmax", -math.inf, larger, [builder.load(place) for place in best])
+
+
+@written_in_llvm(types.float32, types.int64, types.int64, types.float32, types.float32, types.int64)
+def _weigh(builder, scores, width, scale, highest, probabilities):
+    """probabilities[width] = e^(scores scale - highest), none above 1, in bf16; returns their sum before rounding.
+
+    Below 2^-126 it is that. Loops that numba makes of such code have half as wide vectors and twice the instructions.
     """
+    totals = _sums(builder, 0.0)
+    halves = ir.VectorType(BFloat(), LANES)
+
+    def constant(value: float) -> Any:
+        return ir.Constant(FLOATS, [value] * LANES)
+
+    def fused(left: Any, right: Any, more: Any) -> Any:
+        return call(builder, "llvm.fma.v16f32", FLOATS, left, right, more)
+
+    factor, most = (in_all_lanes(builder, value) for value in (scale, builder.fneg(highest)))
+
+    def step(number: int, offset: Any) -> None:
+        below = fused(builder.load(at(builder, scores, offset, FLOATS), align=4), factor, most)
+        power = builder.fmul(below, constant(_LOG2_E))
+        power = call(builder, "llvm.maxnum.v16f32", FLOATS, power, constant(-126.0), fastmath=("nnan", "nsz"))
+        whole = call(builder, "llvm.roundeven.v16f32", FLOATS, power)
+        part = builder.fsub(power, whole)
+        value = constant(_POWERS_OF_2[0])
+        for coefficient in _POWERS_OF_2[1:]:
+            value = fused(value, part, constant(coefficient))
+        masked = value, ir.Constant(ir.IntType(16), -1), INT(4)  # all lanes, rounded as usual
+        value = call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, value, whole, *masked)
+        builder.store(builder.fadd(builder.load(totals[number]), value), totals[number])
+        place = builder.add(probabilities, builder.udiv(offset, WIDE(2)))
+        builder.store(builder.fptrunc(value, halves), at(builder, place, WIDE(0), halves), align=2)
+
+    _for_vectors(builder, width, step)
+    return _reduced(builder, "fadd", 0.0, builder.fadd, [builder.load(place) for place in totals])
+
+
+@compiled
+def soften(scores, visible, width, scale, best, weight_sum, mixed, dim, probabilities):
+    """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed [dim]; returns new best and
+    sum.
+
+    Arrays are given by address, since numba counts references to them. `width` is a multiple of KEY_PADDING.
+    """
+    hidden = carray(as_floats(scores), (width,))
     for i in range(visible, width):
-        scores[i] = np.float32(-np.inf)
-    highest = max(best, largest(scores, width) * scale)
+        hidden[i] = np.float32(-np.inf)
+    highest = max(best, _highest(scores, width) * scale)
     if highest > best:
         shrink = exponential(best - highest)
         weight_sum *= shrink
-        for i in range(mixed.shape[0]):
-            mixed[i] *= shrink
-    total = np.float32(0)
-    for i in range(width):
-        probability = exponential(scores[i] * scale - highest)
-        total += probability  # what is not visible adds 1e-38: nothing
-        store(probabilities, i, probability)
+        sums = carray(as_floats(mixed), (dim,))
+        for i in range(dim):
+            sums[i] *= shrink
+    total = _weigh(scores, width, scale, highest, probabilities)
+    nothing = carray(as_halves(probabilities), (width,))
     for i in range(visible, width):
-        probabilities[i] = 0
+        nothing[i] = 0  # the 2^-126 of these adds nothing to the sum
     return highest, weight_sum + total
 
 
@@ -120,8 +221,10 @@ def _make_prefill(multiply: Any) -> Any:
                 multiply(used, queries.ctypes.data, 2 * dim, place, stride, dim // 2, target, 4 * KEY_TILE, width, 0)
                 for row in range(used):
                     visible = max(0, min(width, seen + row // together + 1 - start))
+                    place = scores.ctypes.data + 4 * KEY_TILE * row
+                    sums, weights = mixed.ctypes.data + 4 * dim * row, probabilities.ctypes.data + 2 * KEY_TILE * row
                     best[row], weight_sum[row] = soften(
-                        scores[row], visible, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
+                        place, visible, width, scale, best[row], weight_sum[row], sums, dim, weights
                     )
                 place, stride = values + 2 * start * dim, 4 * dim
                 source = probabilities.ctypes.data

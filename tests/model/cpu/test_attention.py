@@ -64,7 +64,8 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, groups: i
     check(shared, case)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (1, 63), (64, 64), (150, 33), (3, 2)])
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (1, 63), (64, 64), (700, 33), (3, 2)])
 @pytest.mark.parametrize(("heads", "groups", "dim"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_after_a_cached_prefix_equals_the_reference(
@@ -76,7 +77,8 @@ def test_prefill_after_a_cached_prefix_equals_the_reference(
     check(out, case)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 5), (41, 17), (300, 33), (7, 70)])
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 5), (41, 17), (600, 33), (7, 70)])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(7, 1, 64), (6, 2, 80), (32, 2, 96), (15, 3, 128), (33, 1, 64)])
 @pytest.mark.parametrize("block_size", [16, 33])
 def test_short_chunks_whose_heads_share_tiles_equal_the_reference_and_write_nothing_else(

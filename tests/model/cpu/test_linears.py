@@ -54,6 +54,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 
 
 @needs_packing
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("out_features", "in_features"), SIZES)
 @pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
@@ -70,6 +71,7 @@ def test_projections_equal_fp64(
 
 
 @needs_packing
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
 def test_any_number_of_rows_can_be_projected(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     weight, _ = random_weights(130, 77, dtype)
@@ -78,6 +80,7 @@ def test_any_number_of_rows_can_be_projected(dtype: torch.dtype, out_dtype: torc
 
 
 @needs_packing
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
 def test_a_row_has_the_same_result_in_every_batch(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     weight, bias = random_weights(100, 1501, dtype)
@@ -89,6 +92,7 @@ def test_a_row_has_the_same_result_in_every_batch(dtype: torch.dtype, out_dtype:
 
 
 @needs_packing
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     weight, bias = random_weights(70, 33, dtype)
