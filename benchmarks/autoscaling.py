@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
-from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
 
@@ -93,16 +93,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; returns 0, or 1 where an answer was lost or a role did not follow. Raises ServerDied."""
+    """Measure and print; returns 0, or 1 where an answer was lost or a role did not follow. Raises ServerFailed."""
     with tempfile.TemporaryDirectory(prefix="twostroke-autoscaling-") as folder:
         path = Path(folder) / "config.yaml"  # YAML takes JSON
         path.write_text(json.dumps(_workers()))
-        with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
+        with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
             mix = Mix(fetch_status(server.url)["model"], {CLASS: 1.0}, arguments.prompt_tokens, arguments.max_tokens)
             pace = asyncio.run(measure_pace(server.url, mix))
         print(f"TTFT {pace.ttft_s * 1e3:.0f} ms; at {pace.rate:.2f}/s, which is calm, TPOT {pace.tpot_s * 1e3:.1f} ms")
         path.write_text(json.dumps(scaled_config(pace, mix, arguments.most, arguments.cooldown)))
-        with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
+        with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
             story = asyncio.run(tell(server.url, mix, pace.rate, arguments.calm_seconds, arguments.step_seconds))
     figures = {"rate": pace.rate, **summarise(story)}
     conclude(figures)

@@ -21,7 +21,7 @@ from typing import Any
 
 from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals, send_in_turn, whole_answer
 from twostroke.benchmarks.console import add_load_arguments, positive
-from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.router.slo.classes import SLOClass
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; returns 0, or 1 where a criterion is missed. Raises ConfigError, ServerDied."""
-    with ServerProcess(arguments.serve) as server:
+    """Measure and print; returns 0, or 1 where a criterion is missed. Raises ConfigError, ServerFailed."""
+    with twostroke_server(arguments.serve) as server:
         mix = Mix(fetch_status(server.url)["model"], PARTS, arguments.prompt_tokens, arguments.max_tokens)
         ttft_s, tpot_s, peak = asyncio.run(measure_alone(server.url, mix, arguments.step_seconds))
     classes = classes_for(ttft_s * arguments.ttft_multiple, tpot_s * arguments.tpot_multiple)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         # YAML takes JSON.
         path = Path(folder) / "slo.yaml"
         path.write_text(json.dumps({"slo": {"classes": [asdict(one) for one in classes.values()], "default": BATCH}}))
-        with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
+        with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
             figures = asyncio.run(measure(server.url, mix, classes, peak, arguments))
     print(json.dumps(figures))
     holds = (

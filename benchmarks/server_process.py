@@ -1,108 +1,104 @@
-"""A `twostroke serve` in a process of its own, for benchmarks and tests: started, awaited, and ended by its id."""
+"""A server in a process of its own, for benches and tests: started, awaited, and ended by its id."""
 
 import contextlib
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.ray import free_ports
+from twostroke.protocol.errors import ConfigError
 
-START_S = 240.0
-END_S = 15.0
+START_S = 400.0
+END_S = 30.0
+POLL_S = 0.25
 
 
-class ServerDied(Exception):
-    """The server ended before it was ready, or did not become ready; the message has what it said."""
+class ServerFailed(ConfigError):
+    """The server ended, or was not ready in time; the message has the end of what it said."""
 
 
 class ServerProcess:
     """A context manager: inside it the server is ready at `url`."""
 
-    def __init__(self, arguments: Sequence[str], *, port: int | None = None):
-        """`arguments` are those of `twostroke serve`, the port excepted."""
-        self.port = port if port is not None else free_ports(1)[0]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.output: list[str] = []
-        self._arguments = list(arguments)
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        is_ready: Callable[["ServerProcess"], bool],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ):
+        """`command` has the server listen on `port` of 127.0.0.1, with `environment` beside this process's own; `log`
+        keeps what it says."""
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.started_in_s = 0.0
+        self._command = command
+        self._is_ready = is_ready
+        self._environment = environment or {}
+        self._log = tempfile.TemporaryFile() if log is None else log.open("w+b")  # noqa: SIM115  (`end` closes it)
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
         assert self._process is not None  # inside of the context
         return self._process.pid
 
+    def said(self) -> str:
+        """All that the server has said so far. Leaves the place alone at which it goes on writing."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+
     def __enter__(self) -> "ServerProcess":
-        command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(self.port), *self._arguments]
-        root = Path(__file__).resolve().parent.parent
+        began = time.monotonic()
         self._process = subprocess.Popen(
-            command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self._command,
+            env={**os.environ, **self._environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
         )
         try:
-            self._await_ready()
+            while not self._is_ready(self):
+                if self._process.poll() is not None:
+                    raise ServerFailed(f"the server ended while it started: {self.said()[-2000:]}")
+                if time.monotonic() > began + START_S:
+                    raise ServerFailed(f"the server was not ready within {START_S:g} s: {self.said()[-2000:]}")
+                time.sleep(POLL_S)
         except BaseException:
             self.end()
             raise
+        self.started_in_s = time.monotonic() - began
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self, number: signal.Signals = signal.SIGINT) -> float:
-        """Ask the server to end; returns how many seconds it took.
-
-        Raises TimeoutExpired after END_S, having killed it.
-        """
+        """Ask the server to end; after END_S kill it. Returns how many seconds it took."""
         assert self._process is not None  # inside of the context
         began = time.monotonic()
         if self._process.poll() is None:
             self._process.send_signal(number)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            raise
-        finally:
-            if self._process.stdout is not None:
-                with contextlib.suppress(ValueError):  # closed already
-                    self._process.stdout.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
         return time.monotonic() - began
 
-    def _await_ready(self) -> None:
-        """The server's last line before it serves is the `curl` to paste."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        lines: queue.Queue[str | None] = queue.Queue()
-        stream = self._process.stdout
 
-        def read() -> None:
-            with contextlib.suppress(ValueError):  # closed by `end`
-                for line in stream:
-                    lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, name="server output", daemon=True).start()
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise ServerDied(f"not ready after {START_S:g} s: {''.join(self.output)}") from None
-            if line is None:
-                raise ServerDied("".join(self.output))
-            self.output.append(line)
-            if line.startswith("curl "):
-                return
+def twostroke_server(arguments: Sequence[str], *, port: int | None = None) -> ServerProcess:
+    """`twostroke serve` with these arguments, the port excepted; it is ready when it tells the `curl` to paste."""
+    port = free_ports(1)[0] if port is None else port
+    command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), *arguments]
+    return ServerProcess(command, port, lambda server: "\ncurl " in server.said())
 
 
 def processes_named(title: str, roots: Sequence[int] | None = None) -> list[int]:
@@ -124,16 +120,3 @@ def cpu_seconds(pids: Sequence[int]) -> float:
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])  # utime, stime
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-@contextlib.contextmanager
-def server_at(url: str | None, arguments: Sequence[str]) -> Iterator[tuple[str, list[int] | None]]:
-    """(url, process ids) of a server: the one that is given, whose processes are not known, or one of our own.
-
-    Ours runs for as long as the context lasts.
-    """
-    if url is not None:
-        yield url.rstrip("/"), None
-        return
-    with ServerProcess(arguments) as server:
-        yield server.url, descendants(server.pid)

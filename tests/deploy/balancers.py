@@ -30,7 +30,7 @@ import yaml
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
 from twostroke.benchmarks.clients import stream_completion
-from twostroke.benchmarks.server_process import ServerProcess, processes_named
+from twostroke.benchmarks.server_process import processes_named, twostroke_server
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
@@ -163,14 +163,14 @@ class Servers:
         config = folder / "server.yaml"
         config.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
         self._arguments = ["--config", str(config), "--grace", str(GRACE_S)]
-        self.first = ServerProcess(self._arguments)
-        self.second = ServerProcess(self._arguments)
+        self.first = twostroke_server(self._arguments)
+        self.second = twostroke_server(self._arguments)
 
     async def start(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(server.__enter__) for server in (self.first, self.second)))
 
     async def start_first_again(self) -> None:
-        self.first = ServerProcess(self._arguments, port=self.first.port)
+        self.first = twostroke_server(self._arguments, port=self.first.port)
         await asyncio.to_thread(self.first.__enter__)
 
     async def kill_router(self) -> None:

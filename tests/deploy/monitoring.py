@@ -29,7 +29,7 @@ import yaml
 from tests.deploy.programs import DEPLOY, ROOT, environment, find, haproxies
 from tests.deploy.proxies import Proxy, running
 from twostroke.benchmarks.clients import send_at_moments, stream_completion
-from twostroke.benchmarks.server_process import ServerProcess, processes_named
+from twostroke.benchmarks.server_process import ServerProcess, processes_named, twostroke_server
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
 
@@ -255,7 +255,7 @@ def main() -> int:
         config.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
         try:
             with ExitStack() as stack:
-                server = stack.enter_context(ServerProcess(["--config", str(config)]))
+                server = stack.enter_context(twostroke_server(["--config", str(config)]))
                 entries = [server.port, server.port]
                 proxy = stack.enter_context(running("haproxy", haproxies()[0], entries, folder))
                 url = stack.enter_context(prometheus(find("prometheus") or "", proxy.operators_url, folder))

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.rigs.processes import alive, eventually
-from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.benchmarks.server_process import ServerProcess, twostroke_server
 from twostroke.cluster.local.processes import descendants
 
 MODEL = "twostroke-bundled"
@@ -89,7 +89,7 @@ def serving(*arguments: str, under_a_stream: bool = False) -> Iterator[Server]:
 
     It is ended by Ctrl-C when it is idle, or by SIGTERM in the middle of an answer.
     """
-    with ServerProcess([*EXACT, *arguments]) as process:
+    with twostroke_server([*EXACT, *arguments]) as process:
         server = Server(process)
         yield server
         answering = threading.Thread(target=server.read_until_cut_off) if under_a_stream else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.conftest import MODEL, Server
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import completion_body, random_prompt, stream_completion, whole_answer
-from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.loadtests.generator.http_stream import Exchange
 
 CLIENTS = 24
@@ -36,7 +36,7 @@ CONFIG = {
 def test_both_roles_scale_out_and_in_and_every_answer_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(CONFIG))  # YAML takes JSON
-    with ServerProcess(["--config", str(path)]) as process:
+    with twostroke_server(["--config", str(path)]) as process:
         server = Server(process)
         results = asyncio.run(out_and_in(server))
         eventually("one worker of each role is left", lambda: workers(server) == (1, 1), within_s=IN_S)

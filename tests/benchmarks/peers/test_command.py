@@ -1,57 +1,50 @@
-"""The plan that arguments ask for; a server's processes, awaited until they answer, and ended with all they started."""
+"""The plan that arguments ask for; a server's process, awaited until it answers, and ended."""
 
 import argparse
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from twostroke.benchmarks.peers import command as peers
-from twostroke.benchmarks.peers.command import Command, ServerFailed, ServerProcess, target_of
+from twostroke.benchmarks.peers.command import answers, target_of
 from twostroke.benchmarks.peers.compare_servers import Target
+from twostroke.benchmarks.server_process import ServerFailed, ServerProcess
+from twostroke.cluster.local.processes import descendants
+from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError
 
-# Answers any request, and leaves a child in a session of its own, which no signal to the group would reach.
+# Answers any request.
 SERVER = """
-import http.server, signal, subprocess, sys
+import http.server, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background inherits as ignored
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b'data: {"choices":[{"text":"a"}]}\\n\\ndata: [DONE]\\n\\n')
-print(child.pid, flush=True)
+print("here I am", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def server(script: str, log: Path | None = None) -> ServerProcess:
+    (port,) = free_ports(1)
+    return ServerProcess([sys.executable, "-c", script, str(port)], port, answers, log=log)
 
 
-def server(tmp_path: Path, script: str) -> ServerProcess:
-    port = free_port()
-    command = Command("scripted", [sys.executable, "-c", script, str(port)], port)
-    return ServerProcess(command, tmp_path / "log", start_limit_s=60.0)
-
-
-def test_a_server_is_there_within_the_context_and_nothing_of_it_after(tmp_path: Path) -> None:
-    with server(tmp_path, SERVER) as running:
-        child = Path("/proc") / (tmp_path / "log").read_text().split()[0]
-        assert child.exists()
+def test_a_server_answers_within_the_context_and_is_gone_after(tmp_path: Path) -> None:
+    with server(SERVER, tmp_path / "log") as running:
+        assert running.said().startswith("here I am")
         assert running.started_in_s > 0
-        assert running.memory_gib() > 1e-3
-    assert not child.exists() or "\nState:\tZ" in (child / "status").read_text()
+        assert peers.memory_gib(running.pid) > 1e-3
+    assert running.pid not in descendants()
+    assert (tmp_path / "log").read_text().startswith("here I am")
 
 
-def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match="no such model"), server(tmp_path, "raise SystemExit('no such model')"):
+def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words() -> None:
+    with pytest.raises(ServerFailed, match="no such model"), server("raise SystemExit('no such model')"):
         pass
 
 
