@@ -21,11 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals
+from twostroke.benchmarks.clients import Mix, send_arrivals
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.run_folder import Record
 
 CLASS = "standard"
 ROLES = ("prefill", "decode")
@@ -74,9 +75,9 @@ class Sight:
 class Story:
     """What happened, phase by phase."""
 
-    calm: list[Outcome] = field(default_factory=list)
-    step: list[Outcome] = field(default_factory=list)
-    after: list[Outcome] = field(default_factory=list)
+    calm: list[Record] = field(default_factory=list)
+    step: list[Record] = field(default_factory=list)
+    after: list[Record] = field(default_factory=list)
     sights: list[Sight] = field(default_factory=list)
     rose_at: float = 0.0
     fell_at: float = 0.0
@@ -192,7 +193,7 @@ def summarise(story: Story) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "answers": len(outcomes),
         "lost": len(failures),
-        "first_failure": failures[0].why or failures[0].status if failures else None,
+        "first_failure": failures[0].error or failures[0].status if failures else None,
     }
     for role in ROLES:
         figures |= {

@@ -11,10 +11,16 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from twostroke.loadtests.generator.http_stream import Exchange, StreamedAnswer, read_stream
+import msgspec
+
+from twostroke.loadtests.generator.http_stream import Exchange, read_stream
+from twostroke.loadtests.generator.live import met
+from twostroke.loadtests.plan import SLO, Poisson
+from twostroke.loadtests.run_folder import Record
+from twostroke.loadtests.workloads.arrivals import arrival_times
 from twostroke.router.slo.classes import SLOClass
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
@@ -22,7 +28,6 @@ PATIENCE_S = 300.0
 """A request that takes longer in all has failed."""
 
 Result = TypeVar("Result")
-Status = Literal["ok", "refused", "failed"]
 
 
 def random_prompt(draw: random.Random, num_tokens: int) -> list[int]:
@@ -88,38 +93,61 @@ class _Receiver(asyncio.Protocol):
             self._done.set_result(None)
 
 
-def whole_answer(came: Exchange, num_tokens: int) -> StreamedAnswer:
-    """What came. Raises ValueError where it is no complete answer of so many tokens."""
+def record_of(came: Exchange, body: Mapping[str, Any], began: float, scheduled_s: float | None = None) -> Record:
+    """What came over the wire. Times count from `began`; a request that had no schedule was due when it was sent."""
     answer = read_stream(came)
-    fault = fault_of(answer, num_tokens)
-    if fault is not None:
-        raise ValueError(fault)
-    return answer
+    sent_s = came.sent_at - began
+    return Record(
+        session=0,
+        turn=0,
+        scheduled_s=sent_s if scheduled_s is None else scheduled_s,
+        sent_s=sent_s,
+        end_s=came.arrivals[-1][0] - began if came.arrivals else sent_s,
+        status=answer.status,
+        kind=body.get("service_tier", ""),
+        http_status=answer.http_status,
+        error=answer.error,
+        planned_output_tokens=body["max_tokens"],
+        input_tokens=answer.usage.prompt_tokens,
+        output_tokens=answer.usage.completion_tokens,
+        token_s=tuple(at - began for at in answer.token_times),
+    )
 
 
-def fault_of(answer: StreamedAnswer, num_tokens: int) -> str | None:
-    """Why it is no complete answer of so many tokens, None where it is one."""
-    if answer.error is not None:
-        return answer.error
-    answered = answer.usage.completion_tokens
-    return None if answered == num_tokens else f"{answered} tokens instead of {num_tokens}"
+def exact(record: Record) -> Record:
+    """An answer of another length than was asked for has failed."""
+    if record.status != "ok" or record.output_tokens == record.planned_output_tokens:
+        return record
+    error = f"{record.output_tokens} tokens instead of {record.planned_output_tokens}"
+    return msgspec.structs.replace(record, status="failed", error=error)
+
+
+def whole(record: Record) -> Record:
+    """Raises ValueError where it is no complete answer of the length that was asked for."""
+    if (judged := exact(record)).status != "ok":
+        raise ValueError(judged.error)
+    return record
 
 
 async def send_in_turn(
     url: str, bodies: Iterable[dict[str, Any]], clients: int, limit_s: float = PATIENCE_S
-) -> list[tuple[dict[str, Any], Exchange]]:
-    """Send all, each client its next request as soon as its last has ended; in the order in which they ended."""
+) -> list[Record]:
+    """Send all, each client its next request as soon as its last has ended; in the order in which they ended.
+
+    What came is read when all has come.
+    """
     left = iter(bodies)
-    results: list[tuple[dict[str, Any], Exchange]] = []
+    began = time.perf_counter()
+    ended: list[tuple[Exchange, dict[str, Any]]] = []
 
     async def client() -> None:
         for body in left:
-            results.append((body, await stream_completion(url, body, limit_s)))
+            ended.append((await stream_completion(url, body, limit_s), body))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):
             group.create_task(client())
-    return results
+    return [record_of(came, body, began) for came, body in ended]
 
 
 async def send_at_moments(
@@ -139,38 +167,14 @@ async def send_at_moments(
     return [task.result() for task in tasks]
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """One request, `at` so many seconds after the beginning."""
-
-    at: float
-    class_name: str
-    body: dict[str, Any]
+def has_met(record: Record, classes: Mapping[str, SLOClass]) -> bool:
+    """Whether a request got what its class is promised."""
+    promised = classes[record.kind]
+    return met(record, SLO(promised.ttft_s, promised.tpot_s))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one request. Times in seconds.
-
-    Time counts from the scheduled arrival, so that what a late client or a full server delays is not left out. How late
-    requests were sent is told as well: a client that can't keep up measures itself.
-    """
-
-    class_name: str
-    at: float  # scheduled, after the beginning
-    lag_s: float  # sent so much later
-    status: Status
-    ttft_s: float | None = None  # since it was scheduled
-    tpot_s: float | None = None  # None for a single token
-    why: str | None = None  # of a failure
-
-    def met(self, classes: Mapping[str, SLOClass]) -> bool:
-        """Whether it got both promised times."""
-        promised = classes[self.class_name]
-        if self.status != "ok" or self.ttft_s is None:
-            return False
-        in_time = promised.ttft_s is None or self.ttft_s <= promised.ttft_s
-        return in_time and (promised.tpot_s is None or self.tpot_s is None or self.tpot_s <= promised.tpot_s)
+Arrival = tuple[float, dict[str, Any]]
+"""So many seconds after the beginning, a request's body."""
 
 
 @dataclass(frozen=True)
@@ -191,44 +195,30 @@ class Mix:
         """Poisson arrivals, `rate` a second."""
         draw = random.Random(seed)
         names, weights = list(self.parts), list(self.parts.values())
-        found: list[Arrival] = []
-        at = draw.expovariate(rate)
-        while at < seconds:
-            name = draw.choices(names, weights)[0]
-            found.append(Arrival(at, name, self.body(draw, name)))
-            at += draw.expovariate(rate)
-        return found
+        times = arrival_times(Poisson(rate), seconds, seed)
+        return [(at, self.body(draw, draw.choices(names, weights)[0])) for at in times]
 
     async def ask_alone(self, url: str, draw: random.Random) -> tuple[float, float]:
         """The TTFT and TPOT of one request, in seconds. Raises ValueError where its answer is not whole."""
-        came = await stream_completion(url, self.body(draw))
-        times = whole_answer(came, self.max_tokens).token_times
-        return times[0] - came.sent_at, (times[-1] - times[0]) / max(1, self.max_tokens - 1)
+        body = self.body(draw)
+        alone = whole(record_of(await stream_completion(url, body), body, 0.0))
+        return alone.ttft_s or 0.0, alone.tpot_s or 0.0
 
 
 async def send_arrivals(
     url: str, arrivals: Sequence[Arrival], is_over: Callable[[], bool] = lambda: False
-) -> list[Outcome]:
-    """Send each at its time, until it is over, and wait for all answers. These are read when all are there."""
+) -> list[Record]:
+    """Send each at its time, until it is over, and wait for all answers. These are read when all are there.
 
-    async def send(number: int, scheduled: float) -> tuple[Arrival, float, Exchange]:
-        arrival = arrivals[number]
-        return arrival, scheduled, await stream_completion(url, arrival.body)
+    Time counts from the scheduled arrival, so that what a late client or a full server delays is not left out.
+    """
 
-    moments = itertools.takewhile(lambda _: not is_over(), (arrival.at for arrival in arrivals))
-    return [outcome_of(*sent) for sent in await send_at_moments(moments, send)]
+    async def send(number: int, scheduled: float) -> tuple[Exchange, float]:
+        return await stream_completion(url, arrivals[number][1]), scheduled
 
-
-def outcome_of(arrival: Arrival, scheduled: float, came: Exchange) -> Outcome:
-    """Read what came over the wire. An answer that is shorter than it was to be has failed."""
-    lag_s = came.sent_at - scheduled
-    answer = read_stream(came)
-    if answer.http_status == 429:
-        return Outcome(arrival.class_name, arrival.at, lag_s, "refused")
-    num_tokens = arrival.body["max_tokens"]
-    fault = fault_of(answer, num_tokens)
-    if fault is not None:
-        return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=fault)
-    times = answer.token_times
-    tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else None
-    return Outcome(arrival.class_name, arrival.at, lag_s, "ok", times[0] - scheduled, tpot_s)
+    moments = itertools.takewhile(lambda _: not is_over(), (at for at, _ in arrivals))
+    sent = await send_at_moments(moments, send)
+    return [
+        exact(record_of(came, body, scheduled - at, at))
+        for (came, scheduled), (at, body) in zip(sent, arrivals, strict=False)
+    ]

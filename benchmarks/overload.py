@@ -19,11 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals, send_in_turn, whole_answer
+from twostroke.benchmarks.clients import Mix, has_met, send_arrivals, send_in_turn, whole
 from twostroke.benchmarks.console import add_load_arguments, positive
 from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.run_folder import Record
 from twostroke.router.slo.classes import SLOClass
 
 INTERACTIVE, BATCH = "interactive", "batch"
@@ -102,9 +103,8 @@ async def _answers_per_s(url: str, mix: Mix, draw: random.Random, seconds: float
     """Of clients that each send the next request when the last one is answered."""
     until = time.perf_counter() + seconds
     bodies = (mix.body(draw) for _ in itertools.takewhile(lambda _: time.perf_counter() < until, itertools.count()))
-    came = await send_in_turn(url, bodies, CLOSED_LOOP_CLIENTS)
-    answers = [whole_answer(exchange, mix.max_tokens) for _, exchange in came]
-    return sum(answer.token_times[-1] < until for answer in answers) / seconds
+    answers = map(whole, await send_in_turn(url, bodies, CLOSED_LOOP_CLIENTS))
+    return sum(answer.token_s[-1] < seconds for answer in answers) / seconds
 
 
 async def measure(
@@ -122,13 +122,13 @@ async def measure(
     _show("1x", usual, classes, load_s)
     _show(f"{OVERLOAD:g}x", overload, classes, load_s)
     _show("after", calm, classes, recovery_s)
-    goodput = [sum(one.met(classes) for one in outcomes) / load_s for outcomes in (usual, overload)]
+    goodput = [sum(has_met(one, classes) for one in outcomes) / load_s for outcomes in (usual, overload)]
     return {
-        "only_200_and_429": all(one.status != "failed" for one in (*usual, *overload, *calm)),
+        "only_200_and_429": not any(map(_has_failed, (*usual, *overload, *calm))),
         "ttft_p99_over_slo": _worst(overload, classes, "ttft_s"),
         "tpot_p99_over_slo": _worst(overload, classes, "tpot_s"),
         "goodput_ratio": goodput[1] / goodput[0] if goodput[0] else 0.0,
-        "recovery_s": max((one.at for one in calm if not one.met(classes)), default=0.0),
+        "recovery_s": max((one.scheduled_s for one in calm if not has_met(one, classes)), default=0.0),
         "workers_unchanged": _epochs(url) == workers,
         "capacity_per_s": capacity,
         "goodput_at_capacity_per_s": goodput[0],
@@ -145,7 +145,7 @@ async def find_capacity(url: str, mix: Mix, classes: dict[str, SLOClass], peak: 
     capacity = STEPS[0] * peak / 2
     for i, step in enumerate(STEPS):
         outcomes = await send_arrivals(url, mix.arrivals(step * peak, seconds, seed=10 + i))
-        attained = sum(one.met(classes) for one in outcomes) / max(1, len(outcomes))
+        attained = sum(has_met(one, classes) for one in outcomes) / max(1, len(outcomes))
         print(f"{step * peak:8.1f}/s  attainment {attained:.3f}", flush=True)
         if attained < ATTAINMENT:
             break
@@ -153,29 +153,34 @@ async def find_capacity(url: str, mix: Mix, classes: dict[str, SLOClass], peak: 
     return capacity
 
 
+def _has_failed(one: Record) -> bool:
+    """Whether it is neither a whole answer nor refused for the load."""
+    return one.status != "ok" and one.http_status != 429
+
+
 def _epochs(url: str) -> dict[str, str]:
     return {worker["worker_id"]: worker["epoch"] for worker in fetch_status(url)["workers"]}
 
 
-def _attainment(outcomes: Sequence[Outcome], classes: dict[str, SLOClass], name: str) -> float:
-    own = [one for one in outcomes if one.class_name == name]
-    return sum(one.met(classes) for one in own) / max(1, len(own))
+def _attainment(outcomes: Sequence[Record], classes: dict[str, SLOClass], name: str) -> float:
+    own = [one for one in outcomes if one.kind == name]
+    return sum(has_met(one, classes) for one in own) / max(1, len(own))
 
 
-def _worst(outcomes: Sequence[Outcome], classes: dict[str, SLOClass], what: str) -> float:
+def _worst(outcomes: Sequence[Record], classes: dict[str, SLOClass], what: str) -> float:
     """The P99 of admitted requests over what their class is promised, of the class that fares worst."""
     worst = 0.0
     for name, promised in classes.items():
-        times = [getattr(one, what) for one in outcomes if one.class_name == name and one.status == "ok"]
+        times = [getattr(one, what) for one in outcomes if one.kind == name and one.status == "ok"]
         p99 = percentile([one for one in times if one is not None], 99)
         if p99 is not None:
             worst = max(worst, p99 / getattr(promised, what))
     return worst
 
 
-def _show(title: str, outcomes: Sequence[Outcome], classes: dict[str, SLOClass], seconds: float) -> None:
+def _show(title: str, outcomes: Sequence[Record], classes: dict[str, SLOClass], seconds: float) -> None:
     for name in classes:
-        own = [one for one in outcomes if one.class_name == name]
+        own = [one for one in outcomes if one.kind == name]
         done = [one for one in own if one.status == "ok"]
         ttft_ms = 1e3 * (percentile([one.ttft_s for one in done if one.ttft_s is not None], 99) or math.nan)
         tpot_ms = 1e3 * (percentile([one.tpot_s for one in done if one.tpot_s is not None], 99) or math.nan)
@@ -183,6 +188,6 @@ def _show(title: str, outcomes: Sequence[Outcome], classes: dict[str, SLOClass],
             f"{title:>6} {name:>12}: {len(own) / seconds:7.1f}/s offered, {len(done) / seconds:6.1f}/s served, "
             f"attainment {_attainment(outcomes, classes, name):.3f}, P99 TTFT {ttft_ms:.0f} ms, TPOT {tpot_ms:.1f} ms"
         )
-    failures = {one.why for one in outcomes if one.status == "failed"}
+    failures = {one.error for one in filter(_has_failed, outcomes)}
     for why in sorted(str(one) for one in failures)[:5]:
         print(f"{title:>6} failed: {why}")

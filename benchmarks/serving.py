@@ -7,19 +7,18 @@ and more while neighbours use the same caches, memory and clock: compare figures
 import argparse
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from twostroke.benchmarks.clients import (
     FIRST_TOKEN_ID,
     completion_body,
-    fault_of,
+    exact,
     random_prompt,
     send_in_turn,
     stream_completion,
@@ -28,8 +27,8 @@ from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.benchmarks.server_process import cpu_seconds, processes_named, twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
-from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.run_folder import Record
 
 TITLES = {
     "router": ("ServeReplica:twostroke:Router",),
@@ -94,7 +93,7 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
     results = await _send_all(url, load)
     wall_s = time.perf_counter() - began
     cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
-    figures = summarise(results, load, wall_s)
+    figures = summarise(results, wall_s)
     tokens = max(1, figures["output_tokens"])
     figures["cores_busy"] = sum(cpu_s.values()) / wall_s
     for group, used_s in cpu_s.items():
@@ -104,23 +103,14 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
     return figures
 
 
-def summarise(results: Sequence[Exchange], load: Load, wall_s: float) -> dict[str, Any]:
+def summarise(answers: Iterable[Record], wall_s: float) -> dict[str, Any]:
     """Rates and percentiles; a stream that is not whole counts as an error and for nothing else."""
-    ttft_s: list[float] = []
-    itl_s: list[float] = []
-    tokens = errors = 0
-    first_error = None
-    for result in results:
-        answer = read_stream(result)
-        fault = fault_of(answer, load.max_tokens)
-        if fault is not None:
-            errors += 1
-            first_error = first_error or fault
-            continue
-        times = answer.token_times
-        tokens += load.max_tokens
-        ttft_s.append(times[0] - result.sent_at)
-        itl_s += [after - before for before, after in itertools.pairwise(times)]
+    judged = [exact(answer) for answer in answers]
+    whole = [answer for answer in judged if answer.status == "ok"]
+    faults = [answer.error for answer in judged if answer.status != "ok"]
+    ttft_s = [answer.ttft_s for answer in whole if answer.ttft_s is not None]
+    itl_s = [gap for answer in whole for gap in answer.gaps_s]
+    tokens = sum(answer.planned_output_tokens for answer in whole)
     figures: dict[str, Any] = {
         "out_tok_s": tokens / wall_s,
         "ttft_p50_s": percentile(ttft_s, 50),
@@ -128,12 +118,12 @@ def summarise(results: Sequence[Exchange], load: Load, wall_s: float) -> dict[st
         "itl_p50_s": percentile(itl_s, 50),
         "itl_p99_s": percentile(itl_s, 99),
         "itl_mean_s": statistics.fmean(itl_s) if itl_s else None,
-        "errors": errors,
+        "errors": len(faults),
         "output_tokens": tokens,
         "wall_s": wall_s,
     }
-    if first_error is not None:
-        figures["first_error"] = first_error
+    if faults:
+        figures["first_error"] = faults[0]
     return figures
 
 
@@ -173,10 +163,10 @@ async def _owned_blocks(url: str) -> int:
     return sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
 
 
-async def _send_all(url: str, load: Load) -> list[Exchange]:
+async def _send_all(url: str, load: Load) -> list[Record]:
     draw = random.Random(load.seed)
     bodies = [
         completion_body(load.model, random_prompt(draw, load.prompt_tokens), load.max_tokens)
         for _ in range(load.requests)
     ]
-    return [exchange for _, exchange in await send_in_turn(url, bodies, load.concurrency)]
+    return await send_in_turn(url, bodies, load.concurrency)

@@ -8,7 +8,6 @@ Of an answer only a whole one counts, with the server's own counts of tokens.
 """
 
 import asyncio
-import itertools
 import random
 import statistics
 import time
@@ -18,44 +17,8 @@ from typing import Any
 
 from twostroke.benchmarks.clients import completion_body, send_in_turn
 from twostroke.benchmarks.console import say
-from twostroke.loadtests.generator.http_stream import BadResponse, Exchange, read_stream
 from twostroke.loadtests.report.estimates import percentile
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A complete answer."""
-
-    sent_at: float
-    token_times: tuple[float, ...]  # one for each event that brought tokens; some servers put several into one
-    prompt_tokens: int
-    completion_tokens: int  # as the server's `usage` says
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from sending to the first text."""
-        return self.token_times[0] - self.sent_at
-
-    @property
-    def ended_at(self) -> float:
-        return self.token_times[-1]
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Seconds between events with tokens, just as they came."""
-        return [after - before for before, after in itertools.pairwise(self.token_times)]
-
-
-def read_answer(exchange: Exchange) -> Answer:
-    """What the bytes of an exchange say. Raises BadResponse for all but a complete answer over a sound connection."""
-    answer = read_stream(exchange)
-    fault = exchange.broken or answer.error
-    if fault is not None:
-        raise BadResponse(fault)
-    usage = answer.usage
-    if usage.prompt_tokens is None or usage.completion_tokens is None:
-        raise BadResponse("the stream tells no usage, which says how many tokens it had")
-    return Answer(exchange.sent_at, tuple(answer.token_times), usage.prompt_tokens, usage.completion_tokens)
+from twostroke.loadtests.run_folder import Record
 
 
 @dataclass(frozen=True)
@@ -78,31 +41,39 @@ HIGHER_IS_BETTER = ("out_tok_s", "prompt_tok_s")
 LOWER_IS_BETTER = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
 
 
-def summarise(answers: Sequence[Answer], asked_tokens: Sequence[int], errors: int) -> Turn:
-    """The figures of one turn; `asked_tokens` has what each of `answers` should have. Rates are None without answers.
+def summarise(came: Iterable[Record]) -> Turn:
+    """The figures of one turn. Rates are None without answers.
 
-    Output tokens are those of the servers' `usage`, never a count of events.
+    Output tokens are those of the servers' `usage`, never a count of events: an answer without it is an error.
     """
+    came = list(came)
+    answers = [answer for answer in came if fault_of(answer) is None]
     gaps = [gap for answer in answers for gap in answer.gaps_s]
-    ttfts = [answer.ttft_s for answer in answers]
-    tokens = sum(answer.completion_tokens for answer in answers)
-    events = sum(len(answer.token_times) for answer in answers)
+    tokens = sum(answer.output_tokens or 0 for answer in answers)
+    events = sum(len(answer.token_s) for answer in answers)
+    ttfts = [answer.ttft_s or 0.0 for answer in answers]
+    reading = [(answer.input_tokens or 0) / ttft_s for answer, ttft_s in zip(answers, ttfts, strict=True)]
     out_tok_s = None
     if answers:
-        out_tok_s = tokens / (max(each.ended_at for each in answers) - min(each.sent_at for each in answers))
+        out_tok_s = tokens / (max(each.token_s[-1] for each in answers) - min(each.sent_s for each in answers))
     return Turn(
         out_tok_s=out_tok_s,
-        prompt_tok_s=statistics.median(each.prompt_tokens / each.ttft_s for each in answers) if answers else None,
+        prompt_tok_s=statistics.median(reading) if answers else None,
         ttft_p50_s=percentile(ttfts, 50),
         ttft_p99_s=percentile(ttfts, 99),
         itl_p50_s=percentile(gaps, 50),
         itl_p99_s=percentile(gaps, 99),
         tokens_per_event=tokens / events if events else None,
-        errors=errors,
-        wrong_length=sum(
-            answer.completion_tokens != asked for answer, asked in zip(answers, asked_tokens, strict=True)
-        ),
+        errors=len(came) - len(answers),
+        wrong_length=sum(answer.output_tokens != answer.planned_output_tokens for answer in answers),
     )
+
+
+def fault_of(answer: Record) -> str | None:
+    """Why an answer doesn't count; another length than was asked for is no reason."""
+    if answer.status == "ok" and (answer.input_tokens is None or answer.output_tokens is None):
+        return "the stream tells no usage, which says how many tokens it had"
+    return answer.error
 
 
 def medians(turns: Sequence[Turn]) -> dict[str, float | None]:
@@ -199,21 +170,12 @@ def prompts(row: Row, round_number: int, vocab_size: int) -> list[list[int]]:
 
 async def send_row(
     target: Target, model: str, row: Row, prompts: Sequence[Sequence[int]], time_limit_s: float
-) -> tuple[Turn, list[str]]:
-    """Send a row's requests to one server; returns the figures and what went wrong."""
+) -> list[Record]:
+    """Send a row's requests to one server; returns what came of them."""
     bodies = [
         completion_body(model, prompt, length.output) for prompt, length in zip(prompts, row.lengths, strict=True)
     ]
-    answers: list[Answer] = []
-    asked: list[int] = []
-    faults: list[str] = []
-    for body, came in await send_in_turn(target.url, bodies, row.concurrency, time_limit_s):
-        try:
-            answers.append(read_answer(came))
-            asked.append(body["max_tokens"])
-        except BadResponse as error:
-            faults.append(str(error))
-    return summarise(answers, asked, len(faults)), faults
+    return await send_in_turn(target.url, bodies, row.concurrency, time_limit_s)
 
 
 WARM_UP_ROUND = -1
@@ -247,11 +209,11 @@ async def measure(targets: Sequence[Target], plan: Plan) -> Turns:
 
     async def turn(server: Target, row: Row, round_number: int) -> Turn:
         drawn = prompts(row, round_number, plan.vocab_size)
-        figures, faults = await send_row(server, plan.model, row, drawn, plan.request_limit_s)
-        for fault in faults:
+        came = await send_row(server, plan.model, row, drawn, plan.request_limit_s)
+        for fault in filter(None, map(fault_of, came)):
             say(f"{server.name} {row.name}: {fault}")
         await asyncio.sleep(plan.settle_s)
-        return figures
+        return summarise(came)
 
     for row in rows(output_tokens=4):  # whatever is compiled or allocated at its first use
         for server in targets:

@@ -3,8 +3,9 @@
 import pytest
 
 from twostroke.benchmarks.autoscaling import CLASS, Pace, Sight, Story, holds, scaled_config, summarise
-from twostroke.benchmarks.clients import Mix, Outcome
+from twostroke.benchmarks.clients import Mix
 from twostroke.cluster.config.config import read_config
+from twostroke.loadtests.run_folder import Record, Status
 
 
 def sight(at: float, running: tuple[int, int], target: tuple[int, int], change: str | None = None) -> Sight:
@@ -15,11 +16,11 @@ def sight(at: float, running: tuple[int, int], target: tuple[int, int], change: 
     return Sight.of(at, roles)
 
 
-def answer(ttft_s: float) -> Outcome:
-    return Outcome(CLASS, 0.0, 0.0, "ok", ttft_s, 0.01)
+def answer(ttft_s: float) -> Record:
+    return Record(0, 0, 0.0, 0.0, ttft_s, "ok", token_s=(ttft_s,))
 
 
-def story(*more: Outcome) -> Story:
+def story(*more: Record) -> Story:
     return Story(
         calm=[answer(0.1)],
         step=[answer(0.2), answer(0.4), *more],
@@ -49,8 +50,8 @@ def test_a_step_is_followed_out_and_in() -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "refused"])
-def test_an_answer_that_did_not_come_is_lost(status: str) -> None:
-    figures = summarise(story(Outcome(CLASS, 0.0, 0.0, status, why="HTTP 500")))  # type: ignore[arg-type]
+def test_an_answer_that_did_not_come_is_lost(status: Status) -> None:
+    figures = summarise(story(Record(0, 0, 0.0, 0.0, 1.0, status, error="HTTP 500")))
     assert (figures["lost"], figures["first_failure"]) == (1, "HTTP 500")
     assert not holds(figures)
 

@@ -2,72 +2,76 @@
 
 import socket
 import time
-from itertools import pairwise
 
+import msgspec
 import pytest
 
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
 from twostroke.benchmarks.clients import (
-    Arrival,
     Mix,
-    Outcome,
     completion_body,
-    outcome_of,
+    exact,
+    has_met,
+    record_of,
     send_in_turn,
     stream_completion,
+    whole,
 )
 from twostroke.benchmarks.overload import BATCH, INTERACTIVE, PARTS, classes_for
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
 CLASSES = classes_for(0.5, 0.05)
 MIX = Mix("m", PARTS, prompt_tokens=8, max_tokens=4)
-ARRIVAL = Arrival(1.0, INTERACTIVE, {"max_tokens": 3})
+BODY = {"max_tokens": 3, "service_tier": INTERACTIVE}
 
 
-def test_arrivals_are_poisson_of_both_classes_and_the_same_for_a_seed() -> None:
+def test_arrivals_are_of_both_classes_and_the_same_for_a_seed() -> None:
     arrivals = MIX.arrivals(50, 100, seed=1)
-    assert len(arrivals) == pytest.approx(5000, rel=0.05)
-    assert sum(one.class_name == INTERACTIVE for one in arrivals) == pytest.approx(1500, rel=0.1)
-    assert all(before.at <= after.at < 100 for before, after in pairwise(arrivals))
+    tiers = [body["service_tier"] for _, body in arrivals]
+    assert tiers.count(INTERACTIVE) == pytest.approx(1500, rel=0.1)
+    assert tiers.count(INTERACTIVE) + tiers.count(BATCH) == len(arrivals)
     assert arrivals == MIX.arrivals(50, 100, seed=1)
-    assert arrivals[0].body["service_tier"] == arrivals[0].class_name
+
+
+TOKEN = b'data: {"choices":[{"text":"x"}]}\n\n'
+END = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 def test_times_count_from_the_schedule() -> None:
-    chunk = b'data: {"choices":[{"text":"x"}]}\n\n'
-    end = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
-    arrivals = [(10.2, b"HTTP/1.1 200 OK\r\n\r\n" + chunk), (10.3, chunk), (10.4, chunk + end)]
-    outcome = outcome_of(ARRIVAL, 10.0, Exchange(10.1, arrivals))
-    assert outcome.status == "ok"
-    assert outcome.lag_s == pytest.approx(0.1)
-    assert outcome.ttft_s == pytest.approx(0.2)
-    assert outcome.tpot_s == pytest.approx(0.1)
-    assert not outcome.met(CLASSES)
-    assert Outcome(BATCH, 1.0, 0.1, "ok", 0.2, 0.1).met(CLASSES)
+    came = Exchange(10.1, [(10.2, OK + TOKEN), (10.3, TOKEN), (10.4, TOKEN + END)])
+    record = exact(record_of(came, BODY, 9.0, 1.0))
+    assert record.status == "ok"
+    assert (record.lag_s, record.ttft_s, record.tpot_s) == pytest.approx((0.1, 0.2, 0.1))
+    assert not has_met(record, CLASSES)
+    assert has_met(msgspec.structs.replace(record, kind=BATCH), CLASSES)
 
 
 @pytest.mark.parametrize(
     ("head", "status"),
     [
         (b"HTTP/1.1 429 Too Many Requests\r\n\r\n{}", "refused"),
-        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}", "failed"),
-        (b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n", "failed"),
+        (OK + b"data: {}\n\n", "failed"),
         (b"", "failed"),
     ],
 )
-def test_whatever_is_neither_a_whole_answer_nor_a_429_is_a_failure(head: bytes, status: str) -> None:
-    outcome = outcome_of(ARRIVAL, 10.0, Exchange(10.0, [(10.1, head)] if head else []))
-    assert outcome.status == status
-    assert not outcome.met(CLASSES)
+def test_whatever_is_no_whole_answer_misses_what_was_promised(head: bytes, status: str) -> None:
+    record = record_of(Exchange(10.0, [(10.1, head)] if head else []), BODY, 9.0, 1.0)
+    assert record.status == status
+    assert not has_met(record, CLASSES)
 
 
 def test_an_answer_that_lacks_tokens_has_failed() -> None:
-    chunk = b'data: {"choices":[{"text":"x"}]}\n\n'
-    end = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
-    result = Exchange(10.1, [(10.2, b"HTTP/1.1 200 OK\r\n\r\n" + chunk + end)])
-    short = Arrival(1.0, INTERACTIVE, {"max_tokens": 4})
-    assert outcome_of(short, 10.0, result).why == "3 tokens instead of 4"
-    assert outcome_of(ARRIVAL, 10.0, result).status == "ok"
+    came = Exchange(10.1, [(10.2, OK + TOKEN + END)])
+    assert whole(record_of(came, BODY, 10.0)).ttft_s == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="3 tokens instead of 4"):
+        whole(record_of(came, {"max_tokens": 4}, 10.0))
+
+
+def test_a_batch_class_has_more_time_and_goes_last() -> None:
+    interactive, batch = CLASSES[INTERACTIVE], CLASSES[BATCH]
+    assert interactive.priority > batch.priority
+    assert (batch.ttft_s, batch.tpot_s) == (2.0, 0.2)
 
 
 async def test_a_request_asks_for_greedy_tokens_of_a_fixed_number_and_for_usage() -> None:
@@ -120,5 +124,5 @@ async def test_so_many_clients_send_one_request_after_the_other() -> None:
     async with scripted_server(lambda body: [HEAD, token_event("a"), end(1, 1)]) as server:
         came = await send_in_turn(server.url, bodies, clients=2)
     assert server.most_open <= 2
-    assert sorted(body["prompt"] for body, _ in came) == [[number] for number in range(5)]
-    assert all(read_stream(exchange).status == "ok" for _, exchange in came)
+    assert sorted(body["prompt"] for body in server.bodies) == [[number] for number in range(5)]
+    assert [record.status for record in came] == ["ok"] * 5

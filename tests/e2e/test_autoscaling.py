@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.e2e.conftest import MODEL, Server
 from tests.rigs.processes import eventually
-from twostroke.benchmarks.clients import completion_body, random_prompt, stream_completion, whole_answer
+from twostroke.benchmarks.clients import completion_body, random_prompt, record_of, stream_completion, whole
 from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.loadtests.generator.http_stream import Exchange
 
@@ -44,7 +44,7 @@ def test_both_roles_scale_out_and_in_and_every_answer_is_whole(tmp_path: Path) -
         told = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
     assert len(results) > CLIENTS + LONG_ANSWERS
     for result, num_tokens in results:
-        whole_answer(result, num_tokens)
+        whole(record_of(result, {"max_tokens": num_tokens}, 0.0))
     for role in ("prefill", "decode"):
         assert f'twostroke:autoscaling_target{{role="{role}"' in told
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import MODEL, PROMPT, Server
 from tests.rigs.processes import eventually
-from twostroke.benchmarks.clients import stream_completion, whole_answer
+from twostroke.benchmarks.clients import record_of, stream_completion, whole
 from twostroke.benchmarks.server_process import processes_named
 
 LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise
@@ -106,8 +106,8 @@ def test_64_streams_at_once_end_whole_and_leave_nothing(server: Server) -> None:
             for i in range(64)
         ]
         results = await asyncio.gather(*(stream_completion(server.url, body) for body in bodies))
-        for result in results:
-            whole_answer(result, 24)
+        for result, body in zip(results, bodies, strict=True):
+            whole(record_of(result, body, 0.0))
 
     (worker,) = map(psutil.Process, processes_named("ServeReplica:twostroke:DecodeWorker", server.processes()))
     asyncio.run(run())

@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 
-from tests.loadtests.generator.scripted_server import HEAD, end, event, scripted_server, token_event
+from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
 from twostroke.benchmarks.peers.compare_servers import (
-    Answer,
     Length,
     Plan,
     Ratio,
     Row,
     Target,
     Turn,
+    fault_of,
     has_errors,
     measure,
     medians,
     prompts,
     ratio,
-    read_answer,
     report_of,
     rotated,
     rows,
@@ -29,7 +28,7 @@ from twostroke.benchmarks.peers.compare_servers import (
     table,
     worst,
 )
-from twostroke.loadtests.generator.http_stream import BadResponse, Exchange
+from twostroke.loadtests.run_folder import Record
 
 TARGETS = [Target("ours", "http://a"), Target("one", "http://b"), Target("two", "http://c")]
 
@@ -95,51 +94,6 @@ async def test_no_round_begins_after_the_time_limit() -> None:
     assert turns == {"c1": {"ours": []}}
 
 
-def answer_of(*pieces: tuple[float, bytes], broken: str | None = None) -> Exchange:
-    return Exchange(10.0, [(10.0, HEAD), *pieces], broken)
-
-
-def test_times_are_those_of_the_events_with_tokens() -> None:
-    answer = read_answer(
-        answer_of((10.5, token_event("a")), (11.0, token_event("b")), (13.0, token_event("c", "length") + end(7, 3)))
-    )
-    assert answer.ttft_s == 0.5
-    assert answer.gaps_s == [0.5, 2.0]
-    assert answer.ended_at == 13.0
-    assert (answer.prompt_tokens, answer.completion_tokens) == (7, 3)
-
-
-def test_tokens_are_counted_by_usage_where_events_bring_several() -> None:
-    answer = read_answer(answer_of((11.0, token_event("a b c")), (12.0, token_event("d e f", "length") + end(7, 6))))
-    assert answer.completion_tokens == 6
-    assert len(answer.token_times) == 2
-
-
-def test_usage_may_stand_in_every_event() -> None:
-    first = event({"choices": [{"text": "a", "finish_reason": None}], "usage": {"completion_tokens": 1}})
-    assert read_answer(answer_of((11.0, first + token_event("b") + end(7, 2)))).completion_tokens == 2
-
-
-@pytest.mark.parametrize(
-    ("pieces", "fault"),
-    [
-        ([(11.0, token_event("a"))], "no end"),
-        ([(11.0, end(7, 0))], "no tokens"),
-        ([(11.0, token_event("a") + end(7, 1).replace(b"usage", b"other"))], "no usage"),
-        ([(11.0, event({"error": {"message": "out of blocks"}}))], "out of blocks"),
-        ([(11.0, end(7, 1).replace(b'{"choices', b'+"choices'))], "no chunk"),
-    ],
-)
-def test_an_answer_that_is_not_whole_is_bad(pieces: list[tuple[float, bytes]], fault: str) -> None:
-    with pytest.raises(BadResponse, match=fault):
-        read_answer(answer_of(*pieces))
-
-
-def test_a_broken_connection_is_bad_even_after_a_whole_answer() -> None:
-    with pytest.raises(BadResponse, match="reset by peer"):
-        read_answer(answer_of((11.0, token_event("a") + end(7, 1)), broken="reset by peer"))
-
-
 def by_name(name: str) -> Row:
     return next(row for row in rows(output_tokens=64) if row.name == name)
 
@@ -178,11 +132,8 @@ def test_prompts_have_their_lengths_and_stay_within_the_vocabulary() -> None:
 @pytest.mark.parametrize("concurrency", [1, 3])
 async def test_a_row_is_sent_by_as_many_clients_as_it_says(concurrency: int) -> None:
     row = Row("some", tuple(Length(2, 1 + index) for index in range(6)), concurrency)
-    async with scripted_server(
-        lambda body: [HEAD, *([token_event("a")] * body["max_tokens"]), end(2, body["max_tokens"])]
-    ) as server:
-        figures, faults = await send_row(Target("scripted", server.url), "m", row, prompts(row, 0, 32000), 10.0)
-    assert faults == []
+    async with scripted_server(answer) as server:
+        figures = summarise(await send_row(Target("scripted", server.url), "m", row, prompts(row, 0, 32000), 10.0))
     assert [body["max_tokens"] for body in server.bodies] == [1, 2, 3, 4, 5, 6] or concurrency > 1
     assert sorted(body["max_tokens"] for body in server.bodies) == [1, 2, 3, 4, 5, 6]
     assert server.most_open <= concurrency
@@ -197,15 +148,26 @@ async def test_a_refused_and_a_short_answer_are_told_apart() -> None:
 
     row = Row("some", (Length(2, 1), Length(2, 9)), 1)
     async with scripted_server(answer) as server:
-        figures, faults = await send_row(Target("scripted", server.url), "m", row, prompts(row, 0, 32000), 10.0)
-    assert faults == ["429 Too Many Requests: full"]
-    assert (figures.errors, figures.wrong_length) == (1, 1)
+        came = await send_row(Target("scripted", server.url), "m", row, prompts(row, 0, 32000), 10.0)
+    assert [fault_of(each) for each in came] == ["429 Too Many Requests: full", None]
+    assert (summarise(came).errors, summarise(came).wrong_length) == (1, 1)
+
+
+def answered(sent_s: float, *token_s: float, tokens: int | None, asked: int = 3) -> Record:
+    """A whole answer to a prompt of 100 tokens, by the clock's times."""
+    return Record(
+        *(0, 0, sent_s, sent_s, token_s[-1], "ok"),
+        planned_output_tokens=asked,
+        input_tokens=100,
+        output_tokens=tokens,
+        token_s=token_s,
+    )
 
 
 def test_a_turn_lasts_from_the_first_request_to_the_last_token() -> None:
-    first = Answer(10.0, (10.5, 11.0, 11.5), prompt_tokens=100, completion_tokens=3)
-    second = Answer(11.0, (13.0, 14.0, 15.0), prompt_tokens=100, completion_tokens=3)
-    figures = summarise([second, first], [3, 3], errors=1)
+    first = answered(10.0, 10.5, 11.0, 11.5, tokens=3)
+    second = answered(11.0, 13.0, 14.0, 15.0, tokens=3)
+    figures = summarise([second, first, Record(0, 0, 9.0, 9.0, 20.0, "failed", error="broke")])
     assert figures.out_tok_s == 6 / 5
     assert figures.prompt_tok_s == (100 / 0.5 + 100 / 2.0) / 2
     assert (figures.ttft_p50_s, figures.ttft_p99_s) == (0.5, 2.0)
@@ -213,21 +175,14 @@ def test_a_turn_lasts_from_the_first_request_to_the_last_token() -> None:
     assert (figures.tokens_per_event, figures.errors, figures.wrong_length) == (1.0, 1, 0)
 
 
-def test_a_server_that_puts_several_tokens_into_an_event_is_seen() -> None:
-    figures = summarise([Answer(0.0, (1.0, 2.0), 10, completion_tokens=8)], [8], errors=0)
-    assert figures.tokens_per_event == 4.0
-    assert figures.out_tok_s == 4.0
-
-
-def test_an_answer_of_another_length_counts_with_the_tokens_that_it_had() -> None:
-    figures = summarise([Answer(0.0, (1.0, 2.0), 10, completion_tokens=2)], [64], errors=0)
-    assert figures.wrong_length == 1
-    assert figures.out_tok_s == 1.0
+def test_an_answer_counts_with_the_tokens_of_its_usage_and_without_one_not_at_all() -> None:
+    figures = summarise([answered(0.0, 1.0, 2.0, tokens=8, asked=64), answered(0.0, 1.0, 9.0, tokens=None)])
+    assert (figures.tokens_per_event, figures.out_tok_s) == (4.0, 4.0)
+    assert (figures.wrong_length, figures.errors) == (1, 1)
 
 
 def test_a_turn_without_answers_has_no_rates() -> None:
-    figures = summarise([], [], errors=4)
-    assert figures.errors == 4
+    figures = summarise([])
     assert {figures.out_tok_s, figures.prompt_tok_s, figures.itl_p99_s, figures.tokens_per_event} == {None}
 
 
