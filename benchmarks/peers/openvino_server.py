@@ -11,7 +11,6 @@ token. What it takes: POST /v1/completions with a prompt of token ids, `max_toke
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ class Engine:
             while not self._new.empty():
                 self._add(self._new.get_nowait())
             self._pipeline.step()
-            _deliver(self._collect())
+            self._deliver()
             for _ in range(LOOP_TURNS):
                 await asyncio.sleep(0)
 
@@ -74,29 +73,19 @@ class Engine:
         self._running[request] = self._pipeline.add_request(self._requests, prompt, config)
         self._requests += 1
 
-    def _collect(self) -> list[tuple[Request, list[int], bool]]:
-        """What the step brought: (request, its tokens, whether it has ended)."""
-        brought = []
+    def _deliver(self) -> None:
+        """Give each request the tokens that the step brought, and its end."""
         for request, handle in list(self._running.items()):
             tokens: list[int] = []
             while handle.can_read():
                 tokens += handle.read()[0].generated_ids
-            ended = handle.get_status() != openvino_genai.GenerationStatus.RUNNING
-            if request.cancelled and not ended:
-                handle.cancel()
-            if ended:
+            if tokens:
+                request.tokens.put_nowait(tokens)
+            if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
+                request.tokens.put_nowait(None)
                 del self._running[request]
-            if tokens or ended:
-                brought.append((request, tokens, ended))
-        return brought
-
-
-def _deliver(brought: Sequence[tuple[Request, list[int], bool]]) -> None:
-    for request, tokens, ended in brought:
-        if tokens:
-            request.tokens.put_nowait(tokens)
-        if ended:
-            request.tokens.put_nowait(None)
+            elif request.cancelled:
+                handle.cancel()
 
 
 class Server:
@@ -169,7 +158,7 @@ async def run(arguments: argparse.Namespace) -> None:
     """Load the model and serve until the process ends."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = arguments.kv_cache_gib
-    scheduler.max_num_batched_tokens = arguments.max_batched_tokens
+    scheduler.max_num_batched_tokens = 256  # of a step; the library's own default
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
     pipeline = openvino_genai.ContinuousBatchingPipeline(
@@ -179,7 +168,7 @@ async def run(arguments: argparse.Namespace) -> None:
         {
             "INFERENCE_NUM_THREADS": arguments.threads,
             "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": arguments.kv_cache_precision,
+            "KV_CACHE_PRECISION": "bf16",  # the library stores u8 where it may
         },
     )
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
@@ -196,8 +185,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8102)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv-cache-gib", type=int, default=2)
-    parser.add_argument("--kv-cache-precision", default="bf16", help="u8 is what the library stores where it may")
-    parser.add_argument("--max-batched-tokens", type=int, default=256, help="of a step; the library's own default")
     asyncio.run(run(parser.parse_args()))
 
 
