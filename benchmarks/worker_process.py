@@ -232,28 +232,48 @@ class WorkerProcess:
             raise WorkerLost(f"{type(error).__name__}: {error}") from error
 
 
-@dataclass
-class ProcessFleet:
-    """Implements router.fleet.Fleet over worker processes."""
+class Served:
+    """Worker processes, and the router's pipeline before them, whose Fleet this implements."""
 
-    processes: dict[Peer, WorkerProcess] = field(default_factory=dict)
-    infos: list[WorkerInfo] = field(default_factory=list)
+    def __init__(self, settings: Sequence[Settings]):
+        self._processes = [WorkerProcess(one) for one in settings]
+        self._by_peer: dict[Peer, WorkerProcess] = {}
+        self._infos: list[WorkerInfo] = []
+        router, secret = Peer("router", draw_epoch()), SECRET.encode()
+        self._channels = TokenChannels(network=TcpNetwork(secret), peer=router, clock=time.monotonic)
+        self._pipeline = Pipeline(
+            fleet=self,
+            channels=self._channels,
+            secret=secret,
+            clock=time.monotonic,
+            router=router,
+            config=PipelineConfig(pulls=False, decodes_alone=len(settings) == 1),
+        )
+
+    async def start(self) -> None:
+        """Side by side. Raises WorkerLost where one doesn't come to serve."""
+        self._infos = list(await asyncio.gather(*(process.start() for process in self._processes)))
+        self._by_peer = {info.peer: process for info, process in zip(self._infos, self._processes, strict=True)}
+
+    async def end(self) -> None:
+        await self._channels.close()
+        await asyncio.gather(*(process.end() for process in self._processes))
 
     def workers(self) -> Sequence[WorkerInfo]:
-        return self.infos
+        return self._infos
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
         del pull  # benches switch pulls off
-        reply: PrefillReply = await self.processes[worker].call("prefill", request, ticket)
+        reply: PrefillReply = await self._by_peer[worker].call("prefill", request, ticket)
         return reply
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
         del pull  # benches switch pulls off
-        reply: DecodeReply = await self.processes[worker].call("decode", request, ticket)
+        reply: DecodeReply = await self._by_peer[worker].call("decode", request, ticket)
         return reply
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
@@ -261,14 +281,6 @@ class ProcessFleet:
 
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
         raise WorkerLost("a bench's workers make no trial transfers")
-
-
-@dataclass(frozen=True)
-class Served:
-    """Worker processes, and the pipeline before them."""
-
-    workers: Sequence[WorkerProcess]
-    pipeline: Pipeline
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int, promise: Promise | None = None
@@ -283,36 +295,22 @@ class Served:
             max_tokens,
             promise=promise or Promise(),
         )
-        async with contextlib.aclosing(self.pipeline.generate(request, Stages(time.monotonic()))) as events:
+        async with contextlib.aclosing(self._pipeline.generate(request, Stages(time.monotonic()))) as events:
             async for event in events:
                 yield event
 
     async def notes(self) -> list[Notes]:
         """What each worker has noted since the last time."""
-        notes: list[Notes] = await asyncio.gather(*(worker.call("notes") for worker in self.workers))
+        notes: list[Notes] = await asyncio.gather(*(process.call("notes") for process in self._processes))
         return notes
 
 
 @contextlib.asynccontextmanager
 async def serve_workers(*settings: Settings) -> AsyncIterator[Served]:
-    """A decode worker, alone or with a prefill worker, started side by side; they have ended when the context has."""
-    fleet = ProcessFleet()
-    workers = [WorkerProcess(one) for one in settings]
-    router = Peer("router", draw_epoch())
-    secret = SECRET.encode()
-    channels = TokenChannels(network=TcpNetwork(secret), peer=router, clock=time.monotonic)
+    """A decode worker, alone or with a prefill worker; they have ended when the context has."""
+    served = Served(settings)
     try:
-        fleet.infos = list(await asyncio.gather(*(worker.start() for worker in workers)))
-        fleet.processes = {info.peer: worker for info, worker in zip(fleet.infos, workers, strict=True)}
-        pipeline = Pipeline(
-            fleet=fleet,
-            channels=channels,
-            secret=secret,
-            clock=time.monotonic,
-            router=router,
-            config=PipelineConfig(pulls=False, decodes_alone=len(workers) == 1),
-        )
-        yield Served(workers, pipeline)
+        await served.start()
+        yield served
     finally:
-        await channels.close()
-        await asyncio.gather(*(worker.end() for worker in workers))
+        await served.end()
