@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -20,16 +20,10 @@ from twostroke.loadtests.plan import (
     Arrivals,
     Chat,
     Closed,
-    Constant,
     Fixed,
-    Gamma,
     LongPrompts,
     Plan,
-    Poisson,
-    Ramp,
-    Replay,
     SharedPrompt,
-    Step,
     Synthetic,
     TraceFile,
     Workload,
@@ -101,21 +95,15 @@ def steps_of(text: str) -> tuple[tuple[float, float], ...]:
         raise argparse.ArgumentTypeError(f"{text}: write FROM:RATE pairs, as in 0:2,60:8") from None
 
 
-_ARRIVALS: dict[str, type[Arrivals]] = {
-    "poisson": Poisson,
-    "gamma": Gamma,
-    "constant": Constant,
-    "ramp": Ramp,
-    "step": Step,
-    "replay": Replay,
-    "closed": Closed,
-}
-_WORKLOADS: dict[str, type[Fixed | Chat | SharedPrompt | LongPrompts]] = {
-    "fixed": Fixed,
-    "chat": Chat,
-    "shared-prompt": SharedPrompt,
-    "long-prompts": LongPrompts,
-}
+def _by_tag(kinds: Any) -> dict[str, Any]:
+    """The classes of a union by the names that plans and options have for them."""
+    return {kind.__struct_config__.tag: kind for kind in get_args(kinds)}
+
+
+_ARRIVALS: dict[str, type[Arrivals]] = _by_tag(Arrivals)
+_WORKLOADS: dict[str, type[Fixed | Chat | SharedPrompt | LongPrompts]] = _by_tag(
+    Fixed | Chat | SharedPrompt | LongPrompts
+)
 _Options = dict[str, tuple[str, Any, str, str]]
 """By field: the option, its type, what stands for its value, and its help."""
 
