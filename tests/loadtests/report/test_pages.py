@@ -143,7 +143,7 @@ def test_poor_runs_have_a_page_too(tmp_path: Path, records: list[Record]) -> Non
 
 
 def test_a_page_does_not_grow_with_the_run(tmp_path: Path, whole: RunFolder) -> None:
-    folder = write_run(tmp_path, drawn(4000, 400.0), plan(seconds=400.0))
+    folder = write_run(tmp_path, drawn(1500, 150.0), plan(seconds=150.0))
     write_report(folder)
     size = (tmp_path / "report.html").stat().st_size
     assert size < 1.3 * (whole.path / "report.html").stat().st_size
