@@ -73,14 +73,6 @@ def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run."""
-
-    rate: float  # asked, a second
-    attainment: float  # 0 to 1
-
-
-@dataclass(frozen=True)
 class Search:
     """Where to look."""
 
@@ -92,7 +84,7 @@ class Search:
     ceiling: float | None = None  # from here on up nothing can be measured
 
 
-def next_rate(measured: Sequence[Measured], target: float, search: Search) -> float | None:
+def next_rate(measured: Sequence[SweepPoint], target: float, search: Search) -> float | None:
     """The rate to measure next; None: the search is over.
 
     Noise may have a higher rate meet what a lower one has missed: what was missed at the lowest rate counts.
@@ -111,7 +103,7 @@ def next_rate(measured: Sequence[Measured], target: float, search: Search) -> fl
     return math.sqrt(met.rate * upper)
 
 
-def bracket(measured: Sequence[Measured], target: float) -> tuple[Measured | None, Measured | None]:
+def bracket(measured: Sequence[SweepPoint], target: float) -> tuple[SweepPoint | None, SweepPoint | None]:
     """The highest rate that met the target, below the lowest that missed it, and that one."""
     missed = min((each for each in measured if each.attainment < target), key=lambda each: each.rate, default=None)
     met = max(
@@ -130,7 +122,7 @@ class Crossing:
     is_lower_bound: bool = False  # no rate has missed it
 
 
-def crossing(measured: Sequence[Measured], target: float) -> Crossing | None:
+def crossing(measured: Sequence[SweepPoint], target: float) -> Crossing | None:
     """On the straight line between the two rates that enclose it. None: no rate has met it."""
     met, missed = bracket(measured, target)
     if met is None:
@@ -190,7 +182,7 @@ class Sweep:
         self._longest_run_s = self.plan.seconds
         self._ceiling: float | None = None  # the lowest rate at which all runs were invalid
         self._invalid: str | None = None  # why
-        self._measured: list[Measured] = []  # by the search under way, or the last
+        self._measured: list[SweepPoint] = []  # by the search under way, or the last
         self._found: dict[float, list[Crossing]] = {target: [] for target in TARGETS}  # by those that ended
 
     def find(self, search: Search, repeats: int) -> None:
@@ -258,7 +250,7 @@ class Sweep:
         for _ in range(ATTEMPTS):
             summary = self._run(rate)
             if summary.validity.valid:
-                self._measured.append(Measured(rate, self.points[-1].attainment))
+                self._measured.append(self.points[-1])
             write_json(self.folder / SWEEP_FILE, self.result)
             if summary.validity.valid:
                 return None

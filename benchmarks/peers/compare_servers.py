@@ -113,11 +113,6 @@ def ratio(figure: str, subject: Sequence[Turn], peer: Sequence[Turn]) -> Ratio |
     return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
 
-def worst(ratios: Iterable[Ratio | None]) -> float | None:
-    """The subject against the best of its peers: the smallest of the medians."""
-    return min((each.median for each in ratios if each is not None), default=None)
-
-
 FIRST_TOKEN_ID = 1000  # below it lie bytes and, in some vocabularies, control tokens
 MIXED_SEED = 20
 
@@ -246,17 +241,18 @@ def report_of(turns: Mapping[str, Mapping[str, Sequence[Turn]]], servers: Sequen
     subject, *peers = servers
     result: dict[str, Any] = {"subject": subject, "rows": {}}
     for row, by_server in turns.items():
-        over: dict[str, dict[str, Ratio]] = {}
+        over: dict[str, dict[str, Any]] = {}
         over_best: dict[str, float] = {}
         for figure in HIGHER_IS_BETTER + LOWER_IS_BETTER:
             ratios = {peer: ratio(figure, by_server[subject], by_server[peer]) for peer in peers}
-            over[figure] = {peer: each for peer, each in ratios.items() if each is not None}
-            if (value := worst(ratios.values())) is not None:
-                over_best[figure] = value
+            known = {peer: each for peer, each in ratios.items() if each is not None}
+            if known:
+                over[figure] = {peer: asdict(each) for peer, each in known.items()}
+                over_best[figure] = min(each.median for each in known.values())
         result["rows"][row] = {
             "rounds": len(by_server[subject]),
             "servers": {name: medians(each) for name, each in by_server.items()},
-            "over": {figure: {peer: asdict(each) for peer, each in by.items()} for figure, by in over.items() if by},
+            "over": over,
             "over_best": over_best,
         }
     return result

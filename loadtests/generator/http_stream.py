@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,7 +67,7 @@ def response_of(arrivals: Iterable[Piece]) -> tuple[Head, Iterator[Piece]]:
     if not status or not status[0].isdecimal():
         raise BadResponse(f"no HTTP response: {status_line[:200]!r}")
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    body = _prepend((at, rest), pieces)
+    body: Iterator[Piece] = chain([(at, rest)], pieces)
     if fields.get("transfer-encoding", "").lower() == "chunked":
         body = _unchunked(body)
     return Head(int(status[0]), status_line, fields), body
@@ -119,11 +120,6 @@ def _unchunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
             if left == 0:
                 return
             buffered = rest
-
-
-def _prepend(first: Piece, rest: Iterable[Piece]) -> Iterator[Piece]:
-    yield first
-    yield from rest
 
 
 @dataclass

@@ -15,10 +15,10 @@ from tests.loadtests.report.runs import read_sweep
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import (
     Crossing,
-    Measured,
     Search,
     Sweep,
     SweepEnded,
+    SweepPoint,
     bracket,
     crossing,
     geometric_mean,
@@ -35,10 +35,14 @@ def curve(capacity: float, steepness: float = 8.0) -> Callable[[float], float]:
     return lambda rate: 1 / (1 + (rate / capacity) ** steepness / 9)
 
 
-def searched(attainment: Callable[[float], float], target: float, search: Search) -> list[Measured]:
-    measured: list[Measured] = []
+def at(rate: float, attainment: float) -> SweepPoint:
+    return SweepPoint(rate, "", attainment, attainment, attainment, 0.0, valid=True)
+
+
+def searched(attainment: Callable[[float], float], target: float, search: Search) -> list[SweepPoint]:
+    measured: list[SweepPoint] = []
     while (rate := next_rate(measured, target, search)) is not None:
-        measured.append(Measured(rate, attainment(rate)))
+        measured.append(at(rate, attainment(rate)))
         assert len(measured) < 60
     return measured
 
@@ -63,15 +67,15 @@ def test_what_is_known_of_another_target_is_not_measured_again() -> None:
     measured = searched(curve(11.0), 0.9, Search(1.0))
     before = len(measured)
     while (rate := next_rate(measured, 0.99, Search(1.0))) is not None:
-        measured.append(Measured(rate, curve(11.0)(rate)))
+        measured.append(at(rate, curve(11.0)(rate)))
     assert len(measured) - before <= 3
     assert curve(11.0)(crossing(measured, 0.99).rate) == pytest.approx(0.99, abs=0.005)
 
 
 def test_a_search_that_knows_where_to_look_goes_there_at_once() -> None:
-    missed = [Measured(10.0, 0.8), Measured(11.0, 0.7)]
+    missed = [at(10.0, 0.8), at(11.0, 0.7)]
     assert next_rate(missed, 0.99, Search(start=5.0, factor=1.25)) == 5.0
-    met = [Measured(10.0, 1.0)]
+    met = [at(10.0, 1.0)]
     assert next_rate(met, 0.99, Search(start=20.0, factor=1.25)) == 20.0
 
 
@@ -88,7 +92,7 @@ def test_a_server_that_always_misses_has_no_capacity() -> None:
 
 
 def test_a_rate_met_by_luck_above_one_that_was_missed_does_not_count() -> None:
-    measured = [Measured(4.0, 1.0), Measured(8.0, 0.8), Measured(16.0, 0.95)]
+    measured = [at(4.0, 1.0), at(8.0, 0.8), at(16.0, 0.95)]
     assert bracket(measured, 0.9) == (measured[0], measured[1])
     assert crossing(measured, 0.9) == Crossing(6.0)
 

@@ -26,7 +26,6 @@ from twostroke.benchmarks.peers.compare_servers import (
     send_row,
     summarise,
     table,
-    worst,
 )
 from twostroke.loadtests.run_folder import Record
 
@@ -186,12 +185,6 @@ def test_a_turn_without_answers_has_no_rates() -> None:
     assert {figures.out_tok_s, figures.prompt_tok_s, figures.itl_p99_s, figures.tokens_per_event} == {None}
 
 
-def test_rounds_are_compared_each_by_itself() -> None:
-    ours = [turn(10.0), turn(100.0), turn(30.0)]
-    theirs = [turn(5.0), turn(100.0), turn(10.0)]
-    assert ratio("out_tok_s", ours, theirs) == Ratio(median=2.0, low=1.0, high=3.0, rounds=3)
-
-
 def test_above_one_is_better_for_times_too() -> None:
     assert ratio("itl_p99_s", [turn(itl_p99_s=0.1)], [turn(itl_p99_s=0.4)]) == Ratio(4.0, 4.0, 4.0, 1)
 
@@ -209,11 +202,6 @@ def test_a_round_without_answers_of_either_is_left_out() -> None:
 def test_turns_of_different_rounds_are_no_pairs() -> None:
     with pytest.raises(ValueError, match="shorter"):
         ratio("out_tok_s", [turn(1.0), turn(2.0)], [turn(1.0)])
-
-
-def test_the_best_peer_is_the_one_with_the_smallest_ratio() -> None:
-    assert worst([Ratio(1.5, 1.0, 2.0, 3), None, Ratio(0.9, 0.8, 3.0, 3)]) == 0.9
-    assert worst([None]) is None
 
 
 def test_medians_leave_out_what_is_missing_and_sum_errors() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
 
 
 @dataclass
@@ -57,6 +58,10 @@ def event(message: dict[str, Any]) -> bytes:
 
 def token_event(text: str, finish_reason: str | None = None) -> bytes:
     return event({"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}], "usage": None})
+
+
+def delta_event(content: str, finish_reason: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": content}, "finish_reason": finish_reason}]})
 
 
 def end(prompt_tokens: int, completion_tokens: int) -> bytes:

@@ -5,8 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tests.loadtests.generator.fake_server import FakeServer
-from tests.loadtests.generator.virtual_crew import VirtualCrew
+from tests.loadtests.generator.virtual_crew import FakeServer, VirtualCrew
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, check_prompts
 from twostroke.loadtests.plan import (

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.loadtests.generator.fake_server import REFUSAL, delta_event
-from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, scripted_server, token_event
+from tests.loadtests.generator.scripted_server import (
+    HEAD,
+    REFUSAL,
+    chunk,
+    delta_event,
+    end,
+    event,
+    scripted_server,
+    token_event,
+)
 from twostroke.loadtests.generator.http_stream import (
     PIECES_AT_ONCE,
     BadResponse,

@@ -1,10 +1,18 @@
-"""A crew on virtual time: greenlets of their own hub, so that nothing waits and nothing is patched."""
+"""A crew on virtual time: greenlets of their own hub, so that nothing waits and nothing is patched; and its answers."""
 
 import heapq
 import itertools
+import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
+
+from tests.loadtests.generator.scripted_server import HEAD, REFUSAL, delta_event, end, token_event
+from twostroke.loadtests.generator.dispatcher import Line
+from twostroke.loadtests.generator.http_stream import Exchange
+from twostroke.loadtests.run_folder import Record
 
 
 class VirtualCrew:
@@ -53,3 +61,31 @@ class VirtualCrew:
 
     def _wake_at(self, time: float, one: greenlet) -> None:
         heapq.heappush(self._waiting, (time, next(self._numbers), one))
+
+
+@dataclass
+class FakeServer:
+    """Does what `http_stream.stream` does, without a socket. Each answer takes `takes_s`; the requests whose number, from 0, is in `refuses` are refused at once."""
+
+    crew: VirtualCrew
+    takes_s: float = 1.0
+    refuses: frozenset[int] = frozenset()
+    asked: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)  # when, path, body
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def line(self) -> Line:
+        return Line(self.post, True, lambda at_s: None, self.records.append)
+
+    def post(self, path: str, body: bytes, exchange: Exchange) -> None:
+        exchange.sent_at = self.crew.now()
+        number = len(self.asked)
+        self.asked.append((self.crew.now(), path, json.loads(body)))
+        if number in self.refuses:
+            exchange.arrivals.append((self.crew.now(), REFUSAL))
+            return
+        first = token_event("a") if path == "/v1/completions" else delta_event(f"answer {number}")
+        exchange.arrivals.append((self.crew.now(), HEAD + first))
+        self.crew.sleep(self.takes_s)
+        last = token_event(" b", "length") if path == "/v1/completions" else delta_event("!", "length")
+        exchange.arrivals.append((self.crew.now(), last + end(7, 2)))
