@@ -65,8 +65,8 @@ class VirtualCrew:
 
 @dataclass
 class FakeServer:
-    """Answers as `http_stream.stream` gets them, without a socket. Each takes `takes_s`; the requests whose number, from
-    0, is in `refuses` are refused at once."""
+    """Answers as `http_stream.stream` gets them, without a socket. Each takes `takes_s`; the requests whose number,
+    from 0, is in `refuses` are refused at once."""
 
     crew: VirtualCrew
     takes_s: float = 1.0
