@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.conftest import MODEL
 from twostroke.cluster.commands.doctor import fetch_report
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.ray import free_ports
 from twostroke.tools.nodes.demo import ISOLATED_PORT, choose_machines
 from twostroke.tools.nodes.load import Answer, Request, ask
@@ -87,6 +88,8 @@ def test_every_node_serves_http(cluster: Cluster) -> None:
         pytest.skip("on the loopback interface only one node can listen on the port: namespaces need root")
     for node in cluster.nodes:
         url = cluster.site.url.replace(cluster.rays.head.address, node.address)
+        # Serve starts each node's proxy by itself, however far the application is.
+        cluster.site.await_that(f"{url} answers", lambda url=url: bool(fetch_status(url)))  # type: ignore[misc]
         assert whole(ask(url, SHORT, prompt=1)) == whole(ask(cluster.site.url, SHORT, prompt=1))
 
 
