@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,6 +44,11 @@ class Window:
     pairs: Series  # of new tokens with those before them: attention's part of the prompts' time
     decoding: Series  # requests at decode workers, waiting ones included
     mean_output: float | None  # tokens of an answer; None: none has ever ended
+
+    def times(self, factor: float) -> "Window":
+        """As if so many times the requests had come."""
+        of_load = ("requests", "prompt_tokens", "new_tokens", "pairs", "decoding")
+        return replace(self, **{name: factor * getattr(self, name) for name in of_load})
 
     def count_of_last(self, span_s: float) -> int:
         """How many of the looks lie within the last `span_s`; one at least, if there is any."""
@@ -244,18 +250,16 @@ class Work:
     queued_tokens: int  # of prompts
 
 
-def prefill_need(
-    signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float, margin: float = 1.0
-) -> Need:
-    """Of prefill workers; `margin` times the work that there is. UNKNOWN without step costs."""
+def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> Need:
+    """Of prefill workers. UNKNOWN without step costs."""
     role = signals.prefill
     if role.costs is None:
         return UNKNOWN
-    prompts = margin * prompt_work_s(role.costs, role.step_tokens, window)
+    prompts = prompt_work_s(role.costs, role.step_tokens, window)
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
     work = Work(prompts, prompts, queued_tokens)
-    return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s, margin)
+    return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s)
 
 
 def need_of(
@@ -266,7 +270,6 @@ def need_of(
     config: AutoscalingConfig,
     most: int,
     startup_s: float,
-    margin: float,
 ) -> Need:
     """Of workers who read prompts, be it all they do or not."""
     requests = float(window.requests.sum())
@@ -276,7 +279,7 @@ def need_of(
     wait_s = _wait_s(config, ttft_s, mean_s)
     lately = prefill_workers(window.span_s, work.all, window.requests, wait_s, config.attainment, most)
     load = sure_rate(window, work.all, startup_s)
-    waiting_s = margin * work.queued_tokens * _token_s(role, work.prompts, window)
+    waiting_s = work.queued_tokens * _token_s(role, work.prompts, window)
     other_load = float((work.all - work.prompts).sum()) / max(float(window.span_s.sum()), 1e-9)
     in_time_s = max(0.0, role.running - other_load) * config.slack * ttft_s
     # What will wait too long when a worker that is asked for now can help.
@@ -293,33 +296,72 @@ def decode_need(
     config: AutoscalingConfig,
     startup_s: float,
     prefill_workers: int,
-    margin: float = 1.0,
 ) -> Need:
     """Of decode workers behind so many prefill workers. UNKNOWN without step costs."""
     role = signals.decode
     if role.costs is None:
         return UNKNOWN
     each = capacity_of(role, signals.tpot_s, window, config.spare)
-    held = workers_held(role, window, each, config.spare, margin)
+    held = workers_held(role, window, each, config.spare)
     if window.mean_output is None:
         return Need(held, held, 0.0, from_backlog=True)
-    load = sure_rate(window, margin * window.requests, startup_s) * window.mean_output / each.tokens_per_s
-    starts = margin * window.requests
+    load = sure_rate(window, window.requests, startup_s) * window.mean_output / each.tokens_per_s
+    starts = window.requests
     if signals.prefill.costs is not None:
-        work = margin * prompt_work_s(signals.prefill.costs, signals.prefill.step_tokens, window)
+        work = prompt_work_s(signals.prefill.costs, signals.prefill.step_tokens, window)
         starts = departures(window.span_s, work, starts, prefill_workers)
     at_once = rows_at_once(window.span_s, starts, window.mean_output * each.step_s)
     lately = decode_workers(starts, at_once, each.rows, config.attainment, config.decode.max)
     return Need(max(_ceil(load), held), lately, load, from_backlog=held > _ceil(load))
 
 
-def workers_held(role: RoleSignals, window: Window, each: DecodeCapacity, spare: float, margin: float) -> int:
+def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> Need:
+    """Of decode workers that read the prompts, too. UNKNOWN without step costs.
+
+    Their steps take as long as the answers' promise allows, and what the rows leave of that is for prompts. So the work
+    of both adds up, in seconds of a worker, and a prompt waits for answers as well as for the prompts before it.
+    """
+    role = signals.decode
+    if role.costs is None:
+        return UNKNOWN
+    each = capacity_of(role, signals.tpot_s, window, config.spare)
+    # A single row may take longer than is promised, and a step without a constant has no longest of its own.
+    pace_s = max(longest_step_s(role.costs, signals.tpot_s, config.spare), each.step_s)
+    rows = rows_at_once(window.span_s, window.requests, (window.mean_output or 0.0) * pace_s)
+    prompts = prompt_work_s(role.costs, role.step_tokens, window)
+    work = _work_s(role, role.costs, prompts, rows, pace_s, window)
+    todo = Work(work, prompts, role.queued_tokens)
+    need = need_of(role, todo, signals.ttft_s, window, config, config.decode.max, startup_s)
+    room = decode_workers(window.requests, rows, each.rows, config.attainment, config.decode.max)
+    held = workers_held(role, window, each, config.spare)
+    return replace(
+        need,
+        now=max(need.now, held),
+        lately=max(need.lately, room),
+        from_backlog=need.from_backlog or held > need.now,
+    )
+
+
+def _work_s(
+    role: RoleSignals, costs: StepCosts, prompts: Series, rows: Series, pace_s: float, window: Window
+) -> Series:
+    """Seconds of a worker by look. A step's constant is paid by whoever needs more steps: chunks of prompts, or rows.
+
+    Rows need a step every `pace_s`, in every worker, so what is left for all other work is less by that share.
+    """
+    answers = rows * window.span_s / pace_s * (costs.row_s + mean_context(role, window) * costs.context_s)
+    in_others_steps = prompt_work_s(msgspec.structs.replace(costs, base_s=0.0), role.step_tokens, window)
+    work: Series = np.maximum(prompts + answers, (in_others_steps + answers) / (1 - costs.base_s / pace_s))
+    return work
+
+
+def workers_held(role: RoleSignals, window: Window, each: DecodeCapacity, spare: float) -> int:
     """Decode workers that have a place and KV for all requests that decode, or wait to."""
     count = window.count_of_last(SETTLE_S)
-    held = _ceil(margin * float(window.decoding[-count:].mean()) / each.rows) if count else 0
+    held = _ceil(float(window.decoding[-count:].mean()) / each.rows) if count else 0
     if role.running and role.total_tokens:
         room = role.total_tokens / role.running * (1 - spare)
-        held = max(held, _ceil(margin * role.owned_tokens / room))
+        held = max(held, _ceil(role.owned_tokens / room))
     return held
 
 

@@ -3,37 +3,20 @@
 The same code decides in the simulation (`tests/simulation/autoscaling`) and live (`serve_policy.py`). Nothing here does
 I/O, reads a clock or knows Ray. A role follows its need up at once, and down when it is sure that the load has gone.
 Both roles share the GPUs: where these don't suffice, the role that is further from its need gets the next one.
-
-On an aggregated server decode workers read the prompts themselves. Their steps take as long as the answers' promise
-allows, and what the rows leave of that is for prompts. So the work of both adds up, in seconds of a worker, and a
-prompt waits for answers as well as for the prompts before it.
 """
 
 import math
 from dataclasses import dataclass, field, replace
 
-import msgspec
-import numpy as np
-
 from twostroke.cluster.autoscaling.demand import (
     NONE,
     SETTLE_S,
-    UNKNOWN,
     History,
     Need,
-    Series,
     Window,
-    Work,
-    capacity_of,
+    aggregated_need,
     decode_need,
-    decode_workers,
-    longest_step_s,
-    mean_context,
-    need_of,
     prefill_need,
-    prompt_work_s,
-    rows_at_once,
-    workers_held,
 )
 from twostroke.cluster.autoscaling.readings import Decision, Reason, RoleSignals, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
@@ -207,53 +190,6 @@ def _cost(prefill: Claim, decode: Claim, p: int, d: int) -> float:
     return p * prefill.gpus_each + d * decode.gpus_each
 
 
-def aggregated_need(
-    signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float, margin: float = 1.0
-) -> Need:
-    """Of decode workers; `margin` times the work that there is. UNKNOWN without step costs."""
-    role = signals.decode
-    if role.costs is None:
-        return UNKNOWN
-    each = capacity_of(role, signals.tpot_s, window, config.spare)
-    # A single row may take longer than is promised, and a step without a constant has no longest of its own.
-    pace_s = max(longest_step_s(role.costs, signals.tpot_s, config.spare), each.step_s)
-    starts = margin * window.requests
-    rows = rows_at_once(window.span_s, starts, (window.mean_output or 0.0) * pace_s)
-    prompts = margin * prompt_work_s(role.costs, role.step_tokens, window)
-    work = _work_s(role, role.costs, prompts, rows, pace_s, window, margin)
-    need = need_of(
-        role,
-        Work(work, prompts, role.queued_tokens),
-        signals.ttft_s,
-        window,
-        config,
-        config.decode.max,
-        startup_s,
-        margin,
-    )
-    room = decode_workers(starts, rows, each.rows, config.attainment, config.decode.max)
-    held = workers_held(role, window, each, config.spare, margin)
-    return replace(
-        need,
-        now=max(need.now, held),
-        lately=max(need.lately, room),
-        from_backlog=need.from_backlog or held > need.now,
-    )
-
-
-def _work_s(
-    role: RoleSignals, costs: StepCosts, prompts: Series, rows: Series, pace_s: float, window: Window, margin: float
-) -> Series:
-    """Seconds of a worker by look. A step's constant is paid by whoever needs more steps: chunks of prompts, or rows.
-
-    Rows need a step every `pace_s`, in every worker, so what is left for all other work is less by that share.
-    """
-    answers = rows * window.span_s / pace_s * (costs.row_s + mean_context(role, window) * costs.context_s)
-    in_others_steps = margin * prompt_work_s(msgspec.structs.replace(costs, base_s=0.0), role.step_tokens, window)
-    work: Series = np.maximum(prompts + answers, (in_others_steps + answers) / (1 - costs.base_s / pace_s))
-    return work
-
-
 MARGIN = 1.05
 """A role shrinks only to what would serve so many times the load."""
 
@@ -305,7 +241,10 @@ def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
 def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> Decision:
     window = memory.history.window()
     idle = _idle(signals, memory.history, config)
-    prefill, decode = _joint_needs(signals, window, memory, config, idle)
+    more = replace(signals, prefill=signals.prefill.times(MARGIN), decode=signals.decode.times(MARGIN))
+    needs = _joint_needs(signals, window, memory, config)
+    least = _joint_needs(more, window.times(MARGIN), memory, config)
+    prefill, decode = (Needs(*both, idle) for both in zip(needs, least, strict=True))
     p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
     d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
     claims = (
@@ -318,25 +257,16 @@ def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> De
     return Decision(*counts, *reasons, demand=_numbers(signals, window, memory, prefill, decode))
 
 
-def _joint_needs(
-    signals: Signals, window: Window, memory: Memory, config: AutoscalingConfig, idle: bool
-) -> tuple[Needs, Needs]:
+def _joint_needs(signals: Signals, window: Window, memory: Memory, config: AutoscalingConfig) -> tuple[Need, Need]:
     """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
     if config.prefill.max == 0:
-        need, more = (
-            aggregated_need(signals, window, config, memory.decode.startup_s, margin) for margin in (1.0, MARGIN)
-        )
-        return Needs(NONE, NONE, idle), Needs(need, more, idle)
-    found = []
-    for margin in (1.0, MARGIN):
-        p = prefill_need(signals, window, config, memory.prefill.startup_s, margin)
-        workers = max(signals.prefill.target, min(p.workers, config.prefill.max))
-        d = decode_need(signals, window, config, memory.decode.startup_s, workers, margin)
-        if config.prefill.min == 0 and p.known and p.load <= config.spare * max(1, d.workers):
-            p = replace(p, now=0, lately=0)  # so little that decode workers read it in the time they have to spare
-        found.append((p, d))
-    (p, d), (more_p, more_d) = found
-    return Needs(p, more_p, idle), Needs(d, more_d, idle)
+        return NONE, aggregated_need(signals, window, config, memory.decode.startup_s)
+    prefill = prefill_need(signals, window, config, memory.prefill.startup_s)
+    workers = max(signals.prefill.target, min(prefill.workers, config.prefill.max))
+    decode = decode_need(signals, window, config, memory.decode.startup_s, workers)
+    if config.prefill.min == 0 and prefill.known and prefill.load <= config.spare * max(1, decode.workers):
+        prefill = replace(prefill, now=0, lately=0)  # so little that decode workers read it in the time to spare
+    return prefill, decode
 
 
 def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool:

@@ -6,7 +6,7 @@ that has been silent for a while may still tell of workers and queues that are g
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -77,6 +77,12 @@ class RoleSignals:
     total_tokens: int = 0  # all room in KV blocks
     max_batch: int = 256  # requests in one step of a worker
     step_tokens: int = 2048  # prompt tokens in one step of a worker
+
+    def times(self, factor: float) -> "RoleSignals":
+        """As if so many times the requests were there."""
+        return replace(
+            self, queued_tokens=round(factor * self.queued_tokens), owned_tokens=round(factor * self.owned_tokens)
+        )
 
 
 @dataclass(frozen=True)

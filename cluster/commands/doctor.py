@@ -11,10 +11,9 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from twostroke.cluster.commands.status import fits, table_console
+from twostroke.cluster.commands.status import table_console
 from twostroke.cluster.local.asking import ask, no_answer
 from twostroke.protocol.errors import ConfigError
 
@@ -77,23 +76,19 @@ def fetch_report(url: str) -> Iterator[dict[str, Any]]:
             return
 
 
-def doctor_table(pairs: list[dict[str, Any]], *, with_why: bool) -> Table:
+def doctor_table(pairs: list[dict[str, Any]]) -> Table:
     """One row a pair, in the order in which they were tried."""
     table = Table(box=box.SIMPLE, title="KV from worker to worker", title_justify="left")
     for heading in ("from", "to", "transport"):
         table.add_column(heading, no_wrap=True)
     for heading in ("GB/s", "round trip ms"):
         table.add_column(heading, justify="right")
-    if with_why:
-        table.add_column("why", overflow="fold")
     for pair in pairs:
         ends = [f"{pair[side + '_role']} {pair[side]}" for side in ("source", "target")]
         if pair["error"] is not None:
             row = [*ends, "[red]failed[/]", "", ""]
         else:
             row = [*ends, pair["transport"], f"{pair['bytes_per_s'] / 1e9:.2f}", f"{pair['round_trip_s'] * 1e3:.2f}"]
-        if with_why:
-            row.append(escape(pair["why"] if pair["error"] is None else pair["error"]))
         table.add_row(*row)
     return table
 
@@ -106,17 +101,14 @@ def counted_lines(reasons: Iterable[str]) -> list[str]:
 def _show(
     pairs: list[dict[str, Any]], missing_workers: list[str], left_out: int, is_whole: bool, console: Console
 ) -> None:
-    sections: list[tuple[str, list[str]]] = []
     if pairs:
-        table = doctor_table(pairs, with_why=True)
-        if not fits(table, console):
-            table = doctor_table(pairs, with_why=False)
-            working = [pair["why"] for pair in pairs if pair["error"] is None]
-            failed = [f"{pair['source']} to {pair['target']}: {pair['error']}" for pair in pairs if pair["error"]]
-            sections += [("Why:", counted_lines(working)), ("Failed:", failed)]
-        console.print(table)
-    missing = counted_lines(reason for pair in pairs for reason in pair["missing"])
-    for heading, lines in [*sections, ("Missing for a better transport:", missing)]:
+        console.print(doctor_table(pairs))
+    sections = {
+        "Why:": counted_lines(pair["why"] for pair in pairs if pair["error"] is None),
+        "Failed:": [f"{pair['source']} to {pair['target']}: {pair['error']}" for pair in pairs if pair["error"]],
+        "Missing for a better transport:": counted_lines(reason for pair in pairs for reason in pair["missing"]),
+    }
+    for heading, lines in sections.items():
         if lines:
             console.print(heading)
         for line in lines:

@@ -155,20 +155,26 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     time.sleep(arguments.interval)
     after = fetch_status(arguments.url)
-    show_status(before, after, time.monotonic() - began, table_console())
+    console = table_console()
+    console.print(whole_view(STATUS, before, after, time.monotonic() - began, console))
     return 0 if after["ready"] else 1
 
 
-def show_status(before: Numbers, after: Numbers, seconds: float, console: Console) -> None:
-    """One row a worker where that fits; else one row a number, with as many workers beside each other as fit.
+def whole_view(
+    columns: Sequence[Column], before: Numbers | None, after: Numbers, seconds: float, console: Console
+) -> Group:
+    """All tables: of workers one row each where that fits, else one row a number, with as many workers beside each
+    other as fit.
 
-    Rates are of the time between the two answers, other numbers since the worker's start.
+    Rates are of the time between the two answers, counters since the worker's start.
     """
-    console.print(headline(after))
-    for table in worker_tables(STATUS, worker_rows(STATUS, before, after, seconds), console):
-        console.print(table)
-    if rows := scaling_rows(after):
-        console.print(_table(_SCALING_HEADINGS, rows))
+    shown: list[RenderableType] = [headline(after)]
+    shown += worker_tables(columns, worker_rows(columns, before, after, seconds), console)
+    if classes := class_rows(after):
+        shown.append(_table(_CLASS_HEADINGS, classes))
+    if scaling := scaling_rows(after):
+        shown.append(_table(_SCALING_HEADINGS, scaling))
+    return Group(*shown)
 
 
 def headline(status: Numbers) -> Text:
@@ -301,12 +307,7 @@ class StatusView:
             return Group(*lines)
         if self.lost is not None:
             lines.append(Text(f"What it said {now - self.newest_at:.0f} s ago:", style="dim"))
-        rows = worker_rows(LOAD, self.before, self.newest, self.newest_at - self.before_at)
-        lines += [headline(self.newest), *worker_tables(LOAD, rows, self.console)]
-        if classes := class_rows(self.newest):
-            lines.append(_table(_CLASS_HEADINGS, classes))
-        if scaling := scaling_rows(self.newest):
-            lines.append(_table(_SCALING_HEADINGS, scaling))
+        lines.append(whole_view(LOAD, self.before, self.newest, self.newest_at - self.before_at, self.console))
         return Group(*lines)
 
 

@@ -20,21 +20,24 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """The kernel's letter for a process, `Z` for one that has ended, and its parent's id (0 for one that is gone)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "Z", 0
+    # The command's name is in parentheses and may contain anything, parentheses too.
+    state, parent = stat.rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
 def descendants(root: int | None = None) -> list[int]:
     """Ids of all processes below `root` (this process), those that have ended but were not waited for excluded."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # The command's name is in parentheses and may contain anything, parentheses too.
-            state, parent = (
-                (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
-            )
-        except OSError:
-            continue  # it ended while we were looking
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        state, parent = state_and_parent(pid)
         if state != "Z":
-            children.setdefault(int(parent), []).append(int(entry.name))
+            children.setdefault(parent, []).append(pid)
     found: list[int] = []
     frontier = [os.getpid() if root is None else root]
     while frontier:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from tests.chaos.orders import Harm, Side, Tamper
-from tests.rigs.delegate import Delegate
+from tests.rigs.delegate import Delegate, with_links
 from tests.rigs.proxy import Proxy
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from twostroke.kvtransfer.rules.layout import Cut, Segment
@@ -231,7 +231,7 @@ class FaultyTransport(Delegate):
         self._faults = faults
 
     async def prepare(self, host: str, cut: Cut) -> PendingLink:
-        return _FaultyPending(await self._inner.prepare(host, cut), self._faults)
+        return with_links(await self._inner.prepare(host, cut), lambda link: FaultyLink(link, self._faults))
 
     async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         if self.name != "tcp":
@@ -246,15 +246,6 @@ class FaultyTransport(Delegate):
             await proxy.close()
             raise
         return FaultyLink(link, self._faults, proxy)
-
-
-class _FaultyPending(Delegate):
-    def __init__(self, inner: PendingLink, faults: LinkFaults):
-        super().__init__(inner)
-        self._faults = faults
-
-    async def established(self) -> DataLink:
-        return FaultyLink(await self._inner.established(), self._faults)
 
 
 class FaultyLink(Delegate):

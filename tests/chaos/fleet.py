@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -17,8 +15,10 @@ from tests.chaos.orders import Control
 from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.proxies import haproxy_binary
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports, local_ray
+from twostroke.protocol.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ("prefill", "decode")
@@ -86,7 +86,10 @@ class ServerUnderChaos:
 
     async def status(self) -> dict[str, Any] | None:
         """What a router says of itself and the workers; None where none answers."""
-        return await asyncio.to_thread(self._fetch_status)
+        try:
+            return await asyncio.to_thread(fetch_status, self.url, timeout_s=5.0)
+        except ConfigError:
+            return None
 
     async def is_whole(self) -> bool:
         """Whether a router reaches every worker, each of which is one that our agents know."""
@@ -128,14 +131,6 @@ class ServerUnderChaos:
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
         self._process.stdin.flush()
         return self._process
-
-    def _fetch_status(self) -> dict[str, Any] | None:
-        try:
-            with urllib.request.urlopen(f"{self.url}/status", timeout=5) as answer:
-                status: dict[str, Any] = json.load(answer)
-                return status
-        except (OSError, ValueError):
-            return None
 
     def _end(self) -> None:
         if self._process is not None:

@@ -10,15 +10,17 @@ was under way at that moment is told apart: begun streams can't be gone on with 
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,8 +31,14 @@ import yaml
 
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
+<<<<<<< HEAD
 from twostroke.benchmarks.clients import stream_completion
 from twostroke.benchmarks.server_process import processes_named, twostroke_server
+=======
+from tests.rigs.processes import comes
+from twostroke.benchmarks.clients import send_at_moments, stream_completion
+from twostroke.benchmarks.server_process import ServerProcess, processes_named
+>>>>>>> shrink3-clus
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
@@ -72,39 +80,40 @@ async def phase(
     proxies: dict[str, Proxy], rate: float, before_s: float, after_s: float, fault: Callable[[], Awaitable[None]]
 ) -> dict[str, Counts]:
     """Load by each balancer at `rate` a second, with the fault amid; returns when all is answered."""
-    began = time.perf_counter()
-    fault_at: list[float] = []
+    fault_at = math.inf
 
     async def harm() -> None:
+        nonlocal fault_at
         await asyncio.sleep(before_s)
-        fault_at.append(time.perf_counter())
+        fault_at = time.perf_counter()
         await fault()
 
     harming = asyncio.create_task(harm())
-    asked: dict[str, list[tuple[float, asyncio.Task[Exchange]]]] = {name: [] for name in proxies}
-    number = 0
-    while time.perf_counter() - began < before_s + after_s or not harming.done():
-        await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
-        for name, proxy in proxies.items():
-            asked[name].append((time.perf_counter(), asyncio.create_task(ask(proxy.url, number))))
-        number += 1
-    await harming
-    counts: dict[str, Counts] = {}
-    for name, tasks in asked.items():
-        counts[name] = of_one = Counts()
-        for sent_at, task in tasks:
-            result = await task
+
+    def moments() -> Iterator[float]:
+        for number in itertools.count():
+            if number / rate >= before_s + after_s and harming.done():
+                return
+            yield number / rate
+
+    async def ask_by_all(number: int, _: float) -> list[Exchange]:
+        return await asyncio.gather(*(ask(proxy.url, number) for proxy in proxies.values()))
+
+    counts = {name: Counts() for name in proxies}
+    for answers in await send_at_moments(moments(), ask_by_all):
+        for of_one, result in zip(counts.values(), answers, strict=True):
             told = outcome(result)
-            ended_at = result.arrivals[-1][0] if result.arrivals else time.perf_counter()
-            if sent_at >= fault_at[0]:
+            ended_at = result.arrivals[-1][0] if result.arrivals else math.inf
+            if result.sent_at >= fault_at:
                 of_one.new += 1
                 of_one.new_failed += told != "done"
-            elif told != "done" or ended_at >= fault_at[0]:
+            elif told != "done" or ended_at >= fault_at:
                 of_one.old += 1
                 of_one.old_cut += told == "cut"
                 of_one.old_failed += told not in ("done", "cut")
             if told != "done":
-                of_one.failures.append(f"{sent_at - fault_at[0]:+.2f} s: {told}")
+                of_one.failures.append(f"{result.sent_at - fault_at:+.2f} s: {told}")
+    await harming
     return counts
 
 
@@ -181,32 +190,26 @@ class Servers:
 
     async def drain(self) -> None:
         os.kill(self.first.pid, signal.SIGINT)
-        async with asyncio.timeout(AGAIN_S):
-            while self.first.pid in descendants():  # noqa: ASYNC110  (another process)
-                await asyncio.sleep(0.1)
+        assert await comes(lambda: self.first.pid not in descendants(), AGAIN_S)
         self.first.end()
 
     async def kill_all(self) -> None:
         _kill([self.first.pid, *descendants(self.first.pid)])
 
     async def await_ready(self) -> None:
-        async with asyncio.timeout(AGAIN_S), httpx.AsyncClient() as client:
-            while True:
-                try:
-                    if (await client.get(f"{self.first.url}/ready")).status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.1)
+        assert await comes(self._is_ready, AGAIN_S)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.first.url}/ready").status_code == 200
+        return False
 
 
 def _kill(pids: list[int]) -> None:
     assert pids
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it went with another
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it went with another
 
 
 async def measure(rate: float, folder: Path) -> dict[str, Any]:

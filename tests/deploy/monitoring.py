@@ -13,7 +13,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +25,8 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.deploy.programs import DEPLOY, ROOT, environment, find, haproxies
-from tests.deploy.proxies import Proxy, running
+from tests.deploy.programs import DEPLOY, ROOT, find, haproxies
+from tests.deploy.proxies import Proxy, running, started
 from twostroke.benchmarks.clients import send_at_moments, stream_completion
 from twostroke.benchmarks.server_process import ServerProcess, processes_named, twostroke_server
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
@@ -52,7 +51,6 @@ SETTINGS: dict[str, Any] = {
         ]
     },
 }
-START_S = 15.0
 LONG_STREAMS = 24
 LONG_TOKENS = 400
 SHARED = "The quick brown fox jumps over the lazy dog. " * 12
@@ -146,26 +144,9 @@ def prometheus(program: str, operators: str, folder: Path) -> Iterator[str]:
     config = folder / "prometheus.yml"
     config.write_text(yaml.safe_dump(prometheus_config(operators, folder)), encoding="utf-8")
     (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
     command = [program, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", "--log.level=warn"]
-    process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], env=environment())
-    try:
-        deadline = time.monotonic() + START_S
-        while not _is_ready(url):
-            assert process.poll() is None, "Prometheus has ended"
-            assert time.monotonic() < deadline, "Prometheus does not start"
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(START_S)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/-/ready").status_code == 200
-    except httpx.TransportError:
-        return False
+    with started([*command, f"--web.listen-address=127.0.0.1:{port}"], (port,), folder / "prometheus.log"):
+        yield f"http://127.0.0.1:{port}"
 
 
 async def values(client: httpx.AsyncClient, expression: str) -> list[float]:

@@ -4,12 +4,12 @@ import contextlib
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.deploy.programs import ROOT, environment
+from tests.rigs.processes import eventually
 from twostroke.cluster.local.ray import free_ports
 
 START_S = 10.0
@@ -21,7 +21,6 @@ class Proxy:
 
     url: str  # for clients
     operators_url: str
-    pid: int
 
 
 def adapted(text: str, changes: dict[str, str]) -> str:
@@ -73,7 +72,7 @@ def nginx_command(program: str, config: Path, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(kind: str, program: str, entries: Sequence[int], folder: Path, *, check: str = "1s") -> Iterator[Proxy]:
-    """`kind` is haproxy or nginx; its log is LOG in `folder`."""
+    """`kind` is haproxy or nginx; its log is in `folder`, too."""
     clients, operators = free_ports(2)
     config = folder / f"{kind}.conf"
     if kind == "haproxy":
@@ -82,25 +81,27 @@ def running(kind: str, program: str, entries: Sequence[int], folder: Path, *, ch
     else:
         config.write_text(nginx_config(entries, clients, operators, folder), encoding="utf-8")
         command = nginx_command(program, config)
-    log_path = folder / f"{kind}.log"
-    with log_path.open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            proxy = Proxy(f"http://127.0.0.1:{clients}", f"http://127.0.0.1:{operators}", process.pid)
-            _await_listening((clients, operators), process, log_path)
-            yield proxy
-        finally:
-            process.terminate()
-            process.wait(START_S)
+    with started(command, (clients, operators), folder / f"{kind}.log"):
+        yield Proxy(f"http://127.0.0.1:{clients}", f"http://127.0.0.1:{operators}")
 
 
-def _await_listening(ports: Sequence[int], process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
+@contextlib.contextmanager
+def started(command: Sequence[str], ports: Sequence[int], log: Path) -> Iterator[None]:
+    """A program that listens on these ports of loopback; what it says goes to `log`."""
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+    def listens() -> bool:
+        assert process.poll() is None, log.read_text(encoding="utf-8")
         with contextlib.suppress(ConnectionError):
             for port in ports:
                 socket.create_connection(("127.0.0.1", port), timeout=START_S).close()
-            return
-        assert process.poll() is None, log.read_text(encoding="utf-8")
-        assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
-        time.sleep(0.01)
+            return True
+        return False
+
+    try:
+        eventually(f"{command[0]} listens", listens, within_s=START_S)
+        yield
+    finally:
+        process.terminate()
+        process.wait(START_S)

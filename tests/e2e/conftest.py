@@ -1,5 +1,10 @@
-"""Real servers for the tests: started by the command line, ended by their ids, and nothing may be left of them."""
+"""Real servers for the tests: started by the command line, ended by their ids, and nothing may be left of them.
 
+And what holds for each of them, by whatever way KV travels: that the doctor finds the way sound, and the tokens to be
+those that the engine alone draws. Each server has more to show, and starting one takes longer than most of that.
+"""
+
+import asyncio
 import contextlib
 import json
 import os
@@ -7,8 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,14 +21,29 @@ import openai
 import pytest
 
 from tests.rigs.processes import alive, eventually
+<<<<<<< HEAD
 from twostroke.benchmarks.server_process import ServerProcess, twostroke_server
+=======
+from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.cluster.local.asking import fetch_status
+>>>>>>> shrink3-clus
 from twostroke.cluster.local.processes import descendants
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import load_engine
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
 
 MODEL = "twostroke-bundled"
 PROMPT = "import os\n\ndef list_files(path):\n"
 ENDING_S = 10.0  # from Ctrl-C to the last process's end
 # Where outputs are compared: bf16 leaves near-ties that the order of additions decides.
 EXACT = ("--dtype", "float32")
+NEW_TOKENS = 32
+BLOCK_SIZE = 16
+# Lengths on both sides of the borders of blocks and chunks.
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 400, 511, 513, 700)
+PROMPTS = [[300 + (7 * index + 13 * position) % 3000 for position in range(n)] for index, n in enumerate(LENGTHS)]
 
 
 class Server:
@@ -35,26 +55,50 @@ class Server:
         self.client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as answer:
-            status: dict[str, Any] = json.load(answer)
-            return status
+        return fetch_status(self.url, timeout_s=30)
 
     def workers(self, role: str) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if worker["role"] == role]
 
     def owned_blocks(self) -> int:
+        return self._of_all("owned_blocks")
+
+    def _of_all(self, number: str) -> int:
         """Of all workers that can be reached."""
         stats = [worker["stats"] for worker in self.status()["workers"]]
-        return sum(one["owned_blocks"] for one in stats if one is not None)
+        return sum(one[number] for one in stats if one is not None)
 
-    def doctor(self) -> list[dict[str, Any]]:
-        """What `twostroke doctor` says of each pair of workers; every trial must have worked."""
+    def check_ways(self, transport: str | None) -> None:
+        """`twostroke doctor` measures every way that KV takes, all by `transport`, and leaves nothing."""
         command = [sys.executable, "-m", "twostroke.cluster.cli", "doctor", "--url", self.url, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         begin, *pairs, end = [json.loads(line) for line in done.stdout.splitlines()]
         assert (begin["event"], begin["pairs"], end) == ("begin", len(pairs), {"event": "end", "failed": 0})
-        return pairs
+        ways = [("prefill", "decode"), ("decode", "prefill")] if transport else []
+        assert [(pair["source_role"], pair["target_role"]) for pair in pairs] == ways
+        for pair in pairs:
+            assert pair["transport"] == transport
+            assert pair["why"]
+            assert (pair["missing"] == []) == (transport == "shm")  # nothing is better on one machine
+            assert 1e7 < pair["bytes_per_s"] < 1e12
+            assert 1e-5 < pair["round_trip_s"] < 1.0
+        eventually("all blocks are free again", lambda: self.owned_blocks() == 0)
+
+    def check_tokens(self, expected: list[list[int]]) -> None:
+        """All prompts at once get the tokens that the engine alone draws, and none is computed for want of its KV."""
+
+        def complete(prompt: list[int]) -> list[int]:
+            return self.greedy_tokens(prompt, NEW_TOKENS)[0]
+
+        failed = self._of_all("transfers_failed")
+        with ThreadPoolExecutor(len(PROMPTS)) as clients:
+            cold = list(clients.map(complete, PROMPTS))
+            warm = list(clients.map(complete, PROMPTS))  # from the prefix cache
+        assert cold == expected
+        assert warm == expected
+        assert self._of_all("transfers_failed") == failed
+        assert self._of_all("transfers_done") > 0 or not self.workers("prefill")
 
     def greedy_tokens(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
         """What a request is answered with that nothing ends early, and how much of its prompt was found in caches."""
@@ -113,6 +157,28 @@ def _few_threads() -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """One prefill worker and one decode worker, KV through shared memory."""
-    yield from serving()
+def expected() -> list[list[int]]:
+    """What one engine draws in this process for PROMPTS, one after the other, each in one chunk."""
+    loaded = load_engine(
+        EngineConfig(model_dir=BUNDLED_MODEL_DIR, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64, threads=1)
+    )
+
+    async def generate(prompt: Sequence[int]) -> list[int]:
+        table = list(range(-(-(len(prompt) + NEW_TOKENS) // BLOCK_SIZE)))
+        tokens = list(prompt)
+        computed = 0
+        while len(tokens) < len(prompt) + NEW_TOKENS:
+            draw = Draw(SamplingParams(temperature=0.0), history=tokens, num_prompt_tokens=len(prompt))
+            (sampled,) = await loaded.engine.step([SequenceStep(tokens[computed:], computed, table, draw)])
+            assert sampled is not None
+            computed = len(tokens)
+            tokens.append(sampled.token_id)
+        return tokens[len(prompt) :]
+
+    async def generate_all() -> list[list[int]]:
+        return [await generate(prompt) for prompt in PROMPTS]
+
+    try:
+        return asyncio.run(generate_all())
+    finally:
+        loaded.engine.close()

@@ -1,26 +1,29 @@
-"""A live server's workers follow the load, out and in, and no answer suffers."""
+"""A live server's workers follow the load, out and in, and no answer suffers. KV goes by gloo."""
 
 import asyncio
 import json
 import random
 import urllib.request
-from pathlib import Path
+from collections.abc import Iterator
 
-from tests.e2e.conftest import MODEL, Server
+import pytest
+
+from tests.e2e.conftest import MODEL, Server, serving
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import completion_body, random_prompt, record_of, stream_completion, whole
-from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.loadtests.generator.http_stream import Exchange
 
 CLIENTS = 24
 LONG_ANSWERS = 2
 OUT_S, IN_S = 90.0, 60.0
 
-ROLE = {"threads": 1}
 CONFIG = {
-    "prefill": ROLE,
-    "decode": ROLE | {"num_blocks": 700},  # room for fewer requests than there are clients
-    "router": {"drain_grace_s": 0.5},  # the long answers of a worker that leaves are handed over
+    "kv_transfer": {"transport": "torch_distributed"},
+    "prefill": {"threads": 1, "block_size": 16},
+    # Blocks are cut into units of half their size on their way. There is room for fewer requests than clients.
+    "decode": {"threads": 1, "block_size": 32, "num_blocks": 350},
+    # The long answers of a worker that leaves are handed over. All prompts go by the prefill workers.
+    "router": {"drain_grace_s": 0.5, "decodes_alone": False},
     "slo": {"classes": [{"name": "standard", "ttft_s": 0.5, "tpot_s": 0.5}], "admission": False},
     "autoscaling": {
         "enabled": True,
@@ -33,20 +36,28 @@ CONFIG = {
 }
 
 
-def test_both_roles_scale_out_and_in_and_every_answer_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(json.dumps(CONFIG))  # YAML takes JSON
-    with twostroke_server(["--config", str(path)]) as process:
-        server = Server(process)
-        results = asyncio.run(out_and_in(server))
-        eventually("one worker of each role is left", lambda: workers(server) == (1, 1), within_s=IN_S)
-        eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
-        told = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+    yield from serving("--config", str(path))
+
+
+def test_both_roles_scale_out_and_in_and_every_answer_is_whole(server: Server) -> None:
+    results = asyncio.run(out_and_in(server))
+    eventually("one worker of each role is left", lambda: workers(server) == (1, 1), within_s=IN_S)
+    eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+    told = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
     assert len(results) > CLIENTS + LONG_ANSWERS
     for result, num_tokens in results:
         whole(record_of(result, {"max_tokens": num_tokens}, 0.0))
     for role in ("prefill", "decode"):
         assert f'twostroke:autoscaling_target{{role="{role}"' in told
+
+
+def test_kv_goes_by_gloo_and_the_tokens_are_those_of_one_engine(server: Server, expected: list[list[int]]) -> None:
+    server.check_ways("torch_distributed")
+    server.check_tokens(expected)
 
 
 async def out_and_in(server: Server) -> list[tuple[Exchange, int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import MODEL, PROMPT, Server
+from tests.e2e.conftest import MODEL, PROMPT, Server, serving
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import record_of, stream_completion, whole
 from twostroke.benchmarks.server_process import processes_named
@@ -22,6 +23,19 @@ LEAVING_S = 2.0  # a second for the workers to let go, and half a second each fo
 # Serve's replicas take calls from Serve's handles, with Ray's token; HAProxy shows statistics.
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 ALLOWED_ON_ALL_INTERFACES = ("ServeReplica:", "haproxy")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine."""
+    yield from serving()
+
+
+def test_kv_goes_through_shared_memory_and_the_tokens_are_those_of_one_engine(
+    server: Server, expected: list[list[int]]
+) -> None:
+    server.check_ways("shm")
+    server.check_tokens(expected)
 
 
 def test_a_streamed_completion_is_the_one_in_a_piece(server: Server) -> None:

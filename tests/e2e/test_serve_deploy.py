@@ -1,37 +1,33 @@
 """The files of deploy/ on a Ray cluster of three nodes, by the commands of docs/deploy.md."""
 
 import contextlib
-import http.client
 import json
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from tests.deploy.programs import LABEL, ROLES, ray_env, serve_config
 from tests.e2e.conftest import MODEL
-from tests.rigs.processes import alive, eventually
+from tests.rigs.processes import eventually
 from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, haproxy_binary
-from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.ray import haproxy_switches
 from twostroke.router.http.tenants import new_key
+from twostroke.tools.nodes.machines import LoopbackMachines, Machine
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent.parent
-HEAD = "127.0.21.1"
 START_S = 120.0
 SETTLE_S = 60.0
 
@@ -53,9 +49,10 @@ def lasting_ports(count: int) -> list[int]:
 class Nodes:
     """A head without a role, and a node for each role: one machine's, which forbids equal ports and nothing else."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, machines: LoopbackMachines):
         self.folder = folder
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.machines = machines
+        self.head = machines.add()
         self.http, self.gcs, self.dashboard, self.client = lasting_ports(4)
         self.environment = os.environ | ray_env() | {"RAY_AUTH_TOKEN": os.urandom(16).hex()}
         self.environment |= {"TWOSTROKE_SECRET": os.urandom(16).hex(), "PYTHONPATH": str(ROOT)}
@@ -63,42 +60,30 @@ class Nodes:
     def start(self) -> None:
         here = ["--head", f"--port={self.gcs}", f"--ray-client-server-port={self.client}", "--num-cpus=0"]
         here += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}"]
-        self._await_up([self._start("head", HEAD, here)])
+        self._await_up([self._start("head", self.head, here)])
         logs = []
-        for i, role in enumerate(ROLES):
+        for role in ROLES:
             there = [
-                f"--address={HEAD}:{self.gcs}",
+                f"--address={self.head.address}:{self.gcs}",
                 f"--labels={LABEL}={role}",
                 f"--resources={json.dumps({f'{role}_slot': 1})}",
             ]
-            logs.append(self._start(role, f"127.0.21.{2 + i}", [*there, "--num-cpus=1"]))
+            logs.append(self._start(role, self.machines.add(), [*there, "--num-cpus=1"]))
         self._await_up(logs)
 
-    def _start(self, name: str, address: str, arguments: list[str]) -> Path:
+    def _start(self, name: str, machine: Machine, arguments: list[str]) -> Path:
         own = self.folder / name
         own.mkdir()
-        log = own / "log"
         proxy, stats, metrics, fallback, agent, numbers = lasting_ports(6)
         environment = self.environment | haproxy_switches(own, stats=stats, metrics=metrics, fallback=fallback)
         # The installed script, as the file says, wherever it is installed here.
         environment[BINARY_VARIABLE] = str(BIN / Path(ray_env()[BINARY_VARIABLE]).name)
         environment["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(proxy)
-        common = ["--block", f"--node-ip-address={address}", f"--temp-dir={own}", "--num-gpus=0"]
+        common = ["--block", f"--node-ip-address={machine.address}", f"--temp-dir={own}", "--num-gpus=0"]
         common += [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={numbers}"]
         common += ["--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
-        with log.open("wb") as output:
-            self.started.append(
-                subprocess.Popen(
-                    [str(BIN / "ray"), "start", *common, *arguments],
-                    cwd=self.folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            )
-        return log
+        machine.start([str(BIN / "ray"), "start", *common, *arguments], environment, own / "log")
+        return own / "log"
 
     def _await_up(self, logs: list[Path]) -> None:
         for log in logs:
@@ -118,26 +103,17 @@ class Nodes:
             timeout=START_S,
         )
 
-    def kill(self) -> None:
-        left = [pid for one in self.started for pid in (one.pid, *descendants(one.pid))]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for one in self.started:
-            one.wait()
-        eventually("all processes have ended", lambda: alive(left) == {})
-
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     # Sockets of Ray and HAProxy have this folder in their paths, which must not be long.
     folder = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))
-    started = Nodes(folder)
     try:
-        started.start()
-        yield started
+        with LoopbackMachines() as machines:
+            started = Nodes(folder, machines)
+            started.start()
+            yield started
     finally:
-        started.kill()
         shutil.rmtree(folder)
 
 
@@ -161,17 +137,17 @@ def test_the_files_of_deploy_serve_on_a_cluster(nodes: Nodes) -> None:
     eventually("the server is ready", lambda: _code(nodes.http, "/ready") == 200, START_S)
     assert _code(nodes.http, "/v1/models") == 401  # without a key
     body = {"model": MODEL, "prompt": "def", "max_tokens": 3}
-    answer, headers = _post(nodes, "/v1/completions", body, key)
-    assert answer["usage"]["completion_tokens"] == 3
-    assert len([name for name, _ in headers if name.lower() == "x-request-id"]) == 1
+    answer = _post(nodes, body, key)
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert len(answer.headers.get_list("x-request-id")) == 1
     eventually("all is healthy", lambda: _is_healthy(yaml.safe_load(nodes.serve("status").stdout)), SETTLE_S)
 
     with ThreadPoolExecutor() as asking:
-        long = asking.submit(_post, nodes, "/v1/completions", body | {"max_tokens": 3000, "ignore_eos": True}, key)
-        drained = nodes.run("twostroke", "drain", "--address", f"{HEAD}:{nodes.gcs}")
+        long = asking.submit(_post, nodes, body | {"max_tokens": 3000, "ignore_eos": True}, key)
+        drained = nodes.run("twostroke", "drain", "--address", f"{nodes.head.address}:{nodes.gcs}")
         assert drained.returncode == 0, drained.stderr
         assert _code(nodes.http, "/ready") == 503
-        assert long.result()[0]["usage"]["completion_tokens"] == 3000
+        assert long.result().json()["usage"]["completion_tokens"] == 3000
 
 
 def _is_healthy(status: dict[str, Any]) -> bool:
@@ -187,19 +163,11 @@ def _is_healthy(status: dict[str, Any]) -> bool:
 
 def _code(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
+        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5).status_code
+    except httpx.TransportError:
         return 0
 
 
-def _post(nodes: Nodes, path: str, body: dict[str, Any], key: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    connection = http.client.HTTPConnection("127.0.0.1", nodes.http, timeout=60)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection.request("POST", path, json.dumps(body), headers)
-    answer = connection.getresponse()
-    read = json.load(answer)
-    connection.close()
-    return read, answer.getheaders()
+def _post(nodes: Nodes, body: dict[str, Any], key: str) -> httpx.Response:
+    url = f"http://127.0.0.1:{nodes.http}/v1/completions"
+    return httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)

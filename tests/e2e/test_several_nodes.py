@@ -13,10 +13,10 @@ import pytest
 
 from tests.e2e.conftest import MODEL
 from twostroke.cluster.commands.doctor import fetch_report
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.ray import free_ports
 from twostroke.tools.nodes.demo import ISOLATED_PORT, choose_machines
 from twostroke.tools.nodes.load import Answer, Request, ask
-from twostroke.tools.nodes.machines import Machines
 from twostroke.tools.nodes.ray_nodes import Node, NodeSpec, RayNodes
 from twostroke.tools.nodes.site import Site, Worker, node_for, settings
 
@@ -26,7 +26,6 @@ LONG = Request(MODEL, max_tokens=1000)  # some seconds: a worker tells twice a s
 
 @dataclass
 class Cluster:
-    machines: Machines
     rays: RayNodes
     site: Site
     sections: dict[str, Any]  # of the configuration
@@ -51,11 +50,11 @@ def cluster() -> Iterator[Cluster]:
         nodes = [rays.add(labelled(role)) for role in ("prefill", "decode", "decode")]
         for node in nodes:
             rays.await_up(node)
-        site = Site(rays, machines, ISOLATED_PORT if machines.has_own_ports else free_ports(1)[0])
+        site = Site(rays, ISOLATED_PORT if machines.has_own_ports else free_ports(1)[0])
         sections = settings(1, 2, share_memory=not machines.has_own_ports)
         site.deploy(sections)
         site.await_workers(1, 2)
-        yield Cluster(machines, rays, site, sections, nodes)
+        yield Cluster(rays, site, sections, nodes)
 
 
 def whole(answer: Answer) -> str:
@@ -66,13 +65,13 @@ def whole(answer: Answer) -> str:
 def test_each_role_runs_on_the_nodes_of_its_label_as_the_serve_file_says(cluster: Cluster) -> None:
     assert sorted(worker.node for worker in cluster.workers("prefill")) == cluster.of("prefill")
     assert sorted(worker.node for worker in cluster.workers("decode")) == cluster.of("decode")
-    (num_blocks,) = {worker["num_blocks"] for worker in cluster.site.get("/status")["workers"]}
+    (num_blocks,) = {worker["num_blocks"] for worker in cluster.site.status()["workers"]}
     assert num_blocks == cluster.sections["decode"]["num_blocks"]
 
 
 def test_kv_travels_between_nodes_by_tcp(cluster: Cluster) -> None:
     def transfers() -> tuple[int, int]:
-        stats = [one["stats"] for one in cluster.site.get("/status")["workers"] if one["role"] == "decode"]
+        stats = [one["stats"] for one in cluster.site.status()["workers"] if one["role"] == "decode"]
         return sum(one["transfers_done"] for one in stats), sum(one["transfers_failed"] for one in stats)
 
     assert transfers() == (0, 0)
@@ -85,10 +84,12 @@ def test_kv_travels_between_nodes_by_tcp(cluster: Cluster) -> None:
 
 
 def test_every_node_serves_http(cluster: Cluster) -> None:
-    if not cluster.machines.has_own_ports:
+    if not cluster.rays.machines.has_own_ports:
         pytest.skip("on the loopback interface only one node can listen on the port: namespaces need root")
     for node in cluster.nodes:
         url = cluster.site.url.replace(cluster.rays.head.address, node.address)
+        # Serve starts each node's proxy by itself, however far the application is.
+        cluster.site.await_that(f"{url} answers", lambda url=url: bool(fetch_status(url)))  # type: ignore[misc]
         assert whole(ask(url, SHORT, prompt=1)) == whole(ask(cluster.site.url, SHORT, prompt=1))
 
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tests.faults.children import Nursery, WorkerLost
+from tests.faults.pattern_store import CONFIG
 from tests.faults.rig import Rig, Transfer
 from tests.faults.strikes import cut_data_link, flip_a_bit, stop_at
-from tests.faults.terms import CONFIG
 
 WINDOW_S = 3 * CONFIG.lease_s
 TRANSPORTS = ("tcp", "shm", "torch_distributed")

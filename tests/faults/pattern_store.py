@@ -1,10 +1,22 @@
-"""A KV cache without a model: its bytes are a function of (transfer, layer, position), its memory can be shared."""
+"""A KV cache without a model: its bytes are a function of (transfer, layer, position), its memory can be shared.
+
+And what else the worker processes and their parent agree on.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.faults.terms import LAYOUT, NUM_BLOCKS
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.cache.kv_cache import make_shared_memory
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import SampledToken
+
+SECRET = b"a secret of these tests"
+LAYOUT = KVLayout(
+    model="patterns", dtype="float32", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16
+)  # 16 KiB a block
+NUM_BLOCKS = 192
+CONFIG = TransferConfig(lease_s=0.5, progress_s=1.0, max_chunk_bytes=40 * LAYOUT.block_bytes)
 
 
 class PatternStore:
@@ -76,3 +88,8 @@ def pattern(seed: int, layer: int, num_blocks: int) -> NDArray[np.uint8]:
 
 def num_blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // LAYOUT.block_size)
+
+
+def token_of(seed: int) -> SampledToken:
+    """The first token that transfer `seed` commits."""
+    return SampledToken(seed % 1000)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tests.faults.children import LIMIT_S, Child, Nursery, Report, WorkerLost
-from tests.faults.terms import SECRET
+from tests.faults.pattern_store import SECRET
 from twostroke.protocol.requests import Address, Ticket, mint_ticket
 
 NUM_TOKENS = 1000  # 4 layers of 63 blocks, the last one not full: 4 MB, 8 chunks or more

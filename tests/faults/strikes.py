@@ -3,8 +3,8 @@
 import asyncio
 
 from tests.faults.children import LIMIT_S, Child
+from tests.faults.pattern_store import CONFIG
 from tests.faults.rig import Rig, Transfer
-from tests.faults.terms import CONFIG
 from tests.rigs.proxy import Proxy, draw_byte
 
 MID_CHUNK = CONFIG.max_chunk_bytes * 5 // 2  # of some chunk, not the first

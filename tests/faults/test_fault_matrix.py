@@ -37,9 +37,9 @@ import time
 import pytest
 
 from tests.faults.children import LIMIT_S
+from tests.faults.pattern_store import CONFIG
 from tests.faults.rig import Rig
 from tests.faults.strikes import MOMENTS, cut_data_link, flip_a_bit, stop_at
-from tests.faults.terms import CONFIG
 from tests.rigs.proxy import Proxy, draw_byte
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -17,12 +17,10 @@ from typing import Any
 import msgspec
 
 from tests.faults.census import take_census
-from tests.faults.faulty_links import FaultyTransport
-from tests.faults.faulty_network import FaultyNetwork
+from tests.faults.faulty_links import FaultyNetwork, FaultyTransport
 from tests.faults.injection import Fault, Faults
-from tests.faults.pattern_store import PatternStore, num_blocks_of
+from tests.faults.pattern_store import CONFIG, LAYOUT, SECRET, PatternStore, num_blocks_of, token_of
 from tests.faults.sabotage import install
-from tests.faults.terms import CONFIG, LAYOUT, SECRET, token_of
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import make_transports

@@ -6,10 +6,10 @@ A sender and a receiver with transports that can be harmed, and the steps of a t
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import pytest
 
+from tests.rigs.delegate import with_links
 from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
@@ -61,14 +61,7 @@ class FaultyTransport:
         if self.prepare_refusals:
             self.prepare_refusals -= 1
             raise ConnectionLost("it can't be prepared here")
-        pending: Any = await self.inner.prepare(host, cut)
-        established = pending.established
-
-        async def faulty() -> DataLink:
-            return self.link_type(await established(), self)
-
-        pending.established = faulty
-        return pending  # type: ignore[no-any-return]
+        return with_links(await self.inner.prepare(host, cut), lambda link: self.link_type(link, self))
 
     async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         await self.join_gate.passed()

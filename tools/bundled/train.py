@@ -19,33 +19,22 @@ from tokenizers import Tokenizer
 
 from twostroke.tools.bundled.corpus import Document, load_corpus
 from twostroke.tools.bundled.evaluate import held_out_windows, mean_loss
-from twostroke.tools.bundled.recipe import CONTEXT, Recipe
-from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream, Trainer
+from twostroke.tools.bundled.trainer import BLOCK_STEPS, CONFIG, Recipe, Schedule, TokenStream, Trainer
 from twostroke.tools.bundled.vocabulary import encode_documents, save_tokenizer, train_tokenizer
 
 EVALUATION_WINDOWS = 96  # of 512 tokens
-REPORT_EVERY_S, EVALUATE_EVERY_S = 30.0, 180.0
+EVALUATE_EVERY_S = 180.0
 
 
 def prepare_tokenizer(out: Path, training: list[Document]) -> Tokenizer:
     """The folder's tokenizer; learned and saved where it has none. A longer training keeps the vocabulary it has."""
     if not (out / "tokenizer.json").exists():
-        save_tokenizer(train_tokenizer(turn.text for document in training for turn in document.turns), out, CONTEXT)
+        save_tokenizer(
+            train_tokenizer(turn.text for document in training for turn in document.turns),
+            out,
+            CONFIG["max_position_embeddings"],
+        )
     return Tokenizer.from_file(str(out / "tokenizer.json"))
-
-
-class Every:
-    """True once every so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.last = seconds, time.monotonic()
-
-    def due(self) -> bool:
-        now = time.monotonic()
-        if now - self.last < self.seconds:
-            return False
-        self.last = now
-        return True
 
 
 def arguments() -> argparse.Namespace:
@@ -102,26 +91,17 @@ def main() -> None:
         log["held_out"].append([trainer.steps, stream.position, round(average, 4), round(loss, 4)])
         console.print(f"step {trainer.steps}: held-out loss {loss:.4f} (training {average:.4f})")
 
-    report, evaluation = Every(REPORT_EVERY_S), Every(EVALUATE_EVERY_S)
-    reported_tokens = stream.position
-    text = TextColumn("{task.description}")
-    with Progress(
-        text, BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeRemainingColumn(), console=console
-    ) as bar:
+    evaluated = start
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeRemainingColumn()
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("training", total=1.0)
         while (progress := schedule.progress(trainer.steps)) < 1.0:
             length = recipe.sequence_length(progress)
             loss = trainer.step(stream.batch(max(1, recipe.tokens_per_step // length), length), progress)
             average += (loss - average) * max(0.02, 1 / trainer.steps)
             bar.update(task, completed=progress, description=f"step {trainer.steps} loss {average:.3f}")
-            if report.due():
-                speed = (stream.position - reported_tokens) / REPORT_EVERY_S
-                reported_tokens = stream.position
-                console.print(
-                    f"step {trainer.steps} progress {progress:.3f} length {length} "
-                    f"epoch {stream.position / stream.epoch_tokens:.2f} loss {average:.3f} {speed:,.0f} tokens/s"
-                )
-            if evaluation.due():
+            if time.monotonic() - evaluated > EVALUATE_EVERY_S:
+                evaluated = time.monotonic()
                 evaluate()
                 trainer.export(out, log)
     evaluate()

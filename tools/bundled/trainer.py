@@ -1,4 +1,4 @@
-"""The bundled model while it learns: forward and backward, optimizers, export.
+"""The bundled model while it learns: its recipe, forward and backward, optimizers, export.
 
 Training runs on transformers' own Llama: a well-kept implementation with a backward pass, whereas our decoder is for
 inference only. That the two agree is tested; that this one is right is not ours to prove.
@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,37 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from twostroke.tools.bundled.recipe import MODEL_CONFIG, Recipe, save_config
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
 
-QUERY_BLOCK = 512  # tokens
+CONFIG = json.loads((BUNDLED_MODEL_DIR / "config.json").read_text(encoding="utf-8"))
+"""5.8 M parameters: small enough for the repository, with all that a large Llama has (GQA, RoPE, SwiGLU)."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    seed: int = 20
+    tokens_per_step: int = 8192
+    # (progress at which the phase ends, sequence length): attention is cheap on short sequences, so most of the
+    # training sees those; the last phases make the long context usable.
+    phases: tuple[tuple[float, int], ...] = ((0.80, 512), (0.90, 2048), (1.0, 4096))
+    muon_learning_rate: float = 0.02  # the hidden matrices
+    adam_learning_rate: float = 0.003  # embeddings and norms
+    weight_decay: float = 0.1
+    warm_up: int = 100  # steps
+    dropout: float = 0.1  # of each residual branch; worth more steps of it where the corpus is read a dozen times
+    dropout_steps: int = 523  # afterwards none: this run reads the corpus a few times only, and learns faster without
+    gradient_clip: float = 1.0
+
+    def learning_rate_factor(self, step: int, progress: float) -> float:
+        """Linear warm-up, and linear decay to 0. `step` counts from 0, `progress` runs from 0 to 1."""
+        return min((step + 1) / self.warm_up, 1.0) * (1 - progress)
+
+    def sequence_length(self, progress: float) -> int:
+        return next((length for end, length in self.phases if progress < end), self.phases[-1][1])
+
+
 CPU_MICROBATCH_TOKENS = 2048  # what fits the caches best, by measurement; a longer sequence is a microbatch alone
 BLOCK_STEPS = 20  # steps that share one reading of the clock, so that a run's schedule is a short list
 
@@ -75,7 +102,8 @@ class Trainer:
 
     def export(self, out: Path, log: dict[str, Any]) -> None:
         """Writes the model folder; the weights (bfloat16, tied head left out) replace the old ones in one step."""
-        save_config(out)
+        for name in ("config.json", "generation_config.json"):
+            (out / name).write_bytes((BUNDLED_MODEL_DIR / name).read_bytes())
         (out / "training_log.json").write_text(json.dumps(log) + "\n", encoding="utf-8")
         weights = {
             name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
@@ -150,9 +178,7 @@ class TokenStream:
 def build_model(recipe: Recipe, device: str) -> Any:
     """A freshly initialised float32 Llama; autocast makes its matrix products bfloat16."""
     torch.manual_seed(recipe.seed)
-    model: Any = LlamaForCausalLM(LlamaConfig(**MODEL_CONFIG)).float().to(device)
-    model.set_attn_implementation(register() if device == "cpu" else "sdpa")
-    return model
+    return LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(device)
 
 
 def add_dropout(model: Any, rate: float) -> list[RemovableHandle]:
@@ -179,42 +205,3 @@ def build_optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
 def mean_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """`hidden` [rows, length, width], `head` [vocabulary, width], `targets` [rows, length] -> nats a token, float32."""
     return functional.cross_entropy(functional.linear(hidden, head).float().flatten(0, 1), targets.flatten())
-
-
-def blocked_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [batch, heads, tokens, head_dim]
-    key: Tensor,  # [batch, kv_heads, tokens, head_dim]
-    value: Tensor,  # as key
-    attention_mask: Tensor | None,
-    scaling: float,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention for training on a CPU, a block of queries at a time: [batch, tokens, heads, head_dim].
-
-    PyTorch's own kernel for CPUs makes a training step of 512-token sequences about a third slower than plain matrix
-    products do, once those are compiled; taking queries in blocks skips most of what the causal mask would throw away.
-    A GPU uses PyTorch's kernel. `attention_mask` must be None: sequences are packed, never padded.
-    """
-    if attention_mask is not None:
-        raise ValueError("blocked_attention takes packed sequences without a mask")
-    batch, heads, tokens, width = query.shape
-    kv_heads = key.shape[1]
-    # Each group of query heads shares its key head, so the group folds into the row dimension of the products.
-    query = (query * scaling).view(batch, kv_heads, heads // kv_heads, tokens, width)
-    outputs = []
-    for start in range(0, tokens, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, tokens)
-        block = query[:, :, :, start:end].reshape(batch, kv_heads, -1, width)
-        scores = (block @ key[:, :, :end].transpose(-1, -2)).view(batch, kv_heads, -1, end - start, end)
-        positions = torch.arange(end, device=query.device)
-        scores = scores.float().masked_fill(positions[None, :] > positions[start:, None], float("-inf"))
-        weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, -1, end)
-        outputs.append((weights @ value[:, :, :end]).view(batch, heads, end - start, width))
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
-
-
-def register() -> str:
-    """Makes the function known to transformers; returns the name to use as `attn_implementation`."""
-    AttentionInterface.register("twostroke_blocked", blocked_attention)
-    return "twostroke_blocked"

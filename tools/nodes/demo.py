@@ -113,7 +113,7 @@ class _Demo:
                 cluster.await_up(node)
             self._say("All nodes are up. Deploying, each role to the nodes of its label ...")
             port = ISOLATED_PORT if self._machines.has_own_ports else free_ports(1)[0]
-            site = Site(cluster, self._machines, port)
+            site = Site(cluster, port)
             site.deploy(settings(**self._counts(), share_memory=not self._machines.has_own_ports))
             workers = site.await_workers(**self._counts())
             self._show([cluster.head, *nodes], workers)
@@ -121,7 +121,7 @@ class _Demo:
             return self._strike(cluster, site, nodes)
 
     def _strike(self, cluster: RayNodes, site: Site, nodes: Sequence[Node]) -> int:
-        request = Request(model=site.get("/status")["model"])
+        request = Request(model=site.status()["model"])
         expected = {prompt: _known(ask(site.url, request, prompt)) for prompt in range(request.num_prompts)}
         self._say(f"Load: {self._arguments.rate:g} requests a second, of {request.max_tokens} tokens each ...")
         with SteadyLoad(site.url, request, self._arguments.rate, expected) as load:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from twostroke.cluster.local.processes import descendants
+from twostroke.cluster.local.processes import descendants, state_and_parent
 
 
 class Machine(ABC):
@@ -225,7 +225,7 @@ class LoopbackMachine(Machine):
         for process in self._started:
             process.wait()
         self._started.clear()
-        while any(_runs(pid) for pid in stopped):
+        while any(state_and_parent(pid)[0] != "Z" for pid in stopped):
             time.sleep(0.01)
 
 
@@ -251,11 +251,3 @@ def _stopped_tree(root: int) -> list[int]:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, number)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

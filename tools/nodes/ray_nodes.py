@@ -72,7 +72,7 @@ class RayNodes:
     """A context manager: inside it there is a head; at its end no process and no file is left."""
 
     def __init__(self, machines: Machines, head: NodeSpec):
-        self._machines = machines
+        self.machines = machines
         self._head_spec = head
         self._secret = secrets.token_hex(16)  # of our own connections
         self._ray_token = secrets.token_hex(32)
@@ -88,7 +88,7 @@ class RayNodes:
         self._folder.mkdir(mode=0o700)
         try:
             self._ports = tuple(free_ports(2))
-            if self._machines.has_own_ports and haproxy_binary() is not None:
+            if self.machines.has_own_ports and haproxy_binary() is not None:
                 stats, metrics, fallback = free_ports(3)
                 # Serve adds the node's id to the files' names.
                 self._switches = haproxy_switches(self._folder, stats=stats, metrics=metrics, fallback=fallback)
@@ -109,7 +109,7 @@ class RayNodes:
 
     @property
     def gcs_address(self) -> str:
-        return f"{self.head.address}:{HEAD_PORT if self._machines.has_own_ports else self._ports[0]}"
+        return f"{self.head.address}:{HEAD_PORT if self.machines.has_own_ports else self._ports[0]}"
 
     def add(self, spec: NodeSpec) -> Node:
         """A new node, on a machine of its own. It is up after `await_up`."""
@@ -128,33 +128,27 @@ class RayNodes:
                 raise NodeFailed(f"{node.spec.name} {when}: {said.decode(errors='replace')}")
             time.sleep(0.05)
 
-    def run_on(self, node: Node, command: list[str], within_s: float = START_S) -> str:
-        """What a command says that runs on the node's machine. Raises NodeFailed where it fails or takes longer."""
-        log = self._folder / f"command-{time.monotonic_ns()}.log"
-        process = node.machine.start(command, self._environment(), log)
+    def serve_run(self, config: Mapping[str, Any]) -> None:
+        """Deploy what a Serve configuration file would say, as `serve run` on the head does. Raises NodeFailed."""
+        path, log = self._folder / "serve.yaml", self._folder / "serve.log"
+        path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        serve = str(Path(sys.executable).parent / "serve")
+        command = [serve, "run", "--non-blocking", "--address", self.gcs_address, str(path)]
+        process = self.head.machine.start(command, self._environment(), log)
         try:
-            code = process.wait(within_s)
+            process.wait(START_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            code = -1
-        said = log.read_text(errors="replace")
-        if code != 0:
-            raise NodeFailed(f"{' '.join(command)} on {node.spec.name} ended with {code}: {said}")
-        return said
-
-    def serve_run(self, config: Mapping[str, Any]) -> None:
-        """Deploy what a Serve configuration file would say, as `serve run` on the head does. Raises NodeFailed."""
-        path = self._folder / "serve.yaml"
-        path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
-        serve = str(Path(sys.executable).parent / "serve")
-        self.run_on(self.head, [serve, "run", "--non-blocking", "--address", self.gcs_address, str(path)])
+        if process.returncode != 0:
+            said = log.read_text(errors="replace")
+            raise NodeFailed(f"{' '.join(command)} ended with {process.returncode}: {said}")
 
     def _start(self, spec: NodeSpec, *, is_head: bool) -> Node:
         number = len(self._nodes) + 1
         folder = self._folder / str(number)
         folder.mkdir()
-        machine, log = self._machines.add(), self._folder / f"{number}-{spec.name}.log"
+        machine, log = self.machines.add(), self._folder / f"{number}-{spec.name}.log"
         command = [
             str(Path(sys.executable).parent / "ray"),
             "start",
@@ -171,7 +165,7 @@ class RayNodes:
         ]
         if is_head:
             command += ["--head", "--include-dashboard=false"]
-            if not self._machines.has_own_ports:
+            if not self.machines.has_own_ports:
                 command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
         else:
             command.append(f"--address={self.gcs_address}")

@@ -1,15 +1,13 @@
 """A small site on several nodes of this machine: what it is configured to be, and where its workers are."""
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any, Literal
 
-from twostroke.tools.nodes.machines import Machines
-from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
+from twostroke.cluster.local.asking import fetch_status
+from twostroke.protocol.errors import ConfigError
+from twostroke.tools.nodes.ray_nodes import NodeFailed, NodeSpec, RayNodes
 
 ROLE_LABEL = "twostroke-role"
 READY_S = 120.0
@@ -62,9 +60,8 @@ def settings(num_prefill: int, num_decode: int, *, share_memory: bool) -> dict[s
 class Site:
     """The application on a cluster, for as long as that lasts."""
 
-    def __init__(self, nodes: RayNodes, machines: Machines, port: int):
+    def __init__(self, nodes: RayNodes, port: int):
         self._nodes = nodes
-        self._has_own_ports = machines.has_own_ports
         self._port = port
         self.url = f"http://{nodes.head.address}:{port}"
 
@@ -72,9 +69,9 @@ class Site:
         """Hand the configuration to Serve. Raises NodeFailed."""
         self._nodes.serve_run(
             {
-                "proxy_location": "EveryNode" if self._has_own_ports else "HeadOnly",
+                "proxy_location": "EveryNode" if self._nodes.machines.has_own_ports else "HeadOnly",
                 "http_options": {
-                    "host": "0.0.0.0" if self._has_own_ports else self._nodes.head.address,
+                    "host": "0.0.0.0" if self._nodes.machines.has_own_ports else self._nodes.head.address,
                     "port": self._port,
                 },
                 "applications": [
@@ -88,14 +85,12 @@ class Site:
             }
         )
 
-    def get(self, path: str, node: Node | None = None) -> Any:
-        """The JSON that a node's entry, by default the head's, answers. Raises OSError, HTTPException or ValueError."""
-        url = self.url if node is None else f"http://{node.address}:{self._port}"
-        with urllib.request.urlopen(f"{url}{path}", timeout=5) as answer:
-            return json.load(answer)
+    def status(self) -> dict[str, Any]:
+        """What the head's entry says. Raises ConfigError where it doesn't answer."""
+        return fetch_status(self.url)
 
     def workers(self) -> list[Worker]:
-        """Those that the router knows. Raises OSError, HTTPException or ValueError where it doesn't answer."""
+        """Those that the router knows. Raises ConfigError where it doesn't answer."""
         return [
             Worker(
                 role=one["role"],
@@ -104,10 +99,10 @@ class Site:
                 reachable=one["reachable"],
                 num_running=one["stats"]["num_running"] if one["stats"] else 0,
             )
-            for one in self.get("/status")["workers"]
+            for one in self.status()["workers"]
         ]
 
-    def await_workers(self, num_prefill: int, num_decode: int, within_s: float = READY_S) -> list[Worker]:
+    def await_workers(self, num_prefill: int, num_decode: int) -> list[Worker]:
         """All of them, once all can be reached. Raises NodeFailed."""
         wanted = {"prefill": num_prefill, "decode": num_decode}
 
@@ -115,10 +110,10 @@ class Site:
             there = [worker.role for worker in self.workers() if worker.reachable]
             return all(there.count(role) == count for role, count in wanted.items())  # type: ignore[arg-type]
 
-        self.await_that(f"{num_prefill} prefill and {num_decode} decode workers can be reached", is_there, within_s)
+        self.await_that(f"{num_prefill} prefill and {num_decode} decode workers can be reached", is_there)
         return self.workers()
 
-    def await_that(self, what: str, condition: Callable[[], bool], within_s: float = READY_S) -> float:
+    def await_that(self, what: str, condition: Callable[[], bool]) -> float:
         """How long it took; meanwhile the site need not answer. Raises NodeFailed."""
         began = time.monotonic()
         while True:
@@ -126,8 +121,8 @@ class Site:
             try:
                 if condition():
                     return time.monotonic() - began
-            except (OSError, HTTPException, ValueError) as error:
+            except ConfigError as error:
                 why = f": {error}"
-            if time.monotonic() > began + within_s:
-                raise NodeFailed(f"not within {within_s:g} s: {what}{why}")
+            if time.monotonic() > began + READY_S:
+                raise NodeFailed(f"not within {READY_S:g} s: {what}{why}")
             time.sleep(0.05)

@@ -3,23 +3,16 @@
 `twostroke loadtest` is told likewise, though it may not be installed whole.
 """
 
-import io
-import json
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-from rich.console import Console
 
 from tests.cluster.command_line import answering, one_line
 from twostroke.cluster import cli
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.status import STATUS, show_status, worker_rows
 from twostroke.cluster.local.asking import ask
-from twostroke.protocol.stats import WorkerStats
 
 
 def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,60 +104,6 @@ def test_status_says_what_is_wrong_with_the_api_key(
     with answering({"/status": b"{}"}, status=status) as url:
         assert main(["status", "--url", url]) == 2
     assert one_line(capsys) == f"twostroke: {url}{told}"
-
-
-def worker(generated: int) -> dict[str, Any]:
-    stats = WorkerStats(
-        owned_blocks=3,
-        total_blocks=64,
-        generated_tokens=generated,
-        pulled_tokens=11,
-        transfers_failed=14,
-        transfers_given_up=2,  # are no failures
-        transfer_digest_failures=14,
-        transfer_links_lost=15,
-        preemptions=16,
-        swaps=9,
-    )
-    return {"role": "decode", "worker_id": "w1", "epoch": "0abc", "stats": msgspec.to_builtins(stats)}
-
-
-def test_status_shows_a_row_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    body = json.dumps({"model": "m", "ready": True, "places_held": 1, "workers": [worker(5)]}).encode()
-    with answering({"/status": body}) as url:
-        assert main(["status", "--url", url, "--interval", "0.1"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "w1" in line)
-    assert row.split()[:5] == ["w1", "decode", "0", "0", "3/64"]
-    assert row.split()[-6:] == ["11", "12", "14", "15", "16", "9"]
-
-
-def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> None:
-    def look(*workers: dict[str, Any]) -> dict[str, Any]:
-        return {"model": "m", "ready": True, "places_held": 0, "workers": list(workers)}
-
-    newcomer = worker(9) | {"epoch": "0def"}
-    rows = worker_rows(STATUS, look(worker(100)), look(worker(150), newcomer), seconds=2.0)
-    assert [row[7] for row in rows] == ["25.0", "-"]
-
-
-@pytest.mark.parametrize("count", [1, 4, 20])
-def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side(count: int) -> None:
-    workers = [worker(5) | {"worker_id": f"worker{i:02}", "epoch": str(i)} for i in range(count)]
-    workers[-1]["stats"] = None
-    look = {"model": "m", "ready": True, "places_held": 0, "workers": workers}
-    console = Console(width=80, file=io.StringIO())
-    show_status(look, look, 1.0, console)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    words = [line.split() for line in lines]
-    assert [word for line in words for word in line if word.startswith("worker0") or word.startswith("worker1")] == [
-        one["worker_id"] for one in workers
-    ]
-    preempted = [line[1:] for line in words if line[:1] == ["preempted"]]
-    assert [number for line in preempted for number in line] == ["16"] * (count - 1)
-    assert "…" not in console.file.getvalue()
-    assert sum(line.count("unreachable") for line in lines) == 1
 
 
 def test_missing_packages_are_told_with_the_way_to_get_them(

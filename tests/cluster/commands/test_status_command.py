@@ -1,4 +1,4 @@
-"""`twostroke status --watch`: follows a server, also one that goes away and comes back, and ends with Ctrl-C."""
+"""`twostroke status`: once, and with --watch, which follows a server that goes away and comes back until Ctrl-C."""
 
 import io
 import json
@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tests.cluster.command_line import answering
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.status import LOAD, class_rows, scaling_rows, watch, worker_rows
+from twostroke.cluster.commands.status import LOAD, STATUS, class_rows, scaling_rows, watch, whole_view, worker_rows
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
 
@@ -25,7 +26,7 @@ def status(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def run_watch(answers: list[dict[str, Any] | None], *, is_terminal: bool) -> str:
-    """What is printed where these answers come, one a second; None: nobody answers. Then comes Ctrl-C."""
+    """What is printed where these answers come, one in two seconds; None: nobody answers. Then comes Ctrl-C."""
     console = Console(file=io.StringIO(), width=200, height=50, force_terminal=is_terminal, color_system=None)
     now = 0.0
 
@@ -41,13 +42,50 @@ def run_watch(answers: list[dict[str, Any] | None], *, is_terminal: bool) -> str
         if not answers:
             raise KeyboardInterrupt
 
-    assert watch("http://here", fetch, 1.0, console, clock=lambda: now, sleep=sleep) == 0
+    assert watch("http://here", fetch, 2.0, console, clock=lambda: now, sleep=sleep) == 0
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def row(view: str) -> list[str]:
     return next(line for line in reversed(view.splitlines()) if "w1" in line).split()
+
+
+COUNTED = {
+    "owned_blocks": 3,
+    "pulled_tokens": 11,
+    "transfers_failed": 14,
+    "transfers_given_up": 2,  # are no failures
+    "transfer_digest_failures": 14,
+    "transfer_links_lost": 15,
+    "preemptions": 16,
+    "swaps": 9,
+}
+
+
+def test_once_it_shows_a_row_for_each_worker(capsys):
+    with answering({"/status": json.dumps(status(worker(**COUNTED))).encode()}) as url:
+        assert main(["status", "--url", url, "--interval", "0.1"]) == 0
+    shown = row(capsys.readouterr().out)
+    assert shown[:5] == ["w1", "decode", "0", "0", "3/64"]
+    assert shown[-6:] == ["11", "12", "14", "15", "16", "9"]
+
+
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side(count):
+    workers = [worker(preemptions=16) | {"worker_id": f"worker{i:02}", "epoch": str(i)} for i in range(count)]
+    workers[-1]["stats"] = None
+    look, console = status(*workers), Console(width=80, file=io.StringIO())
+    console.print(whole_view(STATUS, look, look, 1.0, console))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines]
+    shown = [word for line in words for word in line if word.startswith(("worker0", "worker1"))]
+    assert shown == [one["worker_id"] for one in workers]
+    preempted = [number for line in words if line[:1] == ["preempted"] for number in line[1:]]
+    assert preempted == ["16"] * (count - 1)
+    assert "…" not in console.file.getvalue()
+    assert sum(line.count("unreachable") for line in lines) == 1
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -58,7 +96,7 @@ def test_rates_are_those_between_the_last_two_answers(is_terminal):
     ]
     shown = row(run_watch([status(one) for one in steps], is_terminal=is_terminal))
     assert shown[2] == "serving"
-    assert shown[8:12] == ["2.0", "1.50", "0.0", "200.0"]
+    assert shown[8:12] == ["2.0", "1.50", "0.0", "100.0"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -66,7 +104,7 @@ def test_a_server_that_goes_away_is_told_of_and_shown_again_when_it_is_back(is_t
     old, new = worker(generated_tokens=100), worker(generated_tokens=300)
     gone = run_watch([status(old), None], is_terminal=is_terminal)
     assert "no Twostroke server answers; trying again" in gone
-    assert "What it said 1 s ago" in gone
+    assert "What it said 2 s ago" in gone
     back = run_watch([status(old), None, status(new)], is_terminal=is_terminal)
     assert row(back)[11] == "-", "no rate over a time when nobody answered"
     assert "trying again" not in back[back.rindex("w1") :]

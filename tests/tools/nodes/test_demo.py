@@ -1,10 +1,15 @@
-"""`twostroke cluster-demo` refuses what it can't show; the rest is tests/e2e/test_several_nodes.py."""
+"""`twostroke cluster-demo`: what it refuses, and what it leaves on disk. All else: tests/e2e/test_several_nodes.py."""
+
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
 from twostroke.tools.nodes import machines as isolated
+from twostroke.tools.nodes import ray_nodes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +39,17 @@ def test_namespaces_that_can_not_be_had_are_refused_with_the_reason(
     assert one_line(capsys) == (
         "twostroke: --machines namespaces: no-such-program can't be found (Debian: iproute2 and util-linux)"
     )
+
+
+def test_folders_of_processes_that_are_gone_are_removed_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_nodes, "_TEMPORARY", tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = tmp_path / f"{ray_nodes._FOLDERS}{ended.pid}"
+    kept = [tmp_path / f"{ray_nodes._FOLDERS}{os.getpid()}", tmp_path / "twostroke-n5ab_c1d", tmp_path / "ts-n0des-1"]
+    for folder in (gone, *kept):
+        folder.mkdir()
+    ray_nodes._remove_stale_folders()
+    assert sorted(tmp_path.iterdir()) == sorted(kept)

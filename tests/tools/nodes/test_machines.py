@@ -91,20 +91,27 @@ def test_this_thread_is_back_in_its_own_network_afterwards() -> None:
     assert os.readlink("/proc/thread-self/ns/net") == before
 
 
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("IsolatedMachines", 4),  # unshare and cat, nsenter and what sleeps
+        ("LoopbackMachines", 1),
+    ],
+)
+def test_nothing_is_left_when_the_owner_is_killed(kind: str, count: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
     script = (
         "import os, time\n"
         "from pathlib import Path\n"
-        "from twostroke.tools.nodes.machines import IsolatedMachines\n"
-        "with IsolatedMachines() as machines:\n"
-        f"    machines.add().start(['sh', '-c', 'echo up; sleep 1000'], os.environ, Path({str(tmp_path / 'log')!r}))\n"
+        f"from twostroke.tools.nodes.machines import {kind}\n"
+        f"with {kind}() as machines:\n"
+        f"    machines.add().start(['sh', '-c', 'echo up; exec sleep 1000'], os.environ, Path({str(log)!r}))\n"
         "    time.sleep(1000)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
-    log = tmp_path / "log"
     eventually("the machine's process is up", lambda: log.exists() and "up" in log.read_text())
     theirs = descendants(owner.pid)
-    assert len(theirs) == 5  # unshare and cat, nsenter and the shell, and what sleeps
+    assert len(theirs) == count
     owner.kill()
     owner.wait()
     eventually("all have ended", lambda: alive(theirs) == {})
@@ -128,22 +135,3 @@ def test_a_killed_machine_leaves_no_process_and_the_others_theirs(tmp_path: Path
         assert stays.poll() is None
         one.kill()
     assert stays.poll() is not None
-
-
-def test_its_processes_are_told_to_end_when_the_owner_is_killed(tmp_path: Path) -> None:
-    script = (
-        "import os, time\n"
-        "from pathlib import Path\n"
-        "from twostroke.tools.nodes.machines import LoopbackMachines\n"
-        "with LoopbackMachines() as machines:\n"
-        f"    machines.add().start(['sleep', '1000'], os.environ, Path({str(tmp_path / 'log')!r}))\n"
-        "    print('up', flush=True)\n"
-        "    time.sleep(1000)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"up\n"
-        eventually("it runs", lambda: bool(descendants(owner.pid)))
-        theirs = descendants(owner.pid)
-        owner.kill()
-    eventually("it has ended", lambda: alive(theirs) == {})

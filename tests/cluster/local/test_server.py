@@ -1,8 +1,62 @@
-"""What the console of `twostroke serve` tells of workers that go and come."""
+"""What `twostroke serve` checks before anything starts, and what it hands to Ray Serve; and its console's
+news of workers that go and come."""
 
+from pathlib import Path
 from typing import Any
 
-from twostroke.cluster.local.server import FleetWatch
+import pytest
+
+from twostroke.cluster.config.config import read_config, with_keys_of_file
+from twostroke.cluster.local.deploy import arguments_of
+from twostroke.cluster.local.preflight import check_model
+from twostroke.cluster.local.server import FleetWatch, with_own_key
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (
+            {"model": {"max_context": 8192}, "decode": {"num_blocks": 64}},
+            r"^decode workers: max_context: 8192 .* 64 blocks of 16 tokens: lower max_context, or raise num_blocks or ",
+        ),
+        ({"prefill": {"kv_cache_gib": 0.001, "block_size": 1024}}, "^prefill workers: a KV cache of .* not hold one "),
+        ({"decode": {"tensor_parallel": 8}}, "^decode workers: tensor_parallel: 8 ranks can't share the model"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_role(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_model(read_config(settings), BUNDLED_MODEL_DIR)
+
+
+def test_how_large_caches_of_no_said_size_get_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.model.cache.memory.available_bytes", lambda _: 40 * 2**30)
+    config = read_config({"prefill": {"num_blocks": 1024}, "decode": {"replicas": 3}})
+    assert check_model(config, BUNDLED_MODEL_DIR)[1:] == [
+        "KV cache of each worker, of 40.00 GiB of free memory: decode 1024.0 MiB (kv_cache_gib sets it)"
+    ]
+    said = read_config({role: {"kv_cache_gib": 1} for role in ("prefill", "decode")})
+    assert len(check_model(said, BUNDLED_MODEL_DIR)) == 1
+
+
+def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: bob, sha256: {'cd' * 32}, requests_per_minute: 60}}]")
+    settings = {
+        "decode": {"replicas": 2},
+        "auth": {"keys": [{"name": "alice", "sha256": "ab" * 32}], "keys_file": str(keys)},
+    }
+    config, _ = with_own_key(with_keys_of_file(read_config(settings)))
+    assert [key.name for key in config.auth.keys] == ["alice", "bob", "twostroke serve"]
+    assert read_config(arguments_of(config, settings)) == config
+    with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
+        with_own_key(config)
+
+
+def test_settings_without_keys_go_as_they_are() -> None:
+    settings = {"prefill": {"replicas": 0}}
+    assert arguments_of(read_config(settings), settings) == settings
 
 
 def status(*workers: str, unreachable: str = "") -> dict[str, Any]:
