@@ -13,7 +13,7 @@ import pytest
 from tests.rigs.played import played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
-from tests.simulation.worker_rig import (
+from tests.worker.worker_rig import (
     BLOCK,
     DECODE,
     LAYERS,
@@ -305,8 +305,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
         parts.receiver.refuse(ticket)
     await a_moment()
     assert rig.pool.owned_blocks == 0, "references end with the transfer"
-    await parts.receiver.close()
-    await parts.transports.close()
+    await parts.close()
     return num_tokens, is_whole
 
 

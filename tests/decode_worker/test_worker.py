@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, expected, play, source_beside
+from tests.worker.worker_rig import Rig, a_moment, a_request, begin, expected, play, source_beside
 from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, Promise
 from twostroke.protocol.stats import LEAST_STRETCH

@@ -13,9 +13,8 @@ import msgspec
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.parts import Parts, parts_around
-from tests.simulation.scenario import Scenario
+from tests.simulation.memory_transport import LinkFabric, Parts, parts_around
+from tests.simulation.scenarios.scenario import Scenario
 from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from tests.simulation.fake_store import Array, FakeStore, fake_layout
 from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric, MemoryTransport
-from tests.simulation.parts import Parts, parts_around
+from tests.simulation.memory_transport import LinkFabric, MemoryTransport, Parts, parts_around
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan
 from tests.simulation.virtual_loop import VirtualProcess
 from twostroke.kvtransfer.config import TransferConfig

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.fake_model import expected_tokens
-from tests.simulation.injector import Injector
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.replay import Counts
-from tests.simulation.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
+from tests.simulation.scenarios.injector import Injector
+from tests.simulation.scenarios.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import describe, run_virtually, virtual_loop

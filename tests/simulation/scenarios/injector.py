@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.scenario import ROUTER_LEASE_S, Fault
+from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import virtual_loop
