@@ -259,11 +259,6 @@ class RankedIncoming(_RankedTransfer):
         """As IncomingTransfer.verified, of every rank."""
         return await self.end()
 
-    async def cancel(self) -> None:
-        """As IncomingTransfer.cancel."""
-        self.abort("the target cancelled the transfer")
-        await self._over.wait()
-
 
 class RankTransfers:
     """Acts on both sides of one rank. `tell` reaches rank 0, and never waits."""

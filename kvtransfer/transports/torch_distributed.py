@@ -27,12 +27,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
+from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 from twostroke.protocol.errors import ConnectionLost
 
 T = TypeVar("T")
@@ -164,7 +165,7 @@ class GroupLink:
         for index in range(NUM_BUFFERS):
             self._free.put(index)
         self._rendezvous: Any = None  # a TCPStore; the stubs don't know `clone`
-        self._group: Any = None  # torch's stubs know neither `send` and `recv` of a backend nor gloo's options
+        self._group: Any = None
         self._touching_store = threading.Lock()
         self._closed = False
         self._busy = 0  # calls that have not returned
@@ -183,14 +184,10 @@ class GroupLink:
 
     def open_rendezvous(self, host: str, port: int | None, timeout_s: float) -> int:
         """Connect to the store at `port`, or make it where that is None; returns its port."""
-        limit = timedelta(seconds=timeout_s)
-        if port is not None:
-            self._rendezvous = TCPStore(host, port, None, False, limit, False)
-            return port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        port = int(listener.getsockname()[1])
-        self._rendezvous = TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
+        if port is None:
+            self._rendezvous, port = listening_store(host, timeout_s)
+        else:
+            self._rendezvous = TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
         return port
 
     def announce(self, prefix: str, word: str) -> None:
@@ -211,16 +208,8 @@ class GroupLink:
             raise ConnectionLost("there is no rendezvous")
         # A client of its own: groups that are formed by several threads over one client deadlock.
         rendezvous = PrefixStore(prefix, self._rendezvous.clone())
-        if isinstance(self._staging, HostStaging):
-            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._timeout = timedelta(seconds=timeout_s)
-            gloo._threads = 1
-            gloo._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
-            self._group = ProcessGroupGloo(rendezvous, self._own_rank, 2, gloo)
-        else:
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timedelta(seconds=timeout_s)
-            self._group = dist.ProcessGroupNCCL(rendezvous, self._own_rank, 2, nccl)
+        gloo_host = own_host if isinstance(self._staging, HostStaging) else None
+        self._group = process_group(rendezvous, self._own_rank, 2, timeout_s, gloo_host)
 
     # --- chunks ---
 
