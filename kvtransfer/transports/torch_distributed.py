@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -103,39 +104,39 @@ class TorchDistributedTransport:
         return link
 
 
+@dataclass
 class PendingGroup:
     """A rendezvous that waits for the peer."""
 
-    def __init__(self, link: "GroupLink", host: str, port: int, operation_timeout_s: float):
-        self._link = link
-        self._host = host
-        self._port = port
-        self._prefix = secrets.token_hex(16)
-        self._operation_timeout_s = operation_timeout_s
-        self._established = False
+    link: "GroupLink"
+    host: str
+    port: int
+    operation_timeout_s: float
+    prefix: str = field(default_factory=lambda: secrets.token_hex(16))
+    _established: bool = False
 
     @property
     def params(self) -> LinkParams:
-        return {"host": self._host, "port": self._port, "prefix": self._prefix}
+        return {"host": self.host, "port": self.port, "prefix": self.prefix}
 
     async def established(self) -> "GroupLink":
         def form() -> None:
-            self._link.await_peer(self._prefix)
-            self._link.form_group(self._prefix, self._host, self._operation_timeout_s)
+            self.link.await_peer(self.prefix)
+            self.link.form_group(self.prefix, self.host, self.operation_timeout_s)
 
-        await self._link.run(form)
+        await self.link.run(form)
         self._established = True
-        return self._link
+        return self.link
 
     async def close(self) -> None:
         if self._established:
             return
         # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
         # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
-        self._link.shut_store()
+        self.link.shut_store()
         with contextlib.suppress(RuntimeError):
-            await asyncio.to_thread(self._link.announce, self._prefix, "given up")
-        await self._link.close()
+            await asyncio.to_thread(self.link.announce, self.prefix, "given up")
+        await self.link.close()
 
 
 class GroupLink:

@@ -128,12 +128,7 @@ class _Simulation:
             for index in range(scenario.num_routers)
         ]
         injector = self._injector = Injector(
-            scenario.faults,
-            fleet=self._fleet,
-            fabric=self._fabric,
-            links=self._links,
-            routers=self._routers,
-            trace=self._trace,
+            scenario.faults, self._fleet, self._fabric, self._links, self._routers, self._trace
         )
         faults = asyncio.create_task(injector.run(), name="faults")
         clients = [
