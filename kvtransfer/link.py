@@ -6,7 +6,7 @@ go. A link that breaks, or damages what it carries, is given up with everything 
 
 `tcp`, `shm`, `cuda_ipc` and `torch_distributed` (NCCL, gloo) stand behind it, in transports/. This is also where an
 RDMA library (NIXL) will be put: its registered memory and descriptors are a Transport's own business, its remote reads
-a DataLink's `receive`, as in shm, and its notifications what `send` returns on.
+a ReceivingEnd's `receive`, as in shm, and its notifications what `send` returns on.
 
 Digests of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seal. They find damage, not malice: who
 may send at all is settled by tickets and by the link's one-time token.
@@ -91,14 +91,21 @@ class DeviceStore(KVStore, Protocol):
         """The layer's torch tensor, [num_blocks, ...], contiguous."""
 
 
-class DataLink(Protocol):
-    """One direction of bytes between a pair of ranks, on stores cut as agreed.
+class LinkEnd(Protocol):
+    """One end of a link, which has one direction of bytes between a pair of ranks, on stores cut as agreed.
 
     Calls may overlap and are carried out in the order in which they are made. `seal` is a number below 2**64 that both
     sides derive from the chunk's message: the digest that follows the bytes depends on it, so that another chunk's
     bytes don't pass for this one's. Every method raises ConnectionLost once the link is broken. A cancelled call leaves
     the link unusable.
     """
+
+    async def close(self) -> None:
+        """Break the link. When this returns, nothing writes into the store through it any more."""
+
+
+class SendingEnd(LinkEnd, Protocol):
+    """The source's."""
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         """Send these units, in this order, and their digest.
@@ -107,14 +114,19 @@ class DataLink(Protocol):
         do so until the transfer has ended; what it reads after that is refused by its digest or by its lease.
         """
 
+
+class ReceivingEnd(LinkEnd, Protocol):
+    """The target's."""
+
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         """Receive units into these places; returns when all bytes are written, and whether their digest holds."""
 
     async def discard(self, num_units: int) -> None:
         """Receive a chunk into nowhere: its transfer was aborted here."""
 
-    async def close(self) -> None:
-        """Break the link. When this returns, nothing writes into the store through it any more."""
+
+class DataLink(SendingEnd, ReceivingEnd, Protocol):
+    """What can be either end."""
 
 
 class PendingLink(Protocol):
@@ -123,7 +135,7 @@ class PendingLink(Protocol):
     @property
     def params(self) -> LinkParams: ...
 
-    async def established(self) -> DataLink:
+    async def established(self) -> ReceivingEnd:
         """The link, once the peer has joined. Raises ConnectionLost after the transport's time-out."""
 
     async def close(self) -> None:
@@ -140,7 +152,7 @@ class Transport(Protocol):
     async def prepare(self, host: str, cut: Cut) -> PendingLink:
         """Receiving side: make ready for one peer to join, reachable at `host`. Raises ConnectionLost."""
 
-    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
+    async def join(self, params: LinkParams, cut: Cut) -> SendingEnd:
         """Sending side: join what the peer prepared. Raises ConnectionLost."""
 
     async def close(self) -> None:

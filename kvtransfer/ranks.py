@@ -10,6 +10,7 @@ Whether an offer has come rank 0 alone tells: every rank of a target has a lane 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -259,26 +260,21 @@ class RankedIncoming(_RankedTransfer):
         """As IncomingTransfer.verified, of every rank."""
         return await self.end()
 
-    async def cancel(self) -> None:
-        """As IncomingTransfer.cancel."""
-        self.abort("the target cancelled the transfer")
-        await self._over.wait()
 
-
+@dataclass(kw_only=True, eq=False)
 class RankTransfers:
     """Acts on both sides of one rank. `tell` reaches rank 0, and never waits."""
 
-    def __init__(
-        self, *, sender: KVSender, receiver: KVReceiver, num_layers: int, tell: Callable[[TransferEnded], None]
-    ):
-        self._sender = sender
-        self._receiver = receiver
-        self._num_layers = num_layers
-        self._tell = tell
+    sender: KVSender
+    receiver: KVReceiver
+    num_layers: int
+    tell: Callable[[TransferEnded], None]
+
+    def __post_init__(self) -> None:
         self._outgoing: dict[int, OutgoingTransfer] = {}  # by rank 0's number, until their end
         self._incoming: dict[int, IncomingTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # one for each of them
-        self._num_layers_done = num_layers  # by the step under way; all of them where there is none
+        self._num_layers_done = self.num_layers  # by the step under way; all of them where there is none
         self._fed: list[tuple[OutgoingTransfer, int]] = []  # what that step computes for whom: tokens when it is done
 
     # --- the rank's engine ---
@@ -294,9 +290,9 @@ class RankTransfers:
 
     def step_ended(self) -> None:
         """Every layer is done, announced or not."""
-        for layer in range(self._num_layers_done, self._num_layers):
+        for layer in range(self._num_layers_done, self.num_layers):
             self.layer_done(layer)
-        self._num_layers_done = self._num_layers
+        self._num_layers_done = self.num_layers
         self._fed.clear()
 
     # --- rank 0's word ---
@@ -305,9 +301,9 @@ class RankTransfers:
         """Do as it says; never waits. Raises ProtocolError for what does not concern transfers."""
         match message:
             case OpenTransfer(number, ticket, num_tokens, block_ids, num_ready_tokens):
-                outgoing = self._sender.open(ticket, num_tokens, block_ids, num_ready_tokens)
+                outgoing = self.sender.open(ticket, num_tokens, block_ids, num_ready_tokens)
                 self._outgoing[number] = outgoing
-                self._follow(number, outgoing, self._sender.stats)
+                self._follow(number, outgoing, self.sender.stats)
             case TransferReady(number, num_tokens):
                 if (sending := self._outgoing.get(number)) is not None:
                     self._feed(sending, num_tokens)
@@ -315,15 +311,15 @@ class RankTransfers:
                 if (sending := self._outgoing.get(number)) is not None:
                     sending.commit(first_token)
             case DeclineTransfer(ticket, reason):
-                self._sender.decline(ticket, reason)
+                self.sender.decline(ticket, reason)
             case ExpectTransfer(number, ticket, block_ids, num_tokens, skip_tokens):
-                incoming = self._receiver.expect(ticket, block_ids, num_tokens, skip_tokens)
+                incoming = self.receiver.expect(ticket, block_ids, num_tokens, skip_tokens)
                 self._incoming[number] = incoming
-                self._follow(number, incoming, self._receiver.stats)
+                self._follow(number, incoming, self.receiver.stats)
             case KeepTransfer(ticket):
-                self._receiver.keep(ticket)
+                self.receiver.keep(ticket)
             case RefuseTransfer(ticket):
-                self._receiver.refuse(ticket)
+                self.receiver.refuse(ticket)
             case AbortTransfer(number, reason):
                 transfer = self._outgoing.get(number) or self._incoming.get(number)
                 if transfer is not None:
@@ -333,8 +329,8 @@ class RankTransfers:
 
     async def close(self) -> None:
         """Close both sides, and return once nothing touches a block any more."""
-        await self._sender.close()
-        await self._receiver.close()
+        await self.sender.close()
+        await self.receiver.close()
         await asyncio.gather(*self._tasks)
 
     # --- inside ---
@@ -342,7 +338,7 @@ class RankTransfers:
     def _feed(self, transfer: OutgoingTransfer, num_tokens: int) -> None:
         for layer in range(self._num_layers_done):
             transfer.layer_ready(layer, num_tokens)
-        if self._num_layers_done < self._num_layers:
+        if self._num_layers_done < self.num_layers:
             self._fed.append((transfer, num_tokens))
 
     def _follow(self, number: int, transfer: Transfer, stats: TransferStats) -> None:
@@ -358,4 +354,4 @@ class RankTransfers:
             failure = str(error)
         self._outgoing.pop(number, None)
         self._incoming.pop(number, None)
-        self._tell(TransferEnded(number, failure, first_token, stats))
+        self.tell(TransferEnded(number, failure, first_token, stats))

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, PendingLink, chunk_seal
+from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, PendingLink, ReceivingEnd, chunk_seal
 from twostroke.kvtransfer.rules.layout import Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.kvtransfer.sides import RankSide
@@ -463,7 +463,7 @@ class ReceiverConnection:
                 logger.warning("can't prepare a %s link: %s", choice.transport, lost)
                 without = (*without, choice.transport)
 
-    async def _move(self, link: DataLink, patience: Patience) -> None:
+    async def _move(self, link: ReceivingEnd, patience: Patience) -> None:
         """Take chunks off the link, one at a time. Raises ConnectionLost when it breaks, or damages one."""
         while True:
             if not self._chunks:

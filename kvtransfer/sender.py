@@ -10,7 +10,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, chunk_seal
+from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, SendingEnd, chunk_seal
 from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
 from twostroke.kvtransfer.sides import LinkReport, RankSide
@@ -343,7 +343,7 @@ class SenderConnection:
             await finish(link.close())
         raise broken
 
-    async def _move(self, control: LeasedConnection, link: DataLink, patience: Patience, max_units: int) -> None:
+    async def _move(self, control: LeasedConnection, link: SendingEnd, patience: Patience, max_units: int) -> None:
         """Take turns' chunks to the link, one at a time. Raises ConnectionLost when it breaks."""
         while True:
             await control.drain()

@@ -61,6 +61,11 @@ class Outcome:
         """Part of it has failed, or it is given up, or never could be: all of it ends."""
         raise NotImplementedError
 
+    async def cancel(self) -> None:
+        """Give the transfer up; returns when nothing touches the blocks any more. Any number of times."""
+        self.abort("the worker cancelled the transfer")
+        await self._over.wait()
+
     async def end(self) -> SampledToken | None:
         """Wait for the end, as `done` and `verified` do; returns the first token that has come, where one has."""
         await self._over.wait()
@@ -384,11 +389,6 @@ class IncomingTransfer(Transfer):
         leaves the transfer as it is.
         """
         return await self.end()
-
-    async def cancel(self) -> None:
-        """Give the transfer up; returns when nothing can write into the blocks any more. Any number of times."""
-        self.abort("the target cancelled the transfer")
-        await self._over.wait()
 
     def look_for_end(self) -> None:
         if self.failure is None and all(lane.ended for lane in self.lanes.values()):  # all are verified

@@ -6,13 +6,13 @@ So they take the very way that a request's KV takes, and need no message of thei
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, TransferFailed
+from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, Ticket
 from twostroke.worker.block_pool import BlockPool
@@ -66,9 +66,7 @@ class LinkProbe:
                 try:
                     await transfer.done()
                 except asyncio.CancelledError:
-                    transfer.abort("the trial was cancelled")
-                    with suppress(TransferFailed):
-                        await transfer.done()
+                    await transfer.cancel()
                     raise
                 seconds.append(self.clock() - began)
         transport, why, missing = _links(self.sender, tickets[0].target)

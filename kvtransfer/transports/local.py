@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink, LinkParams
+from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
@@ -125,7 +125,7 @@ class TargetMemory(Protocol):
 class LocalSource:
     """The sending end: says which units to read, and what they must amount to."""
 
-    def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[[DataLink], None]):
+    def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[["LocalEnd"], None]):
         self._thread = thread
         self._memory = memory
         self._on_close = on_close
@@ -136,12 +136,6 @@ class LocalSource:
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         await self._thread.call(self._send, segments, seal)
-
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        raise ConnectionLost("this end of the link only sends")
-
-    async def discard(self, num_units: int) -> None:
-        raise ConnectionLost("this end of the link only sends")
 
     async def close(self) -> None:
         await self._thread.close()
@@ -164,7 +158,7 @@ class LocalSource:
 class LocalTarget:
     """The receiving end: the only one that copies."""
 
-    def __init__(self, thread: LinkThread, memory: TargetMemory, on_close: Callable[[DataLink], None]):
+    def __init__(self, thread: LinkThread, memory: TargetMemory, on_close: Callable[["LocalEnd"], None]):
         self._thread = thread
         self._memory = memory
         self._on_close = on_close
@@ -173,9 +167,6 @@ class LocalTarget:
     async def open(self, timeout_s: float) -> None:
         """As LocalSource.open."""
         await self._thread.call(self._open, timeout_s)
-
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        raise ConnectionLost("this end of the link only receives")
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         return await self._thread.call(self._receive, segments, seal)
@@ -207,6 +198,7 @@ class LocalTarget:
         return hmac.compare_digest(self._memory.copy(peer_ids, segments, seal), digest)
 
 
+LocalEnd = LocalSource | LocalTarget
 E = TypeVar("E", LocalSource, LocalTarget)
 
 
@@ -217,12 +209,12 @@ class _Params(msgspec.Struct):
     token: Token
 
 
-class LocalTransport(SocketTransport[DataLink], ABC):
+class LocalTransport(SocketTransport[LocalEnd], ABC):
     """Makes links over unix sockets for one rank of a worker, between processes of one machine and one user."""
 
     name: str
 
-    async def prepare(self, host: str, cut: Cut) -> Door[DataLink]:
+    async def prepare(self, host: str, cut: Cut) -> Door[LocalTarget]:
         self._check(cut)
         memory = self._target_memory(cut)
         params = _Params(secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES))
@@ -231,7 +223,7 @@ class LocalTransport(SocketTransport[DataLink], ABC):
         except OSError as error:
             raise ConnectionLost(f"can't listen for a peer on this machine: {error}") from error
 
-        async def make_link(guests: list[socket.socket]) -> DataLink:
+        async def make_link(guests: list[socket.socket]) -> LocalTarget:
             thread = LinkThread(guests[0], f"kv-{self.name}")
             return await self._opened(LocalTarget(thread, memory, self.links.discard))
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
 import msgspec
 
-from twostroke.kvtransfer.link import DataLink, LinkParams
+from twostroke.kvtransfer.link import LinkEnd, LinkParams
 from twostroke.kvtransfer.timeouts import within
 from twostroke.protocol.errors import ConnectionLost
 
@@ -29,7 +29,7 @@ _ACCEPTED = b"\x01"
 _MAX_STRANGERS = 128
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-L = TypeVar("L", bound=DataLink)
+L = TypeVar("L", bound=LinkEnd)
 P = TypeVar("P")
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -51,7 +51,7 @@ class SocketTransport(Generic[L]):
     def __init__(self, join_timeout_s: float):
         self.join_timeout_s = join_timeout_s
         self.links: set[L] = set()
-        self.doors: set[Door[L]] = set()
+        self.doors: set[Door[Any]] = set()
 
     async def close(self) -> None:
         await asyncio.gather(*(door.close() for door in tuple(self.doors)))
@@ -63,7 +63,7 @@ class Door(Generic[L]):
 
     def __init__(
         self,
-        transport: SocketTransport[L],
+        transport: SocketTransport[Any],
         listener: socket.socket,
         token: bytes,
         params: LinkParams,

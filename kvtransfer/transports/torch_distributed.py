@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -27,12 +28,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
+from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 from twostroke.protocol.errors import ConnectionLost
 
 T = TypeVar("T")
@@ -102,39 +104,39 @@ class TorchDistributedTransport:
         return link
 
 
+@dataclass
 class PendingGroup:
     """A rendezvous that waits for the peer."""
 
-    def __init__(self, link: "GroupLink", host: str, port: int, operation_timeout_s: float):
-        self._link = link
-        self._host = host
-        self._port = port
-        self._prefix = secrets.token_hex(16)
-        self._operation_timeout_s = operation_timeout_s
-        self._established = False
+    link: "GroupLink"
+    host: str
+    port: int
+    operation_timeout_s: float
+    prefix: str = field(default_factory=lambda: secrets.token_hex(16))
+    _established: bool = False
 
     @property
     def params(self) -> LinkParams:
-        return {"host": self._host, "port": self._port, "prefix": self._prefix}
+        return {"host": self.host, "port": self.port, "prefix": self.prefix}
 
     async def established(self) -> "GroupLink":
         def form() -> None:
-            self._link.await_peer(self._prefix)
-            self._link.form_group(self._prefix, self._host, self._operation_timeout_s)
+            self.link.await_peer(self.prefix)
+            self.link.form_group(self.prefix, self.host, self.operation_timeout_s)
 
-        await self._link.run(form)
+        await self.link.run(form)
         self._established = True
-        return self._link
+        return self.link
 
     async def close(self) -> None:
         if self._established:
             return
         # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
         # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
-        self._link.shut_store()
+        self.link.shut_store()
         with contextlib.suppress(RuntimeError):
-            await asyncio.to_thread(self._link.announce, self._prefix, "given up")
-        await self._link.close()
+            await asyncio.to_thread(self.link.announce, self.prefix, "given up")
+        await self.link.close()
 
 
 class GroupLink:
@@ -164,7 +166,7 @@ class GroupLink:
         for index in range(NUM_BUFFERS):
             self._free.put(index)
         self._rendezvous: Any = None  # a TCPStore; the stubs don't know `clone`
-        self._group: Any = None  # torch's stubs know neither `send` and `recv` of a backend nor gloo's options
+        self._group: Any = None
         self._touching_store = threading.Lock()
         self._closed = False
         self._busy = 0  # calls that have not returned
@@ -183,14 +185,10 @@ class GroupLink:
 
     def open_rendezvous(self, host: str, port: int | None, timeout_s: float) -> int:
         """Connect to the store at `port`, or make it where that is None; returns its port."""
-        limit = timedelta(seconds=timeout_s)
-        if port is not None:
-            self._rendezvous = TCPStore(host, port, None, False, limit, False)
-            return port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        port = int(listener.getsockname()[1])
-        self._rendezvous = TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
+        if port is None:
+            self._rendezvous, port = listening_store(host, timeout_s)
+        else:
+            self._rendezvous = TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
         return port
 
     def announce(self, prefix: str, word: str) -> None:
@@ -211,16 +209,8 @@ class GroupLink:
             raise ConnectionLost("there is no rendezvous")
         # A client of its own: groups that are formed by several threads over one client deadlock.
         rendezvous = PrefixStore(prefix, self._rendezvous.clone())
-        if isinstance(self._staging, HostStaging):
-            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._timeout = timedelta(seconds=timeout_s)
-            gloo._threads = 1
-            gloo._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
-            self._group = ProcessGroupGloo(rendezvous, self._own_rank, 2, gloo)
-        else:
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timedelta(seconds=timeout_s)
-            self._group = dist.ProcessGroupNCCL(rendezvous, self._own_rank, 2, nccl)
+        gloo_host = own_host if isinstance(self._staging, HostStaging) else None
+        self._group = process_group(rendezvous, self._own_rank, 2, timeout_s, gloo_host)
 
     # --- chunks ---
 

@@ -108,16 +108,37 @@ GROUP_TIMEOUT_S = 300.0
 JOIN_S = 5.0
 
 
+def listening_store(host: str, timeout_s: float) -> tuple[Any, int]:
+    """A store for a rendezvous, and its port of `host`: left alone, TCPStore listens on every interface."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port, limit = int(listener.getsockname()[1]), timedelta(seconds=timeout_s)
+    return TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach()), port
+
+
+def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gloo_host: str | None) -> Any:
+    """One of gloo, whose connections come to `gloo_host`, or of NCCL where that is None.
+
+    Torch's stubs know neither gloo's options nor a backend's operations.
+    """
+    if gloo_host is None:
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timedelta(seconds=timeout_s)
+    gloo._threads = 1
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=gloo_host)]
+    return ProcessGroupGloo(store, rank, size, gloo)
+
+
 class Rendezvous:
     """Where the ranks of one engine find each other. Rank 0's process has it, for as long as the group lives."""
 
     def __init__(self, host: str):
-        """Listens on a free port of `host`: left alone, TCPStore would on every interface."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        self.address = Address(host, int(listener.getsockname()[1]))
-        limit = timedelta(seconds=GROUP_TIMEOUT_S)
-        self._store = TCPStore(host, self.address.port, None, True, limit, False, master_listen_fd=listener.detach())
+        """Listens on a free port of `host`."""
+        self._store, port = listening_store(host, GROUP_TIMEOUT_S)
+        self.address = Address(host, port)
 
 
 @dataclass(frozen=True)
@@ -134,25 +155,15 @@ class GroupRanks:
     def __init__(self, shard: Shard, rendezvous: Address, device: torch.device):
         """Returns once all ranks have come. Raises RuntimeError, as torch does, where they don't within the time."""
         self.shard = shard
-        limit = timedelta(seconds=GROUP_TIMEOUT_S)
         # The rendezvous is there before any rank is started: who can't reach it at once comes after its end.
         joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
-        joined.set_timeout(limit)
+        joined.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
         store = PrefixStore("tp", joined)
         self._words = PrefixStore("words", store)
         self._num_words = 0
-        self._group: Any  # torch's stubs know neither gloo's options nor a backend's collectives
         self._is_nccl = device.type == "cuda"
-        if self._is_nccl:
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, shard.rank, shard.size, nccl)
-        else:
-            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._timeout = limit
-            gloo._threads = 1
-            gloo._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.host)]
-            self._group = ProcessGroupGloo(store, shard.rank, shard.size, gloo)
+        gloo_host = None if self._is_nccl else rendezvous.host
+        self._group = process_group(store, shard.rank, shard.size, GROUP_TIMEOUT_S, gloo_host)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As TensorParallel.all_reduce; written into x."""

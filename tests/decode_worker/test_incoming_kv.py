@@ -13,7 +13,7 @@ import pytest
 from tests.rigs.played import played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
-from tests.simulation.worker_rig import (
+from tests.worker.worker_rig import (
     BLOCK,
     DECODE,
     LAYERS,
@@ -30,8 +30,8 @@ from tests.simulation.worker_rig import (
     source_beside,
 )
 from twostroke.kvtransfer.transfer import IncomingTransfer
-from twostroke.protocol.errors import TransferFailed, WorkerLeaving, WorkerLost
-from twostroke.protocol.messages import Abort, Awaited, Cancel, Drain, Grant, PrefillFailed, SendPrefix
+from twostroke.protocol.errors import TransferFailed, WorkerLost
+from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.token_server import TokenServerConfig
@@ -305,8 +305,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
         parts.receiver.refuse(ticket)
     await a_moment()
     assert rig.pool.owned_blocks == 0, "references end with the transfer"
-    await parts.receiver.close()
-    await parts.transports.close()
+    await parts.close()
     return num_tokens, is_whole
 
 
@@ -359,21 +358,6 @@ async def test_a_draining_worker_waits_for_transfers_too(rig: Rig) -> None:
     rig.router.send(PrefillFailed("r"))
     await asyncio.gather(call, draining)
     assert rig.pool.owned_blocks == 0
-
-
-@played_by(play, role="decode")
-async def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back(rig: Rig) -> None:
-    begun = begin(rig.worker.decode(a_request(), None))
-    await asyncio.sleep(0.001)
-    waiting = begin(rig.worker.decode(a_request(name="waits for its KV"), rig.ticket("waits for its KV")))
-    await asyncio.sleep(0)
-    rig.router.send(Drain())
-    with pytest.raises(WorkerLeaving):
-        await waiting
-    assert rig.worker.stats().is_draining
-    with pytest.raises(WorkerLeaving):
-        await rig.worker.decode(a_request(name="late"), None)
-    assert (await begun).finish_reason == "length"
 
 
 @played_by(play, role="decode", min_pull_tokens=8)

@@ -6,9 +6,9 @@ import asyncio
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.worker_rig import Rig as WorkerRig
-from tests.simulation.worker_rig import a_request, begin, play
 from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
+from tests.worker.worker_rig import Rig as WorkerRig
+from tests.worker.worker_rig import a_request, begin, play
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Preemption, Swapping

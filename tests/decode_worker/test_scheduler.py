@@ -35,12 +35,6 @@ def test_running_decodes_come_first_and_prompts_take_what_is_left_of_the_budget(
     assert [rig.run() for _ in range(4)] == [[(first, 1), (second, left)] for left in (7, 7, 6, 1)]
 
 
-def test_a_full_batch_admits_nobody() -> None:
-    rig = Rig(max_batch=2)
-    first, second, third = (rig.add(2, max_tokens=2) for _ in range(3))
-    assert [jobs(rig.run()) for _ in range(3)] == [[first, second], [first, second], [third]]
-
-
 @pytest.mark.parametrize(("length", "max_tokens", "num_blocks"), [(196, 5, 64), (10, 8, 4), (1, 1_000_000_000, 64)])
 def test_a_request_that_can_never_run_to_its_end_is_refused(length: int, max_tokens: int, num_blocks: int) -> None:
     with pytest.raises(RequestError):

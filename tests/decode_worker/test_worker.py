@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, expected, play, source_beside
-from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
+from tests.worker.worker_rig import Rig, a_moment, a_request, begin, expected, play, source_beside
+from twostroke.protocol.errors import TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, Promise
 from twostroke.protocol.stats import LEAST_STRETCH
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES
@@ -50,13 +50,6 @@ async def test_requests_of_two_routers_come_in_their_own_frames(rig: Rig) -> Non
 async def test_a_router_without_a_token_channel_gets_no_answer(rig: Rig) -> None:
     with pytest.raises(WorkerLost, match="no token channel"):
         await rig.worker.decode(msgspec.structs.replace(a_request(), router_id="router-9"), None)
-
-
-@pytest.mark.parametrize("fields", [{"max_tokens": 1000}, {"length": 90, "max_tokens": 9}])
-@played_by(play, role="decode", num_blocks=20)
-async def test_a_request_that_could_never_fit_is_refused(rig: Rig, fields) -> None:
-    with pytest.raises(RequestError):
-        await rig.worker.decode(a_request(**fields), None)
 
 
 @played_by(play, role="decode")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.faults.injection import Fault, Faults
+from tests.rigs.delegate import Delegate
 from twostroke.kvtransfer.transports import shm
 from twostroke.kvtransfer.transports import torch_distributed as group_link
 from twostroke.kvtransfer.transports.host_units import count_units, split_segments
@@ -28,28 +29,19 @@ def install(faults: Faults) -> None:
 
 
 def _install_in_gloo(faults: Faults) -> None:
-    real: Any = group_link.ProcessGroupGloo
+    make = group_link.process_group
 
-    class DamagingGroup:
-        """A ProcessGroupGloo that may flip a bit of what was packed and sealed."""
-
-        _Options = real._Options
-        create_device = real.create_device
-
-        def __init__(self, *arguments: Any):
-            self._group = real(*arguments)
+    class DamagingGroup(Delegate):
+        """A process group that may flip a bit of what was packed and sealed."""
 
         def send(self, tensors: Any, rank: int, tag: int) -> Any:
             fault = faults.due("pack")
             if fault is not None:
                 tensors[0][tensors[0].numel() // 2] ^= 1
                 faults.fired(fault)
-            return self._group.send(tensors, rank, tag)
+            return self._inner.send(tensors, rank, tag)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._group, name)
-
-    group_link.ProcessGroupGloo = DamagingGroup
+    group_link.process_group = lambda *arguments: DamagingGroup(make(*arguments))
 
 
 def _install_in_copies(faults: Faults) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from tests.simulation.fake_model import VOCAB, FakeEngine
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.scenario import make_scenario
+from tests.simulation.scenarios.scenario import make_scenario
 from tests.simulation.sim_fleet import SECRET, SimFleet
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.model.step import SequenceStep

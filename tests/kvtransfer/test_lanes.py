@@ -96,20 +96,6 @@ def begin(lane: OutgoingLane) -> Chunk:
     return chunk
 
 
-async def test_a_given_up_senders_blocks_are_free_once_the_last_of_its_chunks_has_ended() -> None:
-    ends = Ends()
-    lane = await outgoing(ends)
-    begin(lane)
-    begin(lane)
-    lane.abort("enough")
-    assert lane.begin_chunk(4) is None
-    lane.end_chunk()
-    assert lane.state is SenderState.ABORTING
-    lane.end_chunk()
-    assert lane.state is SenderState.ABORTED
-    assert (ends.told, ends.failures, ends.num_ends) == (["enough"], ["enough"], 1)
-
-
 async def test_a_verified_senders_blocks_are_free_once_the_last_of_its_calls_has_returned() -> None:
     ends = Ends()
     lane = await outgoing(ends)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
+from tests.simulation.fake_store import GARBAGE, Array, FakeStore
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout
@@ -20,7 +22,6 @@ from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import SampledToken, mint_ticket
 
-Array = np.ndarray[Any, np.dtype[np.uint16]]
 UP_TO_8 = range(1, 9)
 SIZES = [
     (source_tp, target_tp, heads)
@@ -32,33 +33,14 @@ LAYERS = 2
 HEAD_DIM = 2
 
 
-class ArrayStore:
-    """A HostStore in numpy: uint16 [num_blocks, 2, heads of this rank, block_size, HEAD_DIM] for each layer."""
-
-    def __init__(self, layout: KVLayout, rank: int):
-        self.layout = layout
-        self.rank = rank
-        self.num_blocks = NUM_BLOCKS
-        shape = (NUM_BLOCKS, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
-        self.layers: list[Array] = [np.zeros(shape, np.uint16) for _ in range(layout.num_layers)]
-
-    def layer_bytes(self, layer: int) -> memoryview:
-        return memoryview(self.layers[layer].reshape(-1).view(np.uint8))
-
-    def unit(self, layer: int, unit_id: int, cut: Cut) -> Array:
-        """A view of one unit."""
-        block, part = divmod(unit_id, cut.units_per_block)
-        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
-        return self.layers[layer][block, :, heads, part * cut.unit_tokens : (part + 1) * cut.unit_tokens]
-
-
 def layout_of(tp_size: int, heads: int, block_size: int) -> KVLayout:
     return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size)
 
 
-def value(layer: int, which: int, head: int, token: int, dim: int) -> int:
-    """A number that no other place has; 0 is nobody's."""
-    return 1 + dim + HEAD_DIM * (token + 80 * (head + 8 * (which + 2 * layer)))
+def truth_of(layout: KVLayout, num_tokens: int) -> Array:
+    """KV of a prompt, [layer, token, 2, head of the model, HEAD_DIM]: numbers of which no two are the same."""
+    shape = (LAYERS, num_tokens, 2, layout.num_kv_heads, HEAD_DIM)
+    return np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
 
 
 def block_table(num_tokens: int, block_size: int, seed: int) -> tuple[int, ...]:
@@ -66,48 +48,24 @@ def block_table(num_tokens: int, block_size: int, seed: int) -> tuple[int, ...]:
     return tuple(int(block) for block in np.random.default_rng(seed).permutation(NUM_BLOCKS)[:num_blocks])
 
 
-def write_prompt(store: ArrayStore, block_ids: tuple[int, ...], num_tokens: int) -> None:
-    layout = store.layout
-    for layer, which, head, token, dim in np.ndindex(LAYERS, 2, layout.heads_per_rank, num_tokens, HEAD_DIM):
-        block, place = block_ids[token // layout.block_size], token % layout.block_size
-        first = layout.first_head(store.rank)
-        store.layers[layer][block, which, head, place, dim] = value(layer, which, first + head, token, dim)
+def heads_of(store: FakeStore) -> slice:
+    first = store.layout.first_head(store.rank)
+    return slice(first, first + store.layout.heads_per_rank)
 
 
-def assert_prompt(store: ArrayStore, block_ids: tuple[int, ...], tokens: range) -> None:
-    """These tokens are there, and no block but the request's was touched."""
-    layout = store.layout
-    first = layout.first_head(store.rank)
-    for layer, which, head, dim in np.ndindex(LAYERS, 2, layout.heads_per_rank, HEAD_DIM):
-        held = [
-            store.layers[layer][block_ids[token // layout.block_size], which, head, token % layout.block_size, dim]
-            for token in tokens
-        ]
-        assert held == [value(layer, which, first + head, token, dim) for token in tokens]
+def write_prompt(store: FakeStore, block_ids: tuple[int, ...], num_tokens: int) -> None:
+    for layer, truth in enumerate(truth_of(store.layout, num_tokens)):
+        store.write_values(layer, block_ids, 0, truth[:, :, heads_of(store)])
+
+
+def assert_prompt(store: FakeStore, block_ids: tuple[int, ...], tokens: range) -> None:
+    """These tokens, to the prompt's last, are there; neither those before them nor other blocks were touched."""
     others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
-    assert not any(memory[others].any() for memory in store.layers)
-
-
-@pytest.mark.parametrize(("source_tp", "target_tp", "heads"), SIZES)
-def test_every_head_of_every_target_rank_comes_from_one_source_rank_that_has_it(
-    source_tp: int, target_tp: int, heads: int
-) -> None:
-    source, target = layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4)
-    lanes = plan_lanes(source_tp, target_tp, heads)
-    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
-    for rank in range(target_tp):
-        first = target.first_head(rank)
-        got = [head for lane in lanes if lane.target_rank == rank for head in _heads(lane)]
-        assert sorted(got) == list(range(first, first + target.heads_per_rank))
-    for lane in lanes:
-        first = source.first_head(lane.source_rank)
-        assert set(_heads(lane)) <= set(range(first, first + source.heads_per_rank))
-    busy = {lane.source_rank for lane in lanes}
-    assert len(busy) >= min(source_tp, target_tp), "copies share the work"
-
-
-def _heads(lane: Lane) -> range:
-    return range(lane.first_head, lane.first_head + lane.num_heads)
+    for layer, truth in enumerate(truth_of(store.layout, tokens.stop)):
+        found = store.values(layer, block_ids, tokens.stop)
+        assert np.array_equal(found[tokens.start :], truth[tokens.start :, :, heads_of(store)])
+        assert (found[: tokens.start] == GARBAGE).all()
+        assert (store.layers[layer][others] == GARBAGE).all()
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 8), (1, 3, 8), (0, 1, 1), (1, 1, 0), (-2, 1, 2), (16, 1, 6)])
@@ -132,31 +90,30 @@ def test_every_byte_arrives_once_where_it_belongs(
     max_units = data.draw(st.integers(1, 9))
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    sources = [ArrayStore(source_layout, rank) for rank in range(source_tp)]
-    targets = [ArrayStore(target_layout, rank) for rank in range(target_tp)]
-    writes = [ArrayStore(target_layout, rank) for rank in range(target_tp)]  # how often each value was written
+    sources = [FakeStore(source_layout, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(source_tp)]
+    targets = [FakeStore(target_layout, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(target_tp)]
+    written: Counter[tuple[int, int, int, int]] = Counter()  # target rank, layer, unit, head
     for store in sources:
         write_prompt(store, source_ids, num_tokens)
-    for lane in plan_lanes(source_tp, target_tp, heads):
+    lanes = plan_lanes(source_tp, target_tp, heads)
+    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
+    assert len({lane.source_rank for lane in lanes}) >= min(source_tp, target_tp), "copies share the work"
+    for lane in lanes:
         from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
-        assert from_cut.unit_bytes == to_cut.unit_bytes
         plan = ChunkPlan(num_layers=LAYERS, num_tokens=num_tokens, num_ready_tokens=num_tokens)
         plan.begin(from_cut.unit_tokens, num_skipped)
         while runs := plan.next_runs(max_units):
             places = zip(_units(from_cut, runs, source_ids), _units(to_cut, runs, target_ids), strict=True)
             for (layer, from_unit), (_, to_unit) in places:
-                unit = sources[lane.source_rank].unit(layer, from_unit, from_cut)
-                assert unit.nbytes == from_cut.unit_bytes
-                targets[lane.target_rank].unit(layer, to_unit, to_cut)[:] = unit
-                writes[lane.target_rank].unit(layer, to_unit, to_cut)[:] += 1
+                unit = sources[lane.source_rank].read_units(layer, (from_unit,), from_cut)
+                assert len(unit) == from_cut.unit_bytes == to_cut.unit_bytes
+                targets[lane.target_rank].write_units(layer, (to_unit,), to_cut, unit)
+                heads_there = range(to_cut.first_head, to_cut.first_head + to_cut.num_heads)
+                written.update((lane.target_rank, layer, to_unit, head) for head in heads_there)
         assert plan.all_taken
-    for target, written in zip(targets, writes, strict=True):
+    for target in targets:
         assert_prompt(target, target_ids, range(num_skipped, num_tokens))
-        for layer in range(LAYERS):
-            tokens = written.layers[layer][list(target_ids)].transpose(0, 3, 1, 2, 4)
-            counts = tokens.reshape(-1, 2 * target_layout.heads_per_rank * HEAD_DIM)
-            assert (counts[:num_skipped] == 0).all()
-            assert (counts[num_skipped:num_tokens] == 1).all()
+    assert set(written.values()) <= {1}, "nothing is sent twice"
 
 
 def _units(cut: Cut, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -175,13 +132,13 @@ class Fleet:
     """All ranks of a source and of a target."""
 
     def __init__(self, source: KVLayout, target: KVLayout, transport: str = "tcp"):
-        self.sources = [ArrayStore(source, rank) for rank in range(source.tp_size)]
-        self.targets = [ArrayStore(target, rank) for rank in range(target.tp_size)]
+        self.sources = [FakeStore(source, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(source.tp_size)]
+        self.targets = [FakeStore(target, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(target.tp_size)]
         network = TcpNetwork(SECRET)
         common: dict[str, Any] = {"network": network, "config": FAST, "clock": time.monotonic}
         self._transports: list[Transports] = []
 
-        def transports(store: ArrayStore) -> Transports:
+        def transports(store: FakeStore) -> Transports:
             self._transports.append(Transports({transport: make_transport(transport, store)}, reach(transport)))
             return self._transports[-1]
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from tests.rigs.kv_pair import fails
 from tests.rigs.played import played_by
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric
+from tests.simulation.memory_transport import KINDS, LinkFabric, Parts
 from tests.simulation.virtual_loop import run_virtually
-from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
+from tests.worker.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, make_parts
 from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
@@ -161,9 +161,7 @@ def play(script: Callable[[Ends], Awaitable[None]]) -> None:
             await script(Ends(source, target, address, fabric))
         finally:
             for parts in (source, target):
-                await parts.sender.close()
-                await parts.receiver.close()
-                await parts.transports.close()
+                await parts.close()
         assert (target.receiver._offers, target.receiver._kept) == ({}, set())
         assert source.sender.stats.in_flight == target.receiver.stats.in_flight == 0
 

@@ -90,7 +90,7 @@ async def test_the_target_may_cancel_in_every_state(state: SenderState) -> None:
         await asyncio.gather(*cancels)
         assert incoming.ended
         await fails(incoming.verified(), match="cancelled")
-        await fails(out.done(), match="gave up: the target cancelled")
+        await fails(out.done(), match="gave up: the worker cancelled")
         await assert_a_transfer_works(pair)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.delegate import Delegate
 from tests.rigs.kv_faulty_pair import (
     EACH,
     NUM_TOKENS,
@@ -168,16 +169,13 @@ async def test_a_lost_connection_is_built_again_by_the_next_transfer() -> None:
         await assert_a_transfer_works(pair)
 
 
-class DeafConnection:
+class DeafConnection(Delegate):
     """The connection to a peer that reads nothing any more once `is_deaf`: what is sent to it piles up here."""
 
     def __init__(self, inner: Any):
-        self._inner = inner
+        super().__init__(inner)
         self.is_deaf = False
         self.num_sent = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def send(self, message: Message) -> None:
         self.num_sent += not isinstance(message, Ping)

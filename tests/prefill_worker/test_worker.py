@@ -6,7 +6,7 @@ import pytest
 
 from tests.rigs.played import played_by
 from tests.simulation.fake_model import expected_tokens
-from tests.simulation.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
+from tests.worker.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
 from twostroke.protocol.errors import (
     EpochMismatch,
     RequestError,

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from tests.simulation.replay import replay, seed_parser
-from tests.simulation.run import Report, run_seed
+from tests.simulation.scenarios.run import Report, run_seed
 
 if __name__ == "__main__":
     parser = seed_parser(__doc__)

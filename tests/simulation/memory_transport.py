@@ -15,12 +15,17 @@ from dataclasses import dataclass
 
 import xxhash
 
-from tests.simulation.fake_store import FakeStore, Grip
+from tests.simulation.fake_store import FakeStore, Grip, SpoilingPool
+from tests.simulation.memory_network import MemoryNetwork
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams, Transport
+from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Reach
+from twostroke.protocol.requests import Peer
 
 KINDS = ("memory_pull", "memory")  # as real workers prefer them
 
@@ -28,10 +33,42 @@ Damage = Callable[[bytearray], None]
 """May change bytes under way, in number too."""
 
 
-def memory_transports(fabric: "LinkFabric", host: str, store: FakeStore, kinds: tuple[str, ...] = KINDS) -> Transports:
-    """These kinds of links, for one rank of a worker."""
-    by_name: dict[str, Transport] = {kind: MemoryTransport(fabric, host, store, kind) for kind in kinds}
-    return Transports(by_name, Reach(kinds, "one machine", "cpu"))
+@dataclass(frozen=True)
+class Parts:
+    """What one rank of a simulated worker keeps KV in, and moves it with."""
+
+    store: FakeStore
+    pool: SpoilingPool
+    network: MemoryNetwork
+    transports: Transports
+    sender: KVSender
+    receiver: KVReceiver
+
+    async def close(self) -> None:
+        """End all that moves KV; harmless for what a worker has ended already."""
+        await self.sender.close()
+        await self.receiver.close()
+        await self.transports.close()
+
+
+def parts_around(
+    store: FakeStore,
+    peer: Peer,
+    network: MemoryNetwork,
+    links: "LinkFabric",
+    config: TransferConfig,
+    secret: bytes,
+    kinds: tuple[str, ...] = KINDS,
+) -> Parts:
+    """All that the worker `peer` needs besides an engine, around its store. `kinds` are the links that it can make."""
+    by_name: dict[str, Transport] = {kind: MemoryTransport(links, peer.worker_id, store, kind) for kind in kinds}
+    transports = Transports(by_name, Reach(kinds, "one machine", "cpu"))
+    clock = asyncio.get_running_loop().time
+    sender = KVSender(peer=peer, store=store, network=network, transports=transports, config=config, clock=clock)
+    receiver = KVReceiver(
+        peer=peer, store=store, network=network, transports=transports, config=config, clock=clock, secret=secret
+    )
+    return Parts(store, SpoilingPool(store), network, transports, sender, receiver)
 
 
 @dataclass(frozen=True, slots=True)

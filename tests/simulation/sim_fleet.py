@@ -13,9 +13,8 @@ import msgspec
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.parts import Parts, parts_around
-from tests.simulation.scenario import Scenario
+from tests.simulation.memory_transport import LinkFabric, Parts, parts_around
+from tests.simulation.scenarios.scenario import Scenario
 from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
@@ -181,12 +180,7 @@ class SimFleet:
             await asyncio.sleep(self._latency())
             raise WorkerLost("the simulation refuses this prefill")
 
-        def method(process: SimProcess) -> Coroutine[Any, Any, PrefillReply]:
-            if not isinstance(process.worker, PrefillWorker):
-                raise TypeError(f"{worker} is no prefill worker")
-            return process.worker.prefill(_copy(request), _copy(ticket), _copy(pull))
-
-        reply = await self._call(worker, request.router_id, method)
+        reply: PrefillReply = await self._call("prefill", worker, request, ticket, pull)
         if self._spoils("lose_prefill_reply"):
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
@@ -194,12 +188,8 @@ class SimFleet:
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
-        def method(process: SimProcess) -> Coroutine[Any, Any, DecodeReply]:
-            if not isinstance(process.worker, DecodeWorker):
-                raise TypeError(f"{worker} is no decode worker")
-            return process.worker.decode(_copy(request), _copy(ticket), _copy(pull))
-
-        return await self._call(worker, request.router_id, method)
+        reply: DecodeReply = await self._call("decode", worker, request, ticket, pull)
+        return reply
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         raise NotImplementedError("no simulation tries links out")
@@ -213,7 +203,14 @@ class SimFleet:
         self.calls_to_spoil[kind] -= is_hit
         return is_hit
 
-    async def _call(self, worker: Peer, router_id: str, method: Callable[[SimProcess], Coroutine[Any, Any, T]]) -> T:
+    async def _call(
+        self, role: Role, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None
+    ) -> Any:
+        router_id = request.router_id
+
+        def method(process: SimProcess) -> Coroutine[Any, Any, Any]:
+            return getattr(process.worker, role)(_copy(request), _copy(ticket), _copy(pull))
+
         is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
         is_twice = self._spoils("repeat_calls")
         try:

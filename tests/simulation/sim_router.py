@@ -1,16 +1,16 @@
-"""x"""
+"""A router as a process of a simulation: everything of it but HTTP, on the simulated network."""
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from tests.rigs.delegate import Delegate
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.sim_fleet import SECRET, SimFleet
 from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.protocol.blocks import ShortName
-from twostroke.protocol.messages import ProbeTimes, SendPrefix
+from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
-from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
@@ -19,7 +19,7 @@ from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
 
-class BlindPulls:
+class BlindPulls(Delegate):
     """A `Fleet` in which a share of the prompts that decode workers read alone are pulled from others.
 
     Mostly from one that has been sent the same beginning, whatever has become of it there. `secret` signs the tickets.
@@ -27,21 +27,18 @@ class BlindPulls:
     """
 
     def __init__(self, fleet: Fleet, channels: TokenChannels, *, secret: bytes, share: float, draw: random.Random):
-        self._fleet = fleet
+        super().__init__(fleet)
         self._channels = channels
         self._secret = secret
         self._share = share
         self._draw = draw
         self._readers: dict[tuple[bytes, tuple[int, ...]], list[Peer]] = {}  # by salt and the prompt's beginning
 
-    def workers(self) -> Sequence[WorkerInfo]:
-        return self._fleet.workers()
-
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
         self._reads(worker, request)
-        return await self._fleet.prefill(worker, request, ticket, pull)
+        return await self._inner.prefill(worker, request, ticket, pull)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -49,19 +46,13 @@ class BlindPulls:
         if ticket is None and pull is None and self._draw.random() < self._share:
             pull = self._ask(worker, request)
         self._reads(worker, request)
-        return await self._fleet.decode(worker, request, ticket, pull)
-
-    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
-        return await self._fleet.probe_source(worker, tickets, num_tokens)
-
-    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
-        await self._fleet.probe_target(worker, tickets, num_tokens)
+        return await self._inner.decode(worker, request, ticket, pull)
 
     def _reads(self, worker: Peer, request: GenerateRequest) -> None:
         self._readers.setdefault(_beginning(request), []).append(worker)
 
     def _ask(self, worker: Peer, request: GenerateRequest) -> Ticket | None:
-        infos = self._fleet.workers()
+        infos = self._inner.workers()
         target = next((info for info in infos if info.peer == worker), None)
         others = [info for info in infos if info.peer != worker and self._channels.is_connected(info.peer)]
         if target is None or not others:

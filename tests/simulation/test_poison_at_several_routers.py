@@ -11,7 +11,7 @@ from tests.rigs.played import played_by
 from tests.simulation.fake_model import POISON, expected_tokens
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.scenario import ROUTER_LEASE_S, Scenario, make_scenario
+from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import run_virtually

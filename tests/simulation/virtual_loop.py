@@ -10,7 +10,6 @@ stopped and continued, as by SIGSTOP and SIGCONT: what it should have done meanw
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
 from heapq import heappop, heappush
@@ -45,25 +44,6 @@ class _OrderedFuture(asyncio.Future[Any]):
         return self._number
 
 
-class _ReadyQueue(deque[asyncio.Handle]):
-    """A loop's callbacks that may run now; those of stopped processes are laid aside when their turn comes."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self.stopped: dict[str, list[asyncio.Handle]] = {}
-        self._nothing = asyncio.Handle(print, (), loop)
-        self._nothing.cancel()
-
-    def popleft(self) -> asyncio.Handle:
-        handle = super().popleft()
-        if self.stopped:
-            laid_aside = self.stopped.get(handle._context.get(PROCESS, ""))  # type: ignore[attr-defined]
-            if laid_aside is not None:
-                laid_aside.append(handle)
-                return self._nothing
-        return handle
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
     """See the module's docstring. `limit_s` is how much virtual time may pass.
 
@@ -77,7 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._rounds = 0  # since time has passed
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = count(1)
-        self._ready = self._queue = _ReadyQueue(self)
+        self._stopped: dict[str, list[asyncio.Handle]] = {}  # by process: its callbacks whose turn has come meanwhile
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
@@ -94,6 +74,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
@@ -108,7 +93,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         """Pass time where nothing is ready, then call what is ready now, not what that makes ready."""
-        ready, timers = self._queue, self._timers
+        ready, timers, stopped = self._ready, self._timers, self._stopped  # type: ignore[attr-defined]
         while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
             heappop(timers)
         if ready or self._stopping:  # type: ignore[attr-defined]
@@ -126,20 +111,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             ready.append(heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:  # type: ignore[attr-defined]
+            if stopped and (laid_aside := stopped.get(handle._context.get(PROCESS, ""))) is not None:
+                laid_aside.append(handle)
+            elif not handle._cancelled:
                 handle._run()
 
     def stop_process(self, name: str) -> None:
         """Nothing of this process runs until it is continued; time passes for it all the same."""
-        self._queue.stopped.setdefault(name, [])
+        self._stopped.setdefault(name, [])
 
     def continue_process(self, name: str) -> None:
         """Let it run again, if it stands still."""
-        self._queue.extend(self._queue.stopped.pop(name, ()))
+        self._ready.extend(self._stopped.pop(name, ()))  # type: ignore[attr-defined]
 
     def continue_all(self) -> None:
         """Let every process run again."""
-        for name in list(self._queue.stopped):
+        for name in list(self._stopped):
             self.continue_process(name)
 
     def create_future(self) -> "asyncio.Future[Any]":

@@ -99,18 +99,6 @@ def test_steps_under_way_at_the_stop_may_still_end_each_in_its_own_time(num_ahea
     play(script)
 
 
-def test_a_stuck_step_does_not_hold_up_the_stop():
-    async def script() -> None:
-        scene = Scene(100.0)
-        scene.life.start()
-        await asyncio.sleep(5.1)
-        await scene.life.stop()
-        await scene.life.stop()
-        assert asyncio.get_running_loop().time() < 5.2
-
-    play(script)
-
-
 def test_what_never_started_drains_and_stops_at_once():
     async def script() -> None:
         scene = Scene(1.0)

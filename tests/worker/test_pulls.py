@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from tests.simulation.worker_rig import (
+from tests.worker.worker_rig import (
     BLOCK,
     DECODE,
     LAYERS,
@@ -204,8 +204,7 @@ async def test_pulled_kv_comes_while_the_engine_is_busy_and_goes_on_to_the_decod
         assert await rig.is_right(a_request(43), await call)
         if incoming is not None:
             assert [await incoming.verified()] == list((await call).event.tokens)
-    await target.receiver.close()
-    await target.transports.close()
+    await target.close()
 
 
 @of_both_roles(min_pull_tokens=8)
@@ -239,8 +238,7 @@ async def test_a_draining_worker_waits_for_a_prefix_that_it_sends(rig: Rig) -> N
     assert await target.receiver.expect(ticket, target.pool.allocate(10), 40, 0).verified() is None
     await draining
     assert rig.pool.owned_blocks == 0
-    await target.receiver.close()
-    await target.transports.close()
+    await target.close()
 
 
 @of_both_roles(min_pull_tokens=8, pull_wait_s=5.0)

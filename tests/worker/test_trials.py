@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Parts, Rig, begin, make_parts, play
+from tests.simulation.memory_transport import Parts
+from tests.worker.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Rig, begin, make_parts, play
 from twostroke.kvtransfer.sides import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
@@ -57,9 +58,7 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
         await rig.worker.drain()
         await transfers.ended()
         assert rig.pool.owned_blocks == parts.pool.owned_blocks == 0
-        await parts.receiver.close()
-        await parts.sender.close()
-        await parts.transports.close()
+        await parts.close()
 
     play(main, role="prefill")
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.simulation.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, of_both_roles
+from tests.worker.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, of_both_roles
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, mint_ticket

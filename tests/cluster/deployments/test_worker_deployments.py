@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.simulation.worker_rig import Rig, a_request, begin, play
+from tests.worker.worker_rig import Rig, a_request, begin, play
 from twostroke.cluster.deployments.workers import DRAIN_S, ENDING_S, DecodeReplica, drain_and_stop
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import Drain

@@ -54,15 +54,6 @@ async def test_units_that_the_source_has_not_break_the_link_before_anything_is_r
         assert not any(target.layers[0])
 
 
-async def test_each_end_has_its_own_direction() -> None:
-    async with linked("shm", SharedBytesStore(), SharedBytesStore()) as (sender, receiver):
-        for call in (sender.receive([Segment(0, (1,))], 1), sender.discard(1)):
-            with pytest.raises(ConnectionLost, match="only sends"):
-                await call
-        with pytest.raises(ConnectionLost, match="only receives"):
-            await receiver.send([Segment(0, (1,))], 1)
-
-
 async def test_a_source_runs_only_a_few_chunks_ahead_of_its_target() -> None:
     source, target = filled(1, 64), SharedBytesStore(1, 64)
     chunk, num_chunks, most_ahead = [Segment(0, tuple(range(64)))], 200, 16

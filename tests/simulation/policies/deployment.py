@@ -12,7 +12,7 @@ from tests.simulation.fake_store import FakeStore, FakeSwapSpace
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.policies.traffic import ANSWER, TracedRequest
-from tests.simulation.scenario import Scenario, make_scenario
+from tests.simulation.scenarios.scenario import Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import PROMISE_NOTHING, SimRouter
 from tests.simulation.virtual_loop import run_virtually

@@ -173,21 +173,26 @@ _ALL = (INTERACTIVE, BATCH)
 
 
 def run_overload(
-    seed: int, *, batch: SLOClass = BATCH, admission: bool = True, afterwards_s: float = AFTERWARDS_S
+    seed: int,
+    *,
+    batch: SLOClass = BATCH,
+    admission: bool = True,
+    overload_s: float = OVERLOAD_S,
+    afterwards_s: float = AFTERWARDS_S,
 ) -> Outcome:
-    """Usual load, then five times that, then usual load again for so long."""
+    """Usual load, then five times that for so long, then usual load again for so long."""
     trace: list[TracedRequest] = []
     at_s = 0.0
     starts: list[float] = []
-    for seconds, rate in ((WARM_UP_S, 0.3), (USUAL_S, 1.0), (OVERLOAD_S, OVERLOAD), (afterwards_s, 1.0)):
+    for seconds, rate in ((WARM_UP_S, 0.3), (USUAL_S, 1.0), (overload_s, OVERLOAD), (afterwards_s, 1.0)):
         starts.append(at_s)
         trace += _arrivals(f"{seed} {at_s}", at_s, seconds, rate * CAPACITY_PER_S, (INTERACTIVE, batch))
         at_s += seconds
-    _, usual_s, overload_s, over_s = starts
+    _, usual_s, begins_s, over_s = starts
     run = serve(trace, "kv_aware", slo=SLOConfig(classes=(INTERACTIVE, batch), admission=admission))
     return Outcome(
-        usual=_phase(run, usual_s, overload_s),
-        overload=_phase(run, overload_s, over_s),
+        usual=_phase(run, usual_s, begins_s),
+        overload=_phase(run, begins_s, over_s),
         recovered=_phase(run, over_s + RECOVERED_S, at_s),
     )
 
@@ -248,7 +253,7 @@ def test_all_is_as_usual_ten_seconds_after_the_overload(outcome: Outcome):
 
 
 def test_without_admission_requests_are_late(outcome: Outcome):
-    overload = run_overload(0, admission=False, afterwards_s=0.0).overload
+    overload = run_overload(0, admission=False, overload_s=5.0, afterwards_s=0.0).overload
     assert overload.worst_ttft > 5.0
     assert overload.goodput_per_s < 0.8 * outcome.overload.goodput_per_s
 

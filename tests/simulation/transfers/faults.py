@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tests.simulation.memory_network import MemoryFabric, Trace
@@ -34,47 +35,39 @@ class Stage(Protocol):
     async def crash(self, process: Process, restart_after_s: float | None) -> None: ...
 
 
+@dataclass
 class Faults:
     """All faults of a run."""
 
-    def __init__(
-        self,
-        plans: tuple[FaultPlan, ...],
-        fabric: MemoryFabric,
-        links: LinkFabric,
-        mangler: Mangler,
-        stage: Stage,
-        trace: Trace,
-    ):
-        self.fired: Counter[str] = Counter()
-        self.lost_s = 0.0  # how long processes stood still or could not reach each other, summed up
-        self.over_s = float("inf")  # when the last one had ended
-        self.violations: list[str] = []
-        self._plans = plans
-        self._fabric = fabric
-        self._links = links
-        self._mangler = mangler
-        self._stage = stage
-        self._trace = trace
-        self._damages: list[tuple[str, Damage]] = []  # to what comes next on any link
-        self._stalls_ordered = 0
-        self.stopped: set[Process] = set()
-        self._continued_s: dict[str, float] = {}  # by host: when it last was
+    plans: tuple[FaultPlan, ...]
+    fabric: MemoryFabric
+    links: LinkFabric
+    mangler: Mangler
+    stage: Stage
+    trace: Trace
+    fired: Counter[str] = field(default_factory=Counter)
+    lost_s: float = 0.0  # how long processes stood still or could not reach each other, summed up
+    over_s: float = float("inf")  # when the last one had ended
+    violations: list[str] = field(default_factory=list)
+    stopped: set[Process] = field(default_factory=set)
+    _damages: list[tuple[str, Damage]] = field(default_factory=list)  # to what comes next on any link
+    _stalls_ordered: int = 0
+    _continued_s: dict[str, float] = field(default_factory=dict)  # by host: when it last was
 
     async def run(self) -> None:
         """Strike when it is time; returns when all that was begun has ended."""
-        self._links.damage = self._damage
+        self.links.damage = self._damage
         loop = asyncio.get_running_loop()
-        strikes = [loop.create_task(self._strike_at(plan), name=f"fault: {plan.kind}") for plan in self._plans]
+        strikes = [loop.create_task(self._strike_at(plan), name=f"fault: {plan.kind}") for plan in self.plans]
         for strike in strikes:
             await strike
         self.over_s = loop.time()
 
     def count(self) -> Counter[str]:
         """How often each kind of fault has hit something."""
-        self.fired["swap bytes"] += self._links.chunks_swapped
-        self.fired["stall bytes"] += self._stalls_ordered - len(self._links.stalls_s)
-        for (kind, _), times in self._mangler.fired.items():
+        self.fired["swap bytes"] += self.links.chunks_swapped
+        self.fired["stall bytes"] += self._stalls_ordered - len(self.links.stalls_s)
+        for (kind, _), times in self.mangler.fired.items():
             self.fired[kind] += times
         return self.fired
 
@@ -83,7 +76,7 @@ class Faults:
         if plan.which % 5 < 3 and plan.kind in (*NETWORK_FAULTS, *PROCESS_FAULTS, "cut a link"):
             with contextlib.suppress(TimeoutError):  # most of them in the middle of a chunk
                 async with asyncio.timeout(PROGRESS_S):
-                    await self._links.traffic()
+                    await self.links.traffic()
         draw = random.Random(plan.which)
         for _ in range(plan.times if plan.kind in ("cut a link", "cut a connection") else 1):
             for _ in range(20):  # what does not stand yet can't be cut: try again soon
@@ -91,7 +84,7 @@ class Faults:
                 if hit:
                     break
                 await asyncio.sleep(0.003)
-            self._trace(f"fault: {plan.kind}, {'done' if hit else 'nothing to hit'}")
+            self.trace(f"fault: {plan.kind}, {'done' if hit else 'nothing to hit'}")
             if plan.kind not in (*LINK_FAULTS, *PEER_FAULTS) or plan.kind in ("cut a link", "rot a link"):
                 self.fired[plan.kind] += bool(hit)
 
@@ -101,10 +94,10 @@ class Faults:
             case "flip a bit" | "lose bytes" | "repeat bytes":
                 self._damages += [(plan.kind, _DAMAGES[plan.kind](draw))] * plan.times
             case "swap bytes":
-                self._links.chunks_to_swap += plan.times
+                self.links.chunks_to_swap += plan.times
             case "stall bytes":
                 self._stalls_ordered += plan.times
-                self._links.stalls_s += [draw.choice((0.01, 0.1, 2 * LEASE_S))] * plan.times
+                self.links.stalls_s += [draw.choice((0.01, 0.1, 2 * LEASE_S))] * plan.times
             case "cut a link" | "rot a link":
                 return self._spoil_a_link(draw, is_cut=plan.kind == "cut a link")
             case "cut a connection":
@@ -112,9 +105,9 @@ class Faults:
             case "part":
                 await self._part(draw)
             case "slow messages":
-                self._fabric.slowness = 4.0
+                self.fabric.slowness = 4.0
                 await asyncio.sleep(0.1)
-                self._fabric.slowness = 1.0
+                self.fabric.slowness = 1.0
             case "stop shortly" | "stop for leases":
                 return await self._stop(
                     draw, draw.uniform(0.1, 0.6) if plan.kind == "stop shortly" else draw.uniform(1.7, 3.5)
@@ -122,7 +115,7 @@ class Faults:
             case "crash" | "crash and restart":
                 return await self._crash(draw, is_restarted=plan.kind == "crash and restart")
             case _:
-                self._mangler.order(plan.kind, plan.which, plan.times)
+                self.mangler.order(plan.kind, plan.which, plan.times)
         return True
 
     def _damage(self, data: bytearray) -> None:
@@ -132,7 +125,7 @@ class Faults:
             self.fired[kind] += 1
 
     def _spoil_a_link(self, draw: random.Random, *, is_cut: bool) -> bool:
-        pipes = list(self._links.pipes)
+        pipes = list(self.links.pipes)
         if not pipes:
             return False
         pipe = draw.choice(pipes)
@@ -143,37 +136,37 @@ class Faults:
         return True
 
     def _cut_a_connection(self, draw: random.Random) -> bool:
-        connections = list(self._fabric.connections)
+        connections = list(self.fabric.connections)
         if not connections:
             return False
         draw.choice(connections).cut()
         return True
 
     async def _part(self, draw: random.Random) -> None:
-        one, other = draw.sample(self._stage.processes, 2)
+        one, other = draw.sample(self.stage.processes, 2)
         seconds = draw.choice((0.01, 0.1, LEASE_S * 2))
         self.lost_s += seconds
-        self._fabric.part(one.host, other.host)
+        self.fabric.part(one.host, other.host)
         if seconds > LEASE_S:  # a stream outlives shorter ones
-            self._links.part(one.host, other.host)
+            self.links.part(one.host, other.host)
         await asyncio.sleep(seconds)
-        self._fabric.join(one.host, other.host)
-        self._links.join(one.host, other.host)
+        self.fabric.join(one.host, other.host)
+        self.links.join(one.host, other.host)
 
     async def _stop(self, draw: random.Random, leases: float) -> bool:
         """SIGSTOP and SIGCONT. Before it wakes up, everybody who talked to it must have given it up, or not yet."""
-        process = draw.choice(self._stage.processes)
+        process = draw.choice(self.stage.processes)
         if process.is_dead or process in self.stopped:
             return False
         loop = virtual_loop()
         self.lost_s += leases * LEASE_S
-        self._trace(f"{process.name} is stopped")
+        self.trace(f"{process.name} is stopped")
         loop.stop_process(process.name)
         self.stopped.add(process)
         await asyncio.sleep(leases * LEASE_S)
         if leases > TOO_LONG:
             self._check_given_up(process, loop.time() - TOO_LONG * LEASE_S)
-        self._trace(f"{process.name} is continued")
+        self.trace(f"{process.name} is continued")
         loop.continue_process(process.name)
         self.stopped.discard(process)
         self._continued_s[process.host] = loop.time()
@@ -182,16 +175,16 @@ class Faults:
     def _check_given_up(self, process: Process, before_s: float) -> None:
         excused = {other.host for other in self.stopped}  # they stood still themselves for some of that time
         excused |= {host for host, continued_s in self._continued_s.items() if continued_s > before_s}
-        for connection in self._fabric.connections:
+        for connection in self.fabric.connections:
             is_old = connection.opened_s < before_s and not connection.was_cut
             if connection.peer_host == process.host and is_old and connection.host not in excused:
                 self.violations.append(f"{connection.host} holds on to {process.name}, which has long been silent")
 
     async def _crash(self, draw: random.Random, *, is_restarted: bool) -> bool:
-        process = draw.choice(self._stage.processes)
+        process = draw.choice(self.stage.processes)
         if process.is_dead:
             return False
-        await self._stage.crash(process, draw.choice((0.005, 0.05, LEASE_S)) if is_restarted else None)
+        await self.stage.crash(process, draw.choice((0.005, 0.05, LEASE_S)) if is_restarted else None)
         return True
 
 

@@ -3,15 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
 
 from tests.simulation.fake_store import Array, FakeStore, fake_layout
 from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric, MemoryTransport
-from tests.simulation.parts import Parts, parts_around
+from tests.simulation.memory_transport import LinkFabric, MemoryTransport, Parts, parts_around
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan
 from tests.simulation.virtual_loop import VirtualProcess
 from twostroke.kvtransfer.config import TransferConfig
@@ -87,24 +86,16 @@ class Side:
     transfers: Sequence[OutgoingTransfer | IncomingTransfer]  # one for each of its ranks
 
 
+@dataclass
 class Sides:
     """Plays the sides of transfers, each in its own process; what must not be goes into `problems`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        processes: list[Process],
-        known_ids: Mapping[bytes, None],
-        problems: list[str],
-        trace: Trace,
-    ):
-        self.open: dict[tuple[int, str], Side] = {}  # by transfer and side; those that have not ended
-        self._plan = plan
-        self._processes = processes  # those that live
-        self._known_ids = known_ids  # of all transfers that were ever offered
-        self._problems = problems
-        self._trace = trace
-        self._clock = asyncio.get_running_loop().time
+    plan: Plan
+    processes: list[Process]  # those that live
+    known_ids: Mapping[bytes, None]  # of all transfers that were ever offered
+    problems: list[str]
+    trace: Trace
+    open: dict[tuple[int, str], Side] = field(default_factory=dict)  # by transfer and side; those that have not ended
 
     async def send(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
         """What a worker does that computes a prompt, or has its KV in the cache."""
@@ -146,7 +137,7 @@ class Sides:
             asyncio.get_running_loop().call_later(one.source_act_after_s, _abort_all, transfers, "the source gives up")
         ready = one.num_ready_tokens
         for step in one.steps:
-            for layer in range(self._plan.num_layers):
+            for layer in range(self.plan.num_layers):
                 await asyncio.sleep(one.layer_s)
                 for rank, table, transfer in zip(process.ranks, tables, transfers, strict=True):
                     _write(rank, table, truth, ready, step, layer)
@@ -164,7 +155,7 @@ class Sides:
             try:
                 await transfer.done()
             except TransferFailed as error:
-                self._trace(f"source of transfer {one.number} fails: {error}")
+                self.trace(f"source of transfer {one.number} fails: {error}")
                 outcome = "failed"
                 for other in transfers:
                     other.abort("another rank's transfer has failed")
@@ -183,14 +174,14 @@ class Sides:
         transfer.commit(_token(one))
         try:
             await transfer.done()
-            self._problems.append(problem)
+            self.problems.append(problem)
         except TransferFailed as error:
-            self._trace(f"{process.name} sends in vain for transfer {one.number}: {error}")
+            self.trace(f"{process.name} sends in vain for transfer {one.number}: {error}")
             _free(rank, table)
 
     async def _flood(self, process: Process, one: TransferPlan) -> None:
         """Offer more than a receiver may keep, none of which anybody expects."""
-        rank, target = process.ranks[0], self._processes[one.target]
+        rank, target = process.ranks[0], self.processes[one.target]
         table = _allocate(rank, 1)
         floods: list[OutgoingTransfer] = []
         for number in range(MAX_PENDING_OFFERS + 3):
@@ -214,7 +205,7 @@ class Sides:
 
     async def _forge(self, one: TransferPlan, ticket: Ticket) -> None:
         """Let another worker send on a ticket that nobody has signed for it."""
-        forger = next(other for other in self._processes if other.number not in (one.source, one.target))
+        forger = next(other for other in self.processes if other.number not in (one.source, one.target))
         if not forger.is_dead:
             forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
             problem = f"a forged ticket was good for transfer {one.number}"
@@ -262,9 +253,10 @@ class Sides:
 
     async def _offered(self, process: Process, one: TransferPlan, ticket: Ticket) -> bool:
         """Whether the offer comes, to all ranks, within the time that a worker waits for it."""
-        until = self._clock() + PROGRESS_S
+        clock = asyncio.get_running_loop().time
+        until = clock() + PROGRESS_S
         while not all(rank.receiver.has_offer(ticket) for rank in process.ranks):
-            if self._clock() > until:
+            if clock() > until:
                 return False
             await asyncio.sleep(0.005)
         return True
@@ -284,17 +276,17 @@ class Sides:
             try:
                 token = await transfer.verified()
             except TransferFailed as error:
-                self._trace(f"target of transfer {one.number} fails: {error}")
+                self.trace(f"target of transfer {one.number} fails: {error}")
                 outcome = "failed"
                 for other in transfers:
                     other.abort("another rank's transfer has failed")
                 continue
             if token != _token(one):
-                self._problems.append(f"transfer {one.number} brings {token} in place of {_token(one)}")
+                self.problems.append(f"transfer {one.number} brings {token} in place of {_token(one)}")
             if ticket.target != process.peer:
-                self._problems.append(f"{process.name} verified transfer {one.number}, which is {ticket.target}'s")
+                self.problems.append(f"{process.name} verified transfer {one.number}, which is {ticket.target}'s")
             if one.source_act == "open stale" or one.target_act in ("expect stale", "other size"):
-                self._problems.append(
+                self.problems.append(
                     f"transfer {one.number} was verified, of which the source is to {one.source_act} and the target "
                     f"to {one.target_act}"
                 )
@@ -305,7 +297,7 @@ class Sides:
         rank = process.ranks[0]
         table = _allocate(rank, one.num_tokens)
         if not rank.receiver.expect(ticket, table, one.num_tokens, 0).ended:
-            self._problems.append(f"the ticket of transfer {one.number} was good for two")
+            self.problems.append(f"the ticket of transfer {one.number} was good for two")
         _free(rank, table)
 
     def _check_bytes(
@@ -313,18 +305,18 @@ class Sides:
     ) -> None:
         for rank, table in zip(process.ranks, tables, strict=True):
             heads = _heads(rank.store)
-            for layer in range(self._plan.num_layers):
+            for layer in range(self.plan.num_layers):
                 found = rank.store.values(layer, table, one.num_tokens)
                 if not np.array_equal(found, truth[layer, :, :, heads]):
-                    self._problems.append(f"layer {layer} of transfer {one.number} is wrong {when}")
+                    self.problems.append(f"layer {layer} of transfer {one.number} is wrong {when}")
 
     def check_offers(self) -> None:
         """No receiver keeps more offers than it may."""
-        for process in self._processes:
+        for process in self.processes:
             for rank in process.ranks:
-                waiting = sum(rank.receiver.offered_tokens(transfer_id) is not None for transfer_id in self._known_ids)
+                waiting = sum(rank.receiver.offered_tokens(transfer_id) is not None for transfer_id in self.known_ids)
                 if waiting > MAX_PENDING_OFFERS:
-                    self._problems.append(f"{process.name} keeps {waiting} offers")
+                    self.problems.append(f"{process.name} keeps {waiting} offers")
 
 
 def _abort_all(transfers: Sequence[OutgoingTransfer | IncomingTransfer], reason: str) -> None:

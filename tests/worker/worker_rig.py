@@ -13,8 +13,7 @@ from tests.rigs.played import Script, played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric
-from tests.simulation.parts import Parts, parts_around
+from tests.simulation.memory_transport import KINDS, LinkFabric, Parts, parts_around
 from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
@@ -215,7 +214,7 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
         yield rig
     finally:
         await worker.stop()
-        await parts.transports.close()
+        await parts.close()
         for connection in (rig.router, rig.prefill):
             if connection is not None:
                 await connection.close()
@@ -309,6 +308,6 @@ async def source_beside(
     finally:
         await parts.sender.close()
         await transfers.ended()
-        await parts.transports.close()
+        await parts.close()
         assert parts.pool.owned_blocks == 0
         parts.pool.check_integrity()

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.fake_model import expected_tokens
-from tests.simulation.injector import Injector
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.replay import Counts
-from tests.simulation.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
+from tests.simulation.scenarios.injector import Injector
+from tests.simulation.scenarios.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import describe, run_virtually, virtual_loop
@@ -128,12 +128,7 @@ class _Simulation:
             for index in range(scenario.num_routers)
         ]
         injector = self._injector = Injector(
-            scenario.faults,
-            fleet=self._fleet,
-            fabric=self._fabric,
-            links=self._links,
-            routers=self._routers,
-            trace=self._trace,
+            scenario.faults, self._fleet, self._fabric, self._links, self._routers, self._trace
         )
         faults = asyncio.create_task(injector.run(), name="faults")
         clients = [

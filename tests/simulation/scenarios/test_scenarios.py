@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from tests.simulation.replay import run_seeds, trace_elsewhere, trace_of
-from tests.simulation.run import Report, run_scenario, run_seed
-from tests.simulation.scenario import FAULTS, make_scenario
+from tests.simulation.scenarios.run import Report, run_scenario, run_seed
+from tests.simulation.scenarios.scenario import FAULTS, make_scenario
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 100))

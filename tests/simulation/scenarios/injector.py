@@ -3,10 +3,11 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.scenario import ROUTER_LEASE_S, Fault
+from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import virtual_loop
@@ -25,32 +26,24 @@ _MOST_CALLS = {"refuse_prefill": 3, "lose_prefill_reply": 2, "late_calls": 4, "r
 """That such a fault spoils."""
 
 
+@dataclass
 class Injector:
     """All faults of a run."""
 
-    def __init__(
-        self,
-        faults: tuple[Fault, ...],
-        *,
-        fleet: SimFleet,
-        fabric: MemoryFabric,
-        links: LinkFabric,
-        routers: list[SimRouter],
-        trace: Trace,
-    ):
-        self.fired: Counter[str] = Counter()
-        self.behind: set[tuple[str, str]] = set()  # a worker and a router that has missed its last news of its blocks
-        self.violations: list[str] = []
-        self._faults = faults
-        self._fleet = fleet
-        self._fabric = fabric
-        self._links = links
-        self._routers = routers
-        self._trace = trace
+    faults: tuple[Fault, ...]
+    fleet: SimFleet
+    fabric: MemoryFabric
+    links: LinkFabric
+    routers: list[SimRouter]
+    trace: Trace
+    fired: Counter[str] = field(default_factory=Counter)
+    # A worker and a router that has missed its last news of its blocks.
+    behind: set[tuple[str, str]] = field(default_factory=set)
+    violations: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
         """Strike when it is time; returns when all that was begun has ended."""
-        strikes = [asyncio.create_task(self._strike_at(fault), name=f"fault {fault.kind}") for fault in self._faults]
+        strikes = [asyncio.create_task(self._strike_at(fault), name=f"fault {fault.kind}") for fault in self.faults]
         for strike in strikes:
             await strike
 
@@ -63,16 +56,16 @@ class Injector:
             if hit:
                 break
             await asyncio.sleep(0.005)
-        self._trace(f"fault {fault.kind}: {'hit' if hit else 'nothing to hit'}")
+        self.trace(f"fault {fault.kind}: {'hit' if hit else 'nothing to hit'}")
         self.fired[fault.kind] += bool(hit)
 
     async def _strike(self, fault: Fault) -> int:
         """Do what `fault` says; returns how much it hit."""
-        fleet, which = self._fleet, fault.which
+        fleet, which = self.fleet, fault.which
         prefill, decode = self._pick("prefill", which), self._pick("decode", which // 7)
         match fault.kind:
             case "damage":
-                self._links.damage = _damage_next(1 + which % 2)
+                self.links.damage = _damage_next(1 + which % 2)
                 return 1
             case "refuse_prefill" | "lose_prefill_reply" | "late_calls" | "repeat_calls":
                 fleet.calls_to_spoil[fault.kind] += 1 + which % _MOST_CALLS[fault.kind]
@@ -87,7 +80,7 @@ class Injector:
             case "kill_decode" | "stop_decode" | "silence_decode" | "drain_decode":
                 return await self._strike_worker(fault.kind.removesuffix("_decode"), decode, which)
             case "cut_channel":
-                return self._fabric.cut(decode.host, self._router_host(which))
+                return self.fabric.cut(decode.host, self._router_host(which))
             case "fail_engine" | "slow_worker":
                 victim = decode if prefill is None or which % 2 else prefill
                 return await self._strike_worker(fault.kind, victim, which)
@@ -103,20 +96,20 @@ class Injector:
     async def _strike_worker(self, what: str, victim: SimProcess, which: int) -> int:
         match what:
             case "kill":
-                return await self._fleet.replace(victim)
+                return await self.fleet.replace(victim)
             case "drain":
-                return await self._fleet.replace(victim, drain_s=_draw(which, (0.01, 0.1, 5.0)))
+                return await self.fleet.replace(victim, drain_s=_draw(which, (0.01, 0.1, 5.0)))
             case "stop":
-                self._trace(f"{victim.host} is stopped")
+                self.trace(f"{victim.host} is stopped")
                 virtual_loop().stop_process(victim.host)
                 await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
-                self._trace(f"{victim.host} goes on")
+                self.trace(f"{victim.host} goes on")
                 virtual_loop().continue_process(victim.host)
             case "silence":
                 router = self._router_host(which)
-                self._fabric.silence(victim.host, router)
+                self.fabric.silence(victim.host, router)
                 await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
-                self._fabric.end_silence(victim.host, router)
+                self.fabric.end_silence(victim.host, router)
             case "fail_engine":
                 victim.engine.fail_at_step = victim.engine.num_steps + 1
                 await asyncio.sleep(0.5)  # so that the worker is replaced, where it came to that step
@@ -131,18 +124,18 @@ class Injector:
     async def _strike_pair(self, what: str, source: str, target: str, which: int) -> int:
         match what:
             case "cut_transfers":
-                return self._fabric.cut(source, target) + self._links.cut(source, target)
+                return self.fabric.cut(source, target) + self.links.cut(source, target)
             case "cut_links":
-                return self._links.cut(source, target)
+                return self.links.cut(source, target)
             case "silence_transfers":
-                self._fabric.silence(source, target)
+                self.fabric.silence(source, target)
                 await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
-                self._fabric.end_silence(source, target)
+                self.fabric.end_silence(source, target)
                 return 1
             case "part_transfers" | "block_transfers":
-                self._fabric.part(source, target)
-                hit = self._links.part(source, target)
-                for network in (self._fabric, self._links):
+                self.fabric.part(source, target)
+                hit = self.links.part(source, target)
+                for network in (self.fabric, self.links):
                     asyncio.get_running_loop().call_later(3.0, network.join, source, target)
                 return hit or what == "block_transfers"
         raise ValueError(f"there is no fault {what}")
@@ -162,35 +155,35 @@ class Injector:
                 self.behind.discard(pair)
             return (message,)
 
-        self._fabric.mangle = drop
+        self.fabric.mangle = drop
         return 0  # counted above
 
     async def _lose_router(self, which: int) -> int:
-        router = self._routers[which % len(self._routers)]
+        router = self.routers[which % len(self.routers)]
         router.lose()
-        self._fleet.lost_routers.add(router.host)
-        processes = list(self._fleet.processes.values())
+        self.fleet.lost_routers.add(router.host)
+        processes = list(self.fleet.processes.values())
         for process in processes:
             process.engine.slowness = 200.0  # so that its requests would outlast its lease
         if which % 2:
-            self._fabric.remove(router.host)
+            self.fabric.remove(router.host)
         else:
             for process in processes:
-                self._fabric.silence(router.host, process.host)
+                self.fabric.silence(router.host, process.host)
         await asyncio.sleep(2 * ROUTER_LEASE_S)
         # Workers that stood still meanwhile have not listened for a lease yet.
-        is_excused = any(other.kind in ("stop_prefill", "stop_decode") for other in self._faults)
-        if (left := self._fleet.calls_of(router.host)) and not is_excused:
+        is_excused = any(other.kind in ("stop_prefill", "stop_decode") for other in self.faults)
+        if (left := self.fleet.calls_of(router.host)) and not is_excused:
             self.violations.append(f"{left} calls of {router.host} outlive it by two leases")
         for process in processes:
             process.engine.slowness = 1.0
         return 1
 
     def _router_host(self, which: int) -> str:
-        return self._routers[which % len(self._routers)].host
+        return self.routers[which % len(self.routers)].host
 
     def _pick(self, role: Role, which: int) -> SimProcess | None:
-        able = [process for process in self._fleet.processes.values() if process.info.role == role]
+        able = [process for process in self.fleet.processes.values() if process.info.role == role]
         return able[which % len(able)] if able else None
 
 

@@ -1,6 +1,6 @@
 """The simulation is worth something: with one safeguard switched off, it goes red within a few hundred seeds.
 
-Those of KV transfer itself: transfers/test_lifecycle_safeguards.py. Those of overload: policies/test_policies.py.
+Those of KV transfer itself: ../transfers/test_lifecycle_safeguards.py. Those of overload: ../policies/test_policies.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import replace
 
-from tests.simulation.run import run_scenario
-from tests.simulation.scenario import Scenario, make_scenario
+from tests.simulation.scenarios.run import run_scenario
+from tests.simulation.scenarios.scenario import Scenario, make_scenario
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
