@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
-from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Ticket, TokenEvent, mint_ticket
+from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
@@ -124,23 +124,27 @@ class Attempt:
     async def _call_prefill(self, worker: WorkerInfo) -> None:
         """Run the prompt on the prefill worker. Should that fail, the decode worker is told to do it itself.
 
-        So it is where the KV is not sent: the worker tells that apart from its reply, earlier or later.
+        So it is where the KV is not sent: the worker tells that apart from its reply, earlier or later. With the
+        channel the worker is lost, and the call ended: that of a stopped worker just hangs.
         """
         request_id = self._request.request_id
+        call = asyncio.current_task()
 
         def not_sent() -> None:
-            if self._stream.heard:  # the decode worker needs nothing any more
-                return
             is_lost = not self._channels.is_connected(worker.peer)
-            why = "is lost" if is_lost else "did not send the KV"
-            error = (WorkerLost if is_lost else TransferFailed)(f"{worker.peer.worker_id} {why} of {request_id}")
-            self._without_prefill(worker.peer, error)
+            if not self._stream.heard:  # else the decode worker needs nothing any more
+                why = "is lost" if is_lost else "did not send the KV"
+                error = (WorkerLost if is_lost else TransferFailed)(f"{worker.peer.worker_id} {why} of {request_id}")
+                self._without_prefill(worker.peer, error)
+            if is_lost and call is not None:
+                call.cancel()
 
         try:
             await self._channels.ensure(worker)
             self._channels.watch_sending(worker.peer, request_id, not_sent)
             self._progress.prefill_begins(worker.peer)
-            reply = await self._prefill_or_lose(worker.peer, self._ask_for_prefix())
+            pull = self._ask_for_prefix()
+            reply = await self._fleet.prefill(worker.peer, self._request, self._ticket, pull)
             if reply.event.error is not None:
                 raise WorkerFailed(reply.event.error)
         except TwostrokeError as error:
@@ -177,20 +181,6 @@ class Attempt:
         while not self._stream.heard:
             self._channels.send(self._decode, PrefillFailed(self._request.request_id))
             await asyncio.sleep(self._config.prefill_failed_repeat_s)
-
-    async def _prefill_or_lose(self, worker: Peer, pull: Ticket | None) -> PrefillReply:
-        """The call's reply; WorkerLost with the channel, since the call of a stopped worker just hangs."""
-        call = asyncio.create_task(self._fleet.prefill(worker, self._request, self._ticket, pull))
-        loss = asyncio.create_task(self._channels.outlive(worker))
-        try:
-            await asyncio.wait((call, loss), return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise WorkerLost("its token channel dropped")
-            return call.result()
-        finally:
-            call.cancel()
-            loss.cancel()
-            await asyncio.gather(call, loss, return_exceptions=True)
 
     def _ask_for_prefix(self) -> Ticket | None:
         """Have the path's source send what it holds of the prompt; the ticket for who computes it.
