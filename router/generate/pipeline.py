@@ -72,16 +72,7 @@ class Pipeline:
             fleet=fleet, channels=channels, clock=clock, ejection=config.ejection, suspects=config.suspects, draw=draw
         )
         self._budget = RetryBudget(config, clock)
-        self._chooser = PathChooser(
-            workers=fleet.workers,
-            channels=channels,
-            clock=clock,
-            policy=config.policy,
-            decodes_alone=config.decodes_alone,
-            min_pull_tokens=config.pull_min_tokens if config.pulls else None,
-            index_blocks=config.index_blocks,
-            expected_s=config.expected_s,
-        )
+        self._chooser = PathChooser(workers=fleet.workers, channels=channels, clock=clock, config=config)
         self._around = Surroundings(fleet, channels, secret, config)
         self.on_decision: Callable[[float], None] = lambda seconds: None
         """Told of every choice of workers how long it took."""
