@@ -14,9 +14,8 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
-from twostroke.router.generate.attempt import Attempt, PrefillMoved, Surroundings, out_of_time
+from twostroke.router.generate.attempt import Attempt, PrefillMoved, Progress, Surroundings, out_of_time
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.progress import Progress
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.log_format import FIELDS
