@@ -23,8 +23,6 @@ from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
 
-__all__ = ["Pipeline", "PipelineConfig"]
-
 _log = logging.getLogger(__name__)
 
 _DEFAULTS = PipelineConfig()
