@@ -24,9 +24,8 @@ from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
-from twostroke.router.routing.chooser import PathChooser
+from twostroke.router.routing.chooser import PathChooser, PathConfig
 from twostroke.router.routing.in_flight import Hold
 
 WORKERS = (4, 16, 64, 256, 1000)
@@ -85,17 +84,7 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
     draw = random.Random(0)
     infos = [_info(number) for number in range(num_workers)]
     channels = _Channels()
-    config = PipelineConfig()
-    chooser = PathChooser(
-        workers=lambda: infos,
-        channels=channels,
-        clock=time.monotonic,
-        policy=config.policy,
-        decodes_alone=config.decodes_alone,
-        min_pull_tokens=config.pull_min_tokens,
-        index_blocks=config.index_blocks,
-        expected_s=config.expected_s,
-    )
+    chooser = PathChooser(workers=lambda: infos, channels=channels, clock=time.monotonic, config=PathConfig())
     prompts = _prompts(draw, prompt_tokens, num_requests)
     requests = [_request(number, prompt) for number, prompt in enumerate(prompts)]
     for info in infos:
@@ -124,7 +113,7 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
 
 
 def _time_index(cached: dict[Peer, list[int]], prompts: Sequence[tuple[int, ...]]) -> float:
-    index = BlockIndex(clock=time.monotonic, max_blocks=PipelineConfig().index_blocks, expected_s=NEVER_S)
+    index = BlockIndex(clock=time.monotonic, max_blocks=PathConfig().index_blocks, expected_s=NEVER_S)
     for peer, names in cached.items():
         index.heard(peer, _held(names))
     times: list[float] = []

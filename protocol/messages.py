@@ -9,7 +9,7 @@ has ended it means to happen after theirs: see StepEnded. Numbers of transfers a
 
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
 
-What `twostroke doctor` asks of two workers, and what it tells of the way between them.
+What a worker tells of the trials that `twostroke doctor` asks for.
 """
 
 from functools import reduce
@@ -398,16 +398,3 @@ class ProbeTimes(msgspec.Struct, frozen=True):
     transport: str  # as in the configuration; of several ranks' links that differ, all of them
     why: str  # this transport, in words for people
     missing: tuple[str, ...]  # for each better transport: what it would need
-
-
-class ProbeReply(msgspec.Struct, frozen=True):
-    """The way of KV from one worker to another, as measured; with an `error` nothing else was."""
-
-    source: Peer
-    target: Peer
-    transport: str = ""
-    why: str = ""
-    missing: tuple[str, ...] = ()
-    bytes_per_s: float = 0.0  # of KV as the source stores it, in the largest transfers tried
-    round_trip_s: float = 0.0  # of a transfer of one block, from its offer to its verification: the median
-    error: str | None = None

@@ -106,12 +106,13 @@ class TcpConnection:
 
 
 class TcpListener:
-    """A listening socket with the tasks of its connections."""
+    """A listening socket with the tasks of its connections, once it is started."""
+
+    _server: asyncio.Server
 
     def __init__(self, secret: bytes, handler: Handler):
         self._secret = secret
         self._handler = handler
-        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -124,15 +125,12 @@ class TcpListener:
 
     @property
     def address(self) -> Address:
-        if self._server is None:
-            raise ConnectionLost("the listener is not started")
         host, port = self._server.sockets[0].getsockname()[:2]
         return Address(host, port)
 
     async def close(self) -> None:
         self._closed = True
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

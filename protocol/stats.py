@@ -8,7 +8,7 @@ its context add.
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -60,6 +60,8 @@ def _usual_s(costs: StepCosts) -> float:
 
 
 Role = Literal["prefill", "decode"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

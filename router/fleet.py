@@ -67,10 +67,10 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class NoPath(RequestError):
-    """No worker can serve the request now (503); the client may ask again in `retry_after_s` seconds."""
+    """No worker can serve the request now (503); the client may ask again in a second."""
 
-    def __init__(self, message: str, *, retry_after_s: int = 1):
-        super().__init__(message, code="no_workers", status=503, retry_after_s=retry_after_s)
+    def __init__(self, message: str):
+        super().__init__(message, code="no_workers", status=503, retry_after_s=1)
 
 
 class Path(msgspec.Struct, frozen=True):

@@ -112,12 +112,6 @@ class TokenChannels:
             self._left.add(info.peer)
         await channel.ensure()
 
-    async def outlive(self, worker: Peer) -> None:
-        """Return when the channel to this worker drops: it has forgotten our requests. At once where there is none."""
-        channel = self._channels.get(worker)
-        if channel is not None:
-            await channel.outlive()
-
     def is_connected(self, worker: Peer) -> bool:
         """Whether tokens can come from this worker now."""
         channel = self._channels.get(worker)
@@ -223,7 +217,6 @@ class WorkerChannel:
         self._failed = False  # the last attempt, or the last connection
         self._is_leaving = False
         self._hurry = asyncio.Event()
-        self._dropped = asyncio.Event()
         self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
 
     @property
@@ -263,11 +256,6 @@ class WorkerChannel:
         error = await asyncio.shield(self._attempt)
         if error is not None:
             raise error
-
-    async def outlive(self) -> None:
-        """Return when the connection that stands now drops; at once where there is none."""
-        if self._connection is not None:
-            await self._dropped.wait()
 
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
         """As TokenChannels.subscribe, where there is a connection."""
@@ -354,7 +342,6 @@ class WorkerChannel:
         if known := self._listener.known_verdicts():
             self.send(Convicted(known))
         self._failed = self.fell_silent = False
-        self._dropped.clear()
         self._settle(None)
         self._listener.changed(self.info.peer)
         self._ask_for_blocks()
@@ -421,7 +408,6 @@ class WorkerChannel:
         self._connection = None
         self._failed = True
         self.stats = None
-        self._dropped.set()
         self._listener.changed(self.info.peer)
         self._settle(error)
         self._attempt = asyncio.get_running_loop().create_future()

@@ -2,14 +2,14 @@
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from twostroke.protocol.settings import Count, Interval, Section
+from twostroke.protocol.settings import Interval
 from twostroke.router.health.poison import SuspectsConfig
 from twostroke.router.health.worker_records import EjectionConfig
-from twostroke.router.routing.chooser import Policy
+from twostroke.router.routing.chooser import PathConfig
 
 
-class PipelineConfig(Section):
-    """How patient the router is, in seconds, and when prefixes are pulled."""
+class PipelineConfig(PathConfig):
+    """How patient the router is, in seconds, beside how it chooses workers."""
 
     request_timeout_s: PositiveFloat = 600.0
     """A request that takes longer fails."""
@@ -32,18 +32,6 @@ class PipelineConfig(Section):
     """Between a call's end and its last tokens, or the other way round."""
     prefill_failed_repeat_s: Interval = 0.25
     """Until the decode worker is heard of: it may not know the request yet."""
-    pulls: bool = True
-    """Prefill workers fetch the prompt's beginning from whoever computed it before."""
-    pull_min_tokens: Count = 128
-    """Where that spares so many at least."""
-    policy: Policy = "kv_aware"
-    """How workers are chosen."""
-    decodes_alone: bool = True
-    """Decode workers compute prompts themselves where that is quicker."""
-    index_blocks: Count = 2_000_000
-    """Of which the router remembers who holds them."""
-    expected_s: Interval = 5.0
-    """What its decisions lead to is counted on so long before the workers have told of it."""
     ejection: EjectionConfig = Field(default_factory=EjectionConfig)
     suspects: SuspectsConfig = Field(default_factory=SuspectsConfig)
 

@@ -14,17 +14,14 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
-from twostroke.router.generate.attempt import Attempt, PrefillMoved, Surroundings, out_of_time
+from twostroke.router.generate.attempt import Attempt, PrefillMoved, Progress, Surroundings, out_of_time
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.progress import Progress
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.log_format import FIELDS
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
-
-__all__ = ["Pipeline", "PipelineConfig"]
 
 _log = logging.getLogger(__name__)
 
@@ -72,16 +69,7 @@ class Pipeline:
             fleet=fleet, channels=channels, clock=clock, ejection=config.ejection, suspects=config.suspects, draw=draw
         )
         self._budget = RetryBudget(config, clock)
-        self._chooser = PathChooser(
-            workers=fleet.workers,
-            channels=channels,
-            clock=clock,
-            policy=config.policy,
-            decodes_alone=config.decodes_alone,
-            min_pull_tokens=config.pull_min_tokens if config.pulls else None,
-            index_blocks=config.index_blocks,
-            expected_s=config.expected_s,
-        )
+        self._chooser = PathChooser(workers=fleet.workers, channels=channels, clock=clock, config=config)
         self._around = Surroundings(fleet, channels, secret, config)
         self.on_decision: Callable[[float], None] = lambda seconds: None
         """Told of every choice of workers how long it took."""

@@ -5,7 +5,7 @@ they get nothing for a while, then one request to show what they can. A worker's
 business: it comes back with another epoch, and with nothing held against it. What suspicion means is in `poison.py`.
 """
 
-import random
+from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Annotated, Generic, TypeVar
@@ -17,7 +17,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Count, Section
-from twostroke.protocol.stats import Role
+from twostroke.protocol.stats import ROLES
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, Path
 from twostroke.router.health.poison import Case, Stay, Suspects, SuspectsConfig
@@ -49,7 +49,7 @@ class EjectionConfig(Section):
 class _Record:
     """What is known of one worker. Ejected until `until`, then until a probe has succeeded."""
 
-    recent: list[bool] = field(default_factory=list)  # outcomes, True is a failure
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))  # outcomes, True is a failure
     in_a_row: int = 0  # failures
     successes: int = 0  # in a row
     times: int = 0  # ejected, since it was last forgiven
@@ -93,7 +93,7 @@ class Ejection(Generic[K]):
             return
         record.in_a_row = 0
         record.successes += 1
-        self._remember(record, is_failure=False)
+        record.recent.append(False)
         if record.until is not None and (record.is_probed or record.until <= self._clock()):
             record.until = None
             record.is_probed = False
@@ -106,7 +106,7 @@ class Ejection(Generic[K]):
         record = self._records.setdefault(worker, _Record())
         record.successes = 0
         record.in_a_row += 1
-        self._remember(record, is_failure=True)
+        record.recent.append(True)
         if record.until is not None and not record.is_probed:
             return  # requests that were there before it was ejected
         rate = sum(record.recent) / len(record.recent)
@@ -139,10 +139,6 @@ class Ejection(Generic[K]):
         out.sort(key=lambda worker: -(self._records[worker].until or 0.0))
         return frozenset(out[: len(among) // 2])
 
-    def _remember(self, record: _Record, *, is_failure: bool) -> None:
-        record.recent.append(is_failure)
-        del record.recent[:-_RECENT]
-
     def _eject(self, record: _Record) -> None:
         out_s = backoff_s(self._config.first_s, self._config.most_s, record.times, self._draw)
         record.times += 1
@@ -161,7 +157,6 @@ def backoff_s(first_s: float, most_s: float, num_before: int, draw: Callable[[],
     return longest_s * (1.0 - 0.5 * draw())
 
 
-_ROLES: tuple[Role, ...] = ("prefill", "decode")
 _PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart
 
 
@@ -179,7 +174,7 @@ class WorkerRecords:
         clock: Clock,
         ejection: EjectionConfig,
         suspects: SuspectsConfig,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float],
     ):
         self._fleet = fleet
         self._channels = channels
@@ -198,7 +193,7 @@ class WorkerRecords:
         present = {info.peer for info in workers}
         self._ejection.keep_where(present.__contains__)
         return frozenset().union(
-            *(self._ejection.ejected([info.peer for info in workers if info.role == role]) for role in _ROLES)
+            *(self._ejection.ejected([info.peer for info in workers if info.role == role]) for role in ROLES)
         )
 
     def strangers_to(self, decode: Peer) -> frozenset[Peer]:

@@ -14,7 +14,7 @@ import msgspec
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
-from twostroke.protocol.messages import ProbeReply, ProbeTimes
+from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, mint_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Fleet
@@ -61,17 +61,17 @@ class Doctor:
             yield _line({"event": "begin", **numbers, "missing_workers": missing_workers(self.expected(), workers)})
             num_failed = 0
             for source, target in chosen:
-                reply = await self.probe(source, target)
-                num_failed += reply.error is not None
+                found = await self.probe(source, target)
+                num_failed += found["error"] is not None
                 roles = {"source_role": source.role, "target_role": target.role}
                 names = {"source": source.peer.worker_id, "target": target.peer.worker_id}
-                yield _line({"event": "pair", **roles, **msgspec.to_builtins(reply), **names})
+                yield _line({"event": "pair", **roles, **names, **found})
             yield _line({"event": "end", "failed": num_failed})
         finally:
             self._is_running = False
 
-    async def probe(self, source: WorkerInfo, target: WorkerInfo) -> ProbeReply:
-        """What is found on the way from one worker to the other; whatever fails is told in the reply."""
+    async def probe(self, source: WorkerInfo, target: WorkerInfo) -> dict[str, Any]:
+        """What is found on the way from one worker to the other; with an `error` nothing was."""
         try:
             async with asyncio.timeout(PAIR_S):
                 return await self._measure(source, target)
@@ -79,12 +79,12 @@ class Doctor:
             error = f"the trial did not end within {PAIR_S:g} s"
         except TwostrokeError as failure:
             error = str(failure)
-        return ProbeReply(source.peer, target.peer, error=error)
+        nothing = {"transport": "", "why": "", "missing": (), "bytes_per_s": 0.0, "round_trip_s": 0.0}
+        return {**nothing, "error": error}
 
-    async def _measure(self, source: WorkerInfo, target: WorkerInfo) -> ProbeReply:
+    async def _measure(self, source: WorkerInfo, target: WorkerInfo) -> dict[str, Any]:
         one_block = max(source.layout.block_size, target.layout.block_size)
         small = await self._trial(source, target, _NUM_SMALL, one_block)
-        round_trip_s = median(small.seconds)
         token_bytes = _token_bytes(source.layout)
         most = max(one_block, min(self._room(source), self._room(target), MAX_BYTES // token_bytes))
         num_tokens = min(most, max(one_block, _FIRST_BYTES // token_bytes))
@@ -94,15 +94,14 @@ class Doctor:
             if num_tokens == most or seconds >= ENOUGH_S:
                 break
             num_tokens = min(most, num_tokens * _GROWTH)
-        return ProbeReply(
-            source.peer,
-            target.peer,
-            transport=large.transport,
-            why=large.why,
-            missing=large.missing,
-            bytes_per_s=num_tokens * token_bytes / max(seconds, 1e-9),  # a clock may be coarse
-            round_trip_s=round_trip_s,
-        )
+        return {
+            "transport": large.transport,
+            "why": large.why,
+            "missing": large.missing,
+            "bytes_per_s": num_tokens * token_bytes / max(seconds, 1e-9),  # a clock may be coarse
+            "round_trip_s": median(small.seconds),
+            "error": None,
+        }
 
     async def _trial(self, source: WorkerInfo, target: WorkerInfo, count: int, num_tokens: int) -> ProbeTimes:
         """Times of `count` transfers of so many tokens, after one that is not counted."""

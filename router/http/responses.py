@@ -1,9 +1,9 @@
 """Responses that end when their client leaves, or when the server does."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
@@ -38,14 +38,12 @@ def error_response(error: TwostrokeError) -> Response:
     return Response(encode_json(error_object(error)), shown.status, headers, media_type="application/json")
 
 
-async def until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, Result], cut: "asyncio.Future[None] | None"
-) -> Result:
+async def until_disconnect(receive: Receive, work: Awaitable[Result], cut: "asyncio.Future[None] | None") -> Result:
     """The result of `work`, which is cancelled, and ended, when the client goes: that raises ClientDisconnect.
 
     Or when `cut` is done: that raises ServerEnds.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     watch = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watch) if cut is None else (task, watch, cut), return_when=asyncio.FIRST_COMPLETED)
@@ -76,12 +74,8 @@ async def streamed(
     Its first event is awaited here: whatever fails until then is answered like all that fails in an endpoint. When
     `cut` is done later, an error event ends the stream. The source is read by two tasks, one after the other.
     """
-    first = await until_disconnect(request.receive, _first(events), cut)
+    first = await until_disconnect(request.receive, anext(events), cut)
     return _EventStream(first, events, cut, media_type)
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
 
 
 class _EventStream(StreamingResponse):

@@ -5,7 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,7 @@ from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
 from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import RouterMetrics
-from twostroke.router.observe.scaling import Expected, LastScaling, never_scaled, planned_families, scaling_status
+from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
 from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
     from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
 
-def _version() -> str:
-    try:
-        return version("twostroke")
-    except PackageNotFoundError:  # run from a checkout that was not installed
-        return "unknown"
-
-
 @dataclass(frozen=True)
 class ServiceConfig:
     """What the HTTP side needs to be told."""
@@ -52,7 +46,7 @@ class ServiceConfig:
     router_id: str = "router"  # of this replica, in metrics
     strict: bool = False  # requests with unknown fields are refused
     follow_s: float = 0.5  # how often the fleet is looked at between requests
-    version: str = field(default_factory=_version)
+    version: str = field(default_factory=partial(version, "twostroke"))
 
 
 @dataclass(kw_only=True)
@@ -74,7 +68,7 @@ class RouterService:
     traces: "OpenTelemetryTraces | None" = None
     other_routers: OtherRouters = no_other_routers
     expected: Expected = dict
-    scaling: LastScaling = never_scaled
+    scaling: LastScaling = lambda: None
     clock: Clock = time.monotonic
     wall_clock: Clock = time.time
 

@@ -43,11 +43,7 @@ Expected = Callable[[], Mapping[str, int]]
 """How many replicas of each role, routers included, there are to be now."""
 
 LastScaling = Callable[[], Scaling | None]
-
-
-def never_scaled() -> Scaling | None:
-    """Where the number of workers is fixed."""
-    return None
+"""None where the number of workers is fixed."""
 
 
 def scaling_status(scaling: Scaling, running: Mapping[Role, int], now: float) -> dict[str, Any]:

@@ -5,15 +5,29 @@ the router's clock, durations are the workers' own; all in seconds. KV is sent w
 begins with the attempt and includes what it waited for.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.requests import FinishReason
 from twostroke.router.fleet import Estimate, Path
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+@dataclass(slots=True, kw_only=True)
+class Told:
+    """What workers have told of an attempt; None is what has not happened, or not yet."""
+
+    num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    prefill_queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    decode_queue_s: float | None = None
+
+
+_TOLD = fields(Told)
+
+
+@dataclass(slots=True)
+class Try(Told):
     """One attempt that is over: when it was, who was asked, and what they told of it."""
 
     begin: float
@@ -21,15 +35,10 @@ class Try:
     prefill: str | None  # worker id; None where the decode worker was to compute the prompt
     decode: str  # worker id
     error: str | None  # the kind of failure that ended it; never an error's own words, which may quote a request
-    num_cached_tokens: int
-    prefill_queue_s: float | None
-    prefill_s: float | None
-    transfer_s: float | None
-    decode_queue_s: float | None
 
 
 @dataclass(slots=True)
-class Stages:
+class Stages(Told):
     """The stamps of one sequence. A resumed sequence keeps the durations of its last attempt."""
 
     arrive: float
@@ -41,20 +50,15 @@ class Stages:
     attempts: int = 0
     tries: list[Try] = field(default_factory=list)  # those that are over
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
-    num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    prefill_queue_s: float | None = None
-    prefill_s: float | None = None
-    transfer_s: float | None = None
-    decode_queue_s: float | None = None
     finish_reason: FinishReason | None = None
 
     def begin_attempt(self) -> None:
         """Count an attempt, and forget the workers' numbers of the one before."""
         self.attempts += 1
-        self.prefill_queue_s = self.prefill_s = self.transfer_s = self.decode_queue_s = None
-        self.num_cached_tokens = 0
+        for one in _TOLD:
+            setattr(self, one.name, one.default)
 
     def end_attempt(self, begin: float, end: float, path: Path, error: TwostrokeError | None) -> None:
         """Keep what is known of the attempt that was from `begin` to `end`, and failed with `error` if there is one."""
@@ -65,11 +69,7 @@ class Stages:
                 prefill=None if path.prefill is None else path.prefill.peer.worker_id,
                 decode=path.decode.peer.worker_id,
                 error=None if error is None else type(error).__name__,
-                num_cached_tokens=self.num_cached_tokens,
-                prefill_queue_s=self.prefill_queue_s,
-                prefill_s=self.prefill_s,
-                transfer_s=self.transfer_s,
-                decode_queue_s=self.decode_queue_s,
+                **{one.name: getattr(self, one.name) for one in _TOLD},
             )
         )
 

@@ -12,7 +12,7 @@ are computed once a prompt and block size, not once a choice, a worker or an att
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 
 from twostroke.protocol.blocks import BlockHash, ShortName, chain_hashes, next_hash, root_hash, short_name, unpack_names
@@ -41,9 +41,6 @@ class BlockIndex:
     """
 
     def __init__(self, *, clock: Clock, max_blocks: int, expected_s: float):
-        """Raises ValueError unless there is room for one block."""
-        if max_blocks < 1:
-            raise ValueError(f"an index of {max_blocks} blocks holds nothing")
         self._clock = clock
         self._max_blocks = max_blocks
         self._expected_s = expected_s
@@ -249,30 +246,37 @@ def _clear(layer: _Layer, name: ShortName, keep: int) -> None:
 _MOST_TOKENS = 1 << 20  # of the prompts whose names are kept
 
 
-@dataclass(slots=True)
-class _Prompt:
+@dataclass(frozen=True, slots=True)
+class _Chain:
     token_ids: tuple[int, ...]  # kept, so that no other tuple can have its id
-    chains: dict[int, tuple[list[ShortName], BlockHash]] = field(default_factory=dict)  # by block size; the last's hash
+    names: list[ShortName]  # of the full blocks
+    last: BlockHash  # of the last of these
 
 
 class PromptNames:
     """Remembers the prompts that were asked for last. Sequences of one request share their tuple of tokens."""
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[tuple[int, bytes], _Prompt] = OrderedDict()
+        self._chains: OrderedDict[tuple[int, bytes, int], _Chain] = OrderedDict()
         self._num_tokens = 0
 
     def of(
         self, token_ids: tuple[int, ...], cache_salt: bytes, block_size: int, sent: Sequence[int] = ()
     ) -> list[ShortName]:
         """Names of all full blocks of a prompt, with the outputs `sent` after it. Not to be changed."""
-        prompt = self._prompt(token_ids, cache_salt)
-        chain = prompt.chains.get(block_size)
+        key = id(token_ids), cache_salt, block_size
+        chain = self._chains.get(key)
         if chain is None:
             hashes = chain_hashes(token_ids, block_size, cache_salt)
             last = hashes[-1] if hashes else root_hash(cache_salt)
-            chain = prompt.chains[block_size] = [short_name(one) for one in hashes], last
-        names, parent = chain
+            chain = self._chains[key] = _Chain(token_ids, [short_name(one) for one in hashes], last)
+            self._num_tokens += len(token_ids)
+            while self._num_tokens > _MOST_TOKENS and len(self._chains) > 1:
+                _, oldest = self._chains.popitem(last=False)
+                self._num_tokens -= len(oldest.token_ids)
+        else:
+            self._chains.move_to_end(key)
+        names, parent = chain.names, chain.last
         rest = len(names) * block_size
         if len(token_ids) + len(sent) < rest + block_size:
             return names
@@ -282,16 +286,3 @@ class PromptNames:
             parent = next_hash(parent, tail[end - block_size : end])
             names.append(short_name(parent))
         return names
-
-    def _prompt(self, token_ids: tuple[int, ...], cache_salt: bytes) -> _Prompt:
-        key = id(token_ids), cache_salt
-        prompt = self._prompts.get(key)
-        if prompt is None:
-            prompt = self._prompts[key] = _Prompt(token_ids)
-            self._num_tokens += len(token_ids)
-            while self._num_tokens > _MOST_TOKENS and len(self._prompts) > 1:
-                _, oldest = self._prompts.popitem(last=False)
-                self._num_tokens -= len(oldest.token_ids)
-        else:
-            self._prompts.move_to_end(key)
-        return prompt

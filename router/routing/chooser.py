@@ -7,6 +7,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply
+from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Estimate, NoPath, Path
@@ -17,6 +18,24 @@ from twostroke.router.routing.workers import AVAILABLE, FleetView, KnownWorker
 
 Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 
+
+class PathConfig(Section):
+    """How workers are chosen, and when prefixes are pulled."""
+
+    policy: Policy = "kv_aware"
+    """How workers are chosen."""
+    decodes_alone: bool = True
+    """Decode workers compute prompts themselves where that is quicker."""
+    pulls: bool = True
+    """Prefill workers fetch the prompt's beginning from whoever computed it before."""
+    pull_min_tokens: Count = 128
+    """Where that spares so many at least."""
+    index_blocks: Count = 2_000_000
+    """Of which the router remembers who holds them."""
+    expected_s: Interval = 5.0
+    """What its decisions lead to is counted on so long before the workers have told of it."""
+
+
 _FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
 _ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
 _LEAST_S = 1e-3  # until a first token, when paths are compared
@@ -25,8 +44,7 @@ _LEAST_S = 1e-3  # until a first token, when paths are compared
 class PathChooser:
     """One router replica's. `workers` tells who is there (Fleet.workers).
 
-    Listens to the channels, so it is to be made before those follow any worker. `min_pull_tokens` is what
-    a pulled prefix must spare at least (None: nothing is pulled); `index_blocks` and `expected_s` are BlockIndex's.
+    Listens to the channels, so it is to be made before those follow any worker.
     """
 
     def __init__(
@@ -35,22 +53,17 @@ class PathChooser:
         workers: Callable[[], Sequence[WorkerInfo]],
         channels: TokenChannels,
         clock: Clock,
-        policy: Policy,
-        decodes_alone: bool,
-        min_pull_tokens: int | None,
-        index_blocks: int,
-        expected_s: float,
+        config: PathConfig,
     ):
         self._workers = workers
         self._channels = channels
         self._clock = clock
-        self._policy = policy
-        self._decodes_alone = decodes_alone
-        self._min_pull_tokens = min_pull_tokens
+        self._config = config
+        self._min_pull_tokens = config.pull_min_tokens if config.pulls else None
         self._view = FleetView(channels, clock)
         self._cached: BlockIndex | None = None
-        if policy == "kv_aware":
-            self._cached = BlockIndex(clock=clock, max_blocks=index_blocks, expected_s=expected_s)
+        if config.policy == "kv_aware":
+            self._cached = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
         self._trials = Trials()
         self._turn = 0
         self._answer_tokens = _FIRST_ANSWER_TOKENS
@@ -85,13 +98,13 @@ class PathChooser:
         left_out = leave_out(failed, ejected)
         need = self._need(request, sent)
         if self._cached is None or not self._view.knows_costs:
-            turn = self._turn if self._policy == "round_robin" else None
+            turn = self._turn if self._config.policy == "round_robin" else None
             path = path_by_load(prefill, decode, need.num_tokens, left_out=left_out, turn=turn)
             if self._cached is None or need.min_pull_tokens is None:
                 return path
             return with_source(path, self._view.workers, need.num_tokens, need.min_pull_tokens, left_out)
         best = cheapest_path(
-            prefill, decode, need, left_out=left_out, decodes_alone=self._decodes_alone, turn=self._turn
+            prefill, decode, need, left_out=left_out, decodes_alone=self._config.decodes_alone, turn=self._turn
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out

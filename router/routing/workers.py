@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.requests import Peer, Promise
-from twostroke.protocol.stats import Role, StepCosts, WorkerInfo, WorkerStats, typical
+from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, typical
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.routing.in_flight import InFlight, Load
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
 """Tiers of workers. Those between the first and the last are taken for want of a better one: first those that fail many

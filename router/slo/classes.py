@@ -70,11 +70,8 @@ class SLOConfig(Section):
         return self.classes[0] if self.default is None else self.named(self.default)
 
     def named(self, name: str) -> SLOClass:
-        """Raises KeyError."""
-        for one in self.classes:
-            if one.name == name:
-                return one
-        raise KeyError(name)
+        """One of those that there are."""
+        return next(one for one in self.classes if one.name == name)
 
     @property
     def is_set(self) -> bool:

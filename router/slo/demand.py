@@ -15,13 +15,11 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest
-from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, typical
+from twostroke.protocol.stats import ROLES, WorkerInfo, WorkerStats, typical
 from twostroke.router.slo.classes import SLOClass
 
 ASKED_S = 600.0
 """A class that nobody has asked for in this time promises nothing to anybody."""
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class Demand:

@@ -30,11 +30,11 @@ CPU_S = 1.0
 CPU_PER_ENGINE_S = 2.0  # of the fake engines, which run in this very thread
 
 COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
-    ("/v1/completions", "POST"): (430, 300),
-    ("/v1/chat/completions", "POST"): (370, 250),
-    ("/tokenize", "POST"): (100, 50),
-    ("/detokenize", "POST"): (80, 50),
-    ("/v1/models/{name}", "GET"): (35, 0),
+    ("/v1/completions", "POST"): (215, 150),
+    ("/v1/chat/completions", "POST"): (185, 125),
+    ("/tokenize", "POST"): (50, 25),
+    ("/detokenize", "POST"): (40, 25),
+    ("/v1/models/{name}", "GET"): (20, 0),
     **{
         (path, "GET"): (1, 0)
         for path in ("/v1/models", "/health", "/ready", "/metrics", "/status", "/doctor", "/version")

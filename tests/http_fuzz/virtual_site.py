@@ -7,12 +7,13 @@ one that computes for too long takes time of this thread, whatever else the mach
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import unquote_to_bytes, urlsplit
+
+import httpx
 
 from tests.simulation.fake_model import VOCAB, FakeEngine
 from tests.simulation.memory_network import MemoryFabric
@@ -114,32 +115,17 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
 
     async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """The answer to one request, read to its end."""
-        parts = urlsplit(url)
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": unquote_to_bytes(parts.path).decode(errors="replace"),
-            "raw_path": parts.path.encode(),
-            "query_string": parts.query.encode(),
-            "root_path": "",
-            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
-            "client": ("127.0.0.1", 5),
-            "server": ("127.0.0.1", 8000),
-        }
-        messages: list[dict[str, Any]] = []
+        given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        request = httpx.Request(method, url, headers=given, content=body)
         began, engines_began = self._loop.time(), self._engine_s
         with _no_garbage_collection():
             cpu_began = time.thread_time()
-            await self.app(scope, _receiver(body), _sender(messages))
+            response = await httpx.ASGITransport(self.app).handle_async_request(request)
             cpu_s = time.thread_time() - cpu_began
-        start, *parts_of_body = messages
         return Answer(
-            start["status"],
-            {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]},
-            b"".join(part.get("body", b"") for part in parts_of_body),
+            response.status_code,
+            response.headers,
+            await response.aread(),
             virtual_s=self._loop.time() - began,
             engine_s=self._engine_s - engines_began,
             cpu_s=cpu_s,
@@ -191,22 +177,3 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _receiver(body: bytes) -> Callable[[], Awaitable[dict[str, Any]]]:
-    """The body at once, and then a client that stays."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if not messages:
-            await asyncio.get_running_loop().create_future()
-        return messages.pop()
-
-    return receive
-
-
-def _sender(messages: list[dict[str, Any]]) -> Callable[[dict[str, Any]], Awaitable[None]]:
-    async def send(message: dict[str, Any]) -> None:
-        messages.append(message)
-
-    return send

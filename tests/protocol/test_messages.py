@@ -33,7 +33,7 @@ from twostroke.protocol.verdicts import MOST_TOLD
 
 PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))
-CASES = 50_000
+CASES = 25_000
 
 
 # msgpack's ways to announce more than follows: arrays, maps, strings, bytes and extensions of 32 bits.
@@ -47,23 +47,9 @@ def _flip(draw: random.Random, payload: bytes) -> bytes:
     return bytes(damaged)
 
 
-def _truncate(draw: random.Random, payload: bytes) -> bytes:
-    return payload[: int(draw.random() * len(payload))]
-
-
-def _append(draw: random.Random, payload: bytes) -> bytes:
-    return payload + draw.randbytes(1 + int(draw.random() * 8))
-
-
 def _splice(draw: random.Random, payload: bytes) -> bytes:
     other = draw.choice(PAYLOADS)
     return payload[: int(draw.random() * len(payload))] + other[int(draw.random() * len(other)) :]
-
-
-def _repeat_a_part(draw: random.Random, payload: bytes) -> bytes:
-    start = int(draw.random() * len(payload))
-    part = payload[start : start + 1 + int(draw.random() * 16)]
-    return payload[:start] + part * (2 + int(draw.random() * 50)) + payload[start:]
 
 
 def _announce(draw: random.Random, payload: bytes) -> bytes:
@@ -78,10 +64,6 @@ def _nest(draw: random.Random, payload: bytes) -> bytes:
     at = int(draw.random() * len(payload))
     opening = draw.choice((b"\x91", b"\x92\xc0", b"\x81\xa1k", b"\xdc\x00\x01", b"\x81\x80"))
     return payload[:at] + opening * (10 ** (1 + int(draw.random() * 3.5)))
-
-
-def _any_bytes(draw: random.Random, payload: bytes) -> bytes:
-    return draw.randbytes(int(draw.random() * 200))
 
 
 def _invent(draw: random.Random, payload: bytes) -> bytes:
@@ -126,13 +108,9 @@ def _any_value(draw: random.Random, depth: int) -> Any:
 
 HOSTILE: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "bits flipped": _flip,
-    "cut short": _truncate,
-    "bytes behind it": _append,
     "spliced": _splice,
-    "a part repeated": _repeat_a_part,
     "a huge count": _announce,
     "nested deep": _nest,
-    "any bytes": _any_bytes,
     "invented fields": _invent,
     "swapped fields": _swap_fields,
 }
@@ -158,8 +136,6 @@ def test_hostile_payloads_are_refused_or_are_messages_after_all() -> None:
         accepted.add(type(message).__name__)
     for kind in HOSTILE:
         assert outcomes[kind, "refused"] > 100, f"{kind} is no danger as it is made"
-    for kind in ("cut short", "bytes behind it"):
-        assert outcomes[kind, "accepted"] == 0, "a message is one whole payload"
     # Flipped bits in a string or a number leave a message that the decoder can't find fault with: those pass, and the
     # fuzzer is seen to reach behind the first byte.
     assert outcomes["bits flipped", "accepted"] > 100
@@ -209,12 +185,12 @@ def test_the_corpus_has_every_kind_of_message():
 
 
 @pytest.mark.parametrize("message", CORPUS, ids=lambda message: type(message).__name__)
-def test_a_message_decodes_to_itself_and_to_nothing_where_it_is_cut_short(message: Message):
+def test_a_message_decodes_to_itself_and_to_nothing_where_it_is_cut_short_or_has_bytes_behind_it(message: Message):
     payload = encode_message(message)
     assert decode_message(payload) == message
-    for end in range(len(payload)):
+    for other in (*(payload[:end] for end in range(len(payload))), payload + b"\0", payload + payload):
         with pytest.raises(ProtocolError):
-            decode_message(payload[:end])
+            decode_message(other)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
-from twostroke.router.observe.scaling import never_scaled
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -284,7 +283,8 @@ PATIENCE = PipelineConfig(retry_wait_s=2.0, retry_poll_s=0.01, reply_grace_s=0.2
 
 
 @contextlib.asynccontextmanager
-async def running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
+async def _running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
+    before = asyncio.all_tasks()
     workers = [FakeWorker("prefill", f"p{i}") for i in range(num_prefill)]
     workers += [FakeWorker("decode", f"d{i}") for i in range(num_decode)]
     for worker in workers:
@@ -297,26 +297,19 @@ async def running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
     )
     try:
         yield Rig(fleet, channels, pipeline)
+        assert pipeline.in_flight == 0
     finally:
         await channels.close()
         for worker in workers:
             await worker.close()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() - {asyncio.current_task()} <= before
 
 
 @pytest.fixture
 def fleet_of():
     """Call it as `async with fleet_of(prefills, decodes) as rig`. No task may be left behind."""
-
-    @contextlib.asynccontextmanager
-    async def checked(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
-        before = asyncio.all_tasks()
-        async with running(num_prefill, num_decode) as rig:
-            yield rig
-            assert rig.pipeline.in_flight == 0
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() - {asyncio.current_task()} <= before
-
-    return checked
+    return _running
 
 
 @pytest.fixture
@@ -394,7 +387,7 @@ def site_of(fleet_of, tokenizer):
         listen: bool = False,
         slo=SLOConfig(),  # noqa: B008  (frozen)
         tenants=None,
-        scaling=never_scaled,
+        scaling=lambda: None,
         **config,
     ) -> AsyncIterator[Site]:
         async with fleet_of(num_prefill, num_decode) as rig:

@@ -86,32 +86,25 @@ async def test_a_worker_that_left_and_then_dies_fails_its_streams_at_once_and_is
         assert not rig.channels.is_down(peer)
 
 
-async def test_a_worker_that_left_by_mistake_is_followed_again(fleet_of, until):
+@pytest.mark.parametrize("is_cut_off", [False, True])
+async def test_a_worker_that_left_by_mistake_is_followed_again(fleet_of, until, is_cut_off):
     async with fleet_of(0, 1) as rig:
         peer = await connected(rig, until)
-        rig.channels.subscribe(peer, "one", max_tokens=5)  # so that its channel stays
+        stream = rig.channels.subscribe(peer, "one", max_tokens=5)  # so that its channel stays
         rig.channels.follow([])
         await until(lambda: rig["d0"].told_to_leave == 1)
+        if is_cut_off:
+            await rig["d0"].connections["router-0"].close()
+            with pytest.raises(WorkerLost):
+                await anext(stream)
         rig.channels.follow([rig["d0"].info])
-        await comes_again(rig, until)
-        async with asyncio.timeout(5):
-            await rig.channels.ensure(rig["d0"].info)
-        rig.channels.follow([])
-        await until(lambda: rig["d0"].told_to_leave == 2)
-
-
-async def test_a_worker_that_left_by_mistake_and_was_cut_off_meanwhile_is_followed_again(fleet_of, until):
-    async with fleet_of(0, 1) as rig:
-        peer = await connected(rig, until)
-        stream = rig.channels.subscribe(peer, "one", max_tokens=5)
-        rig.channels.follow([])
-        await rig["d0"].connections["router-0"].close()
-        with pytest.raises(WorkerLost):
-            await anext(stream)
-        rig.channels.follow([rig["d0"].info])
+        if not is_cut_off:
+            await comes_again(rig, until)
         async with asyncio.timeout(5):
             await rig.channels.ensure(rig["d0"].info)
         assert rig.channels.is_connected(peer)
+        rig.channels.follow([])
+        await until(lambda: rig["d0"].told_to_leave == 2)
 
 
 async def test_a_router_that_ends_takes_no_worker_down(fleet_of, until):

@@ -88,14 +88,17 @@ async def test_a_decode_worker_that_is_heard_before_the_prefill_workers_reply_an
         await events.aclose()
 
 
-async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_channel(fleet_of, a_request, until):
+@pytest.mark.parametrize("num_tokens", [1, 3])
+async def test_closing_the_generator_ends_both_calls_and_tells_both_workers(fleet_of, a_request, until, num_tokens):
     async with fleet_of(1, 1) as rig:
-        allow(rig["d0"], 3)
-        events, _ = await nth_token(rig, a_request(), 3)
+        allow(rig["d0"], num_tokens if num_tokens > 1 else 0)
+        events, _ = await nth_token(rig, a_request(), num_tokens)
+        assert not rig["p0"].owned
         await events.aclose()
         assert not rig.fleet.owned
-        await until(lambda: len(rig["d0"].cancelled) == 1)
         assert rig.pipeline.in_flight == 0
+        for name in ("p0", "d0"):
+            await until(lambda name=name: rig[name].cancelled == [rig[name].seen[0].request_id])
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -143,15 +146,6 @@ async def test_a_first_token_that_is_the_last_cancels_the_decode_worker_at_once(
             assert await collect(rig, one) == expected(one)
         assert not rig.fleet.owned
         await until(lambda: rig["d0"].cancelled == [rig["d0"].seen[0].request_id])
-
-
-async def test_an_early_end_is_told_to_a_prefill_worker_whose_call_is_over(fleet_of, a_request, until):
-    async with fleet_of(1, 1) as rig:
-        allow(rig["d0"], 0)
-        events, _ = await nth_token(rig, a_request(), 1)
-        assert not rig["p0"].owned
-        await events.aclose()
-        await until(lambda: rig["p0"].cancelled == [rig["p0"].seen[0].request_id])
 
 
 async def test_a_whole_request_is_cancelled_nowhere(fleet_of, a_request):

@@ -87,18 +87,6 @@ async def test_a_request_whose_channels_dropped_twice_is_innocent_since_its_work
             assert await answer == expected(a_request())
 
 
-async def test_a_worker_that_falls_silent_accuses_nobody(fleet_of, a_request, expected, until):
-    async with fleet_of(0, 2) as rig:
-        allow(rig["d0"], 0)
-        rig["d0"].is_mute = True
-        allow(rig["d1"], 0)
-        answer = asyncio.create_task(collect(rig, a_request()))
-        await until(lambda: rig["d1"].owned)
-        assert rig.pipeline._records.suspects.num_suspects == 0
-        go_on(rig["d1"])
-        assert await answer == expected(a_request())
-
-
 async def test_a_worker_that_leaves_accuses_nobody_and_is_not_held_to_have_failed(fleet_of, a_request, expected, until):
     async with fleet_of(0, 2) as rig:
         rig["d0"].refusal = WorkerLeaving("draining")

@@ -4,24 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, Peer
-from twostroke.protocol.stats import WorkerInfo
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_channels import ChannelListener
 from twostroke.router.fleet import Path
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.health.worker_records import Ejection, EjectionConfig, WorkerRecords
 
-LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
-
-
-def info(role, name):
-    return WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 1000)
-
-
-P, D, D1 = info("prefill", "p0"), info("decode", "d0"), info("decode", "d1")
+P, D, D1 = info("p0"), info("d0"), info("d1")
 
 
 class Scene:
@@ -33,7 +24,7 @@ class Scene:
         fleet = SimpleNamespace(workers=self._workers)
         channels = SimpleNamespace(
             is_connected=lambda worker: True,
-            fell_silent=lambda worker: False,
+            fell_silent=lambda worker: worker == D1.peer,
             listener=ChannelListener(),
             tell_verdicts=lambda verdicts: None,
         )
@@ -105,6 +96,14 @@ async def test_who_was_given_back_by_a_prefill_worker_is_not_suspected_of_its_de
     records.failed(given_back, P.peer, answer)
     records.failed(other, P.peer, WorkerLost("it died"))
     assert [records.suspects.is_suspect(case) for case in (given_back, other)] == [False, True]
+
+
+async def test_of_a_worker_that_fell_silent_nobody_is_suspected(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    await records.begin(case, Path(None, D1))
+    records.failed(case, D1.peer, WorkerLost("it fell silent"))
+    assert not records.suspects.is_suspect(case)
 
 
 async def test_refusals_for_want_of_room_are_not_held_against_a_worker(scene, a_request):

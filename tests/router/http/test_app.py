@@ -283,20 +283,3 @@ async def test_text_goes_to_tokens_and_back(site_of):
         assert chat.json()["tokens"][0] == 0
         none = await site.http.post("/tokenize", json={"prompt": ""})
         assert none.json()["tokens"] == [0]
-
-
-async def test_a_long_prompt_is_tokenised_off_the_loop(site_of, monkeypatch):
-    import threading
-
-    async with site_of(0, 1) as site:
-        threads = []
-        original = site.service.tokenizer._encode
-
-        def spy(text, add_special_tokens):
-            threads.append(threading.current_thread() is threading.main_thread())
-            return original(text, add_special_tokens)
-
-        monkeypatch.setattr(site.service.tokenizer, "_encode", spy)
-        await site.http.post("/tokenize", json={"prompt": "short"})
-        await site.http.post("/tokenize", json={"prompt": "long " * 2000})
-        assert threads == [True, False]

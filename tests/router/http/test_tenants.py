@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from tests.router.routing.knowing import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.router.http.tenants import (
     AuthConfig,
@@ -104,13 +105,6 @@ def test_keys_that_are_alike_are_refused() -> None:
         AuthConfig(keys=(ALICE, KeyConfig(name="carol", sha256=ALICE.sha256)))
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def limited(clock: Clock, **limits: float) -> Tenant:
     key = KeyConfig(name="alice", sha256=ALICE.sha256, **limits)
     return Tenant(key, secret=SECRET, clock=clock, num_routers=1)
@@ -137,18 +131,6 @@ def test_what_was_set_aside_and_not_used_comes_back_and_what_was_used_beyond_is_
     with pytest.raises(RateLimited) as caught:
         bucket.take(1)
     assert caught.value.retry_after_s == 61
-
-
-def test_tokens_are_set_aside_while_a_request_runs() -> None:
-    clock = Clock()
-    own = limited(clock, tokens_per_minute=600)
-    with own.tokens(500, lambda: 50), pytest.raises(RateLimited, match="tokens"), own.tokens(200, lambda: 0):
-        raise AssertionError("has no tokens")
-    with own.tokens(550, lambda: 550):
-        pass
-    with pytest.raises(RateLimited) as caught, own.tokens(100, lambda: 0):
-        raise AssertionError("has no tokens")
-    assert caught.value.retry_after_s == 10
 
 
 def test_places_come_back_however_a_request_ends() -> None:

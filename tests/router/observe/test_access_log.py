@@ -15,30 +15,17 @@ SECRET = "the princess's whereabouts"
 ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
 
 
-class _Lines(logging.Handler):
-    """Keeps lines as they are written."""
-
-    def __init__(self):
-        super().__init__()
-        self.setFormatter(JsonLines({}))
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(self.format(record))
-
-
 @pytest.fixture
-def logged(caplog):
-    """The JSON lines of all that our packages log."""
-    handler = _Lines()
+def logged(caplog, monkeypatch):
+    """Call it for all that our packages have logged, as lines of JSON."""
     caplog.set_level("DEBUG", logger="twostroke")
-    logging.getLogger("twostroke").addHandler(handler)
-    yield handler.lines
-    logging.getLogger("twostroke").removeHandler(handler)
+    monkeypatch.setattr(caplog.handler, "formatter", JsonLines({}))
+    return lambda: caplog.text
 
 
-def access(lines):
-    return [line for line in map(json.loads, lines) if line["logger"] == "twostroke.router.observe.access_log"]
+def access(text):
+    lines = map(json.loads, text.splitlines())
+    return [line for line in lines if line["logger"] == "twostroke.router.observe.access_log"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -50,12 +37,12 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
             headers={"x-request-id": "label-1", "authorization": "Bearer a-key"},
         )
         assert answer.status_code == 200
-    (line,) = access(logged)
+    (line,) = access(logged())
     assert (line["message"], line["request_id"], REQUEST_ID.get()) == ("POST /v1/completions", "label-1", "")
     assert (line["status"], line["choices"], line["output_tokens"], line["attempts"]) == (200, 2, 16, 1)
     assert line["slo_class"] == "standard"
     assert 0 < line["ttft_s"] <= line["e2e_s"]
-    everything = "\n".join(logged)
+    everything = logged()
     for private in (SECRET, "whereabouts", "a-key"):
         assert private not in everything
 
@@ -65,10 +52,10 @@ async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not
         await site.http.post("/v1/completions", json={**ASKED, SECRET: 1, "n": SECRET})
         await site.http.get("/nowhere%0a%1b[31m")
         await site.http.get("/health")
-    lines = access(logged)
+    lines = access(logged())
     told = [(line["status"], line.get("code"), line["level"]) for line in lines]
     assert told == [(400, "invalid_value", "info"), (404, "not_found", "info"), (200, None, "debug")]
-    assert SECRET not in "\n".join(logged)
+    assert SECRET not in logged()
 
 
 async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(site_of, logged, monkeypatch):
@@ -89,7 +76,7 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
 
     await failing(num_deltas=0)
     await failing(num_deltas=1)
-    assert [(line["status"], line["code"]) for line in access(logged)] == [(504, "timeout"), (200, "timeout")]
+    assert [(line["status"], line["code"]) for line in access(logged())] == [(504, "timeout"), (200, "timeout")]
 
 
 async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
@@ -98,9 +85,9 @@ async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
     async with site_of(1, 1, tenants=Tenants([alice], secret=b"s" * 32, clock=time.monotonic)) as site:
         for authorization in (f"Bearer {key}", f"Bearer {key}", "Bearer wrong"):
             await site.http.post("/v1/completions", json=ASKED, headers={"authorization": authorization})
-    told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged)]
+    told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged())]
     assert told == [(200, "alice", None), (429, "alice", "rate_limit_exceeded"), (401, None, "invalid_api_key")]
-    assert key not in "\n".join(logged)
+    assert key not in logged()
 
 
 async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
@@ -108,8 +95,8 @@ async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
         site.rig["d0"].refusal = RequestError("no", status=400)
         answer = await site.http.post("/v1/completions", json=ASKED)
         assert answer.status_code == 400
-    assert any(json.loads(line)["level"] == "warning" for line in logged)
-    assert SECRET not in "\n".join(logged)
+    assert any(json.loads(line)["level"] == "warning" for line in logged().splitlines())
+    assert SECRET not in logged()
 
 
 def record(message, *values, **extra):

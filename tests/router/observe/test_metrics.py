@@ -3,13 +3,11 @@
 import re
 from pathlib import Path as FilePath
 
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, Peer
-from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.protocol.stats import QueuedWork, WorkerStats
 from twostroke.router.fleet import Path
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scrape import RouterReading, exposition
@@ -18,9 +16,7 @@ from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
 PAGE = FilePath(__file__).parents[3] / "docs" / "observability.md"
-LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
-INFO = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024)
-PREFILL = msgspec.structs.replace(INFO, role="prefill", peer=Peer("p0", 2))
+INFO, PREFILL = info("d0"), info("p0")
 
 
 def scraped(*, families=(), workers=(), ejected=frozenset()):

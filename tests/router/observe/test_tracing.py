@@ -13,10 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from tests.router.routing.knowing import info
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, Peer
-from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.fleet import Path
 from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
@@ -92,8 +90,7 @@ def exchange(*stages, status=200):
 
 
 def path(number):
-    about = (Address("h", 1), (), KVLayout("f", "f", 1, 1, 1, 1), 9, 9)
-    return Path(*(WorkerInfo(role, Peer(f"{role[0]}{number}", 7), *about) for role in ("prefill", "decode")))
+    return Path(info(f"p{number}"), info(f"d{number}"))
 
 
 def test_a_failed_attempt_tells_the_kind_of_its_error_and_the_next_one_follows(a_request, traces, exporter):

@@ -14,7 +14,7 @@ from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.routing.chooser import PathChooser
+from twostroke.router.routing.chooser import PathChooser, PathConfig
 from twostroke.router.routing.in_flight import Load
 from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, known_workers
 
@@ -113,15 +113,11 @@ class Rig:
         self.clock = Clock()
         self.channels = Channels(self.clock)
         self.infos = {name: info(name) for name in ("p0", "p1", "d0", "d1")}
-        settings = {
-            "policy": "kv_aware",
-            "decodes_alone": True,
-            "min_pull_tokens": 128,
-            "index_blocks": 1000,
-            "expected_s": 5.0,
-        } | config
         self.chooser = PathChooser(
-            workers=lambda: list(self.infos.values()), channels=self.channels, clock=self.clock, **settings
+            workers=lambda: list(self.infos.values()),
+            channels=self.channels,
+            clock=self.clock,
+            config=PathConfig(**config),
         )
         for name in self.infos:
             self.tell(name)

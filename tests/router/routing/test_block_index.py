@@ -119,20 +119,6 @@ def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
     assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 3}
 
 
-def test_an_index_without_room_is_refused(clock):
-    with pytest.raises(ValueError, match="holds nothing"):
-        BlockIndex(clock=clock, max_blocks=0, expected_s=5.0)
-
-
-def test_many_workers_share_one_number_a_block(index):
-    workers = [Peer(f"w{number}", 1) for number in range(300)]
-    for number, worker in enumerate(workers):
-        index.heard(worker, all_of(*range(number % 40)))
-    assert held(index, list(range(40)), *workers) == {
-        worker: number % 40 for number, worker in enumerate(workers) if number % 40
-    }
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_it_agrees_with_a_list_of_everything_that_was_heard(seed):
@@ -212,11 +198,11 @@ def small(monkeypatch):
 def test_prompts_of_long_ago_are_forgotten(small):
     for first in range(50):
         small.of(tuple(range(first, first + 30)), b"", 16)
-    assert len(small._prompts) == 3
+    assert len(small._chains) == 3
     assert small._num_tokens == 90
 
 
 def test_a_prompt_longer_than_all_that_is_kept_is_kept_itself(small):
     small.of(tuple(range(30)), b"", 16)
     small.of(tuple(range(300)), b"", 16)
-    assert [len(prompt.token_ids) for prompt in small._prompts.values()] == [300]
+    assert [len(prompt.token_ids) for prompt in small._chains.values()] == [300]

@@ -157,51 +157,12 @@ def test_a_pull_is_in_the_estimate_and_what_comes_by_it_need_not_be_computed():
     assert path.estimate.prefill_s == pytest.approx(0.011)
 
 
-def test_a_prefill_worker_that_failed_is_never_taken_and_a_decode_worker_only_for_want_of_another():
-    fleet = Fleet([IDLE], [IDLE, load(running=9)])
-    assert fleet.names(failed=peers("p0", "d0")) == (None, "d1", None)
-    assert fleet.names(failed=peers("d0", "d1"))[:2] == ("p0", "d0")
-    assert fleet.names(ejected=peers("d0"), failed=peers("d1"))[1] == "d0"
-    assert fleet.names(ejected=peers("p0"))[0] is None
-
-
-def test_workers_that_drain_take_nothing_new():
-    leaving = load(is_draining=True)
-    assert Fleet([leaving], [leaving, load(running=9)]).names() == (None, "d1", None)
-    with pytest.raises(NoPath):
-        Fleet([IDLE], [leaving]).path()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        OTHER_KIND,
-        {"layout": msgspec.structs.replace(LAYOUT, dtype="float32")},
-        {"max_context": 100},
-    ],
-)
-def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
-    assert Fleet([IDLE, load(waiting=300)], [load(running=8)], p0=change).names()[:2] == ("p1", "d0")
-    assert Fleet([IDLE], [load(running=8)], p0=change).names()[:2] == (None, "d0")
-
-
 def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():
     other = OTHER_KIND
     fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=2)], p1=other, d1=other)
     assert fleet.names() == ("p0", "d0", None)
     fleet = Fleet([load(waiting=900), IDLE], [load(running=9), load(running=2)], p1=other, d1=other)
     assert fleet.names() == ("p1", "d1", None)
-
-
-def test_a_decode_worker_that_takes_no_kv_computes_the_prompt():
-    assert Fleet([IDLE], [IDLE], d0={"transfer_addresses": ()}).names() == (None, "d0", None)
-
-
-def test_nobody_there_is_503():
-    for fleet in (Fleet([IDLE], []), Fleet([IDLE], [IDLE], d0={"max_context": 100})):
-        with pytest.raises(NoPath) as caught:
-            fleet.path()
-        assert caught.value.status == 503
 
 
 # --- what one worker costs ---
@@ -326,60 +287,72 @@ def test_promised_times_make_a_decode_workers_chunks_small():
 # --- by load and in turn ---
 
 
-class ByLoad(Workers):
+class ByLoad(Fleet):
     """Of which nobody has told costs."""
 
     def __init__(self, prefill, decode, **changes):
         super().__init__(prefill, decode, costs=None, **changes)
 
-    def names(self, num_tokens=20, *, failed=(), ejected=(), turn=None):
+    def path(self, num_tokens=20, *, failed=(), ejected=(), turn=None):
         workers = self.of("prefill", {}), self.of("decode", {})
-        path = path_by_load(*workers, num_tokens, left_out=leave_out(failed, ejected), turn=turn)
-        return path.prefill and path.prefill.peer.worker_id, path.decode.peer.worker_id
+        return path_by_load(*workers, num_tokens, left_out=leave_out(failed, ejected), turn=turn)
 
 
 def test_the_least_loaded_of_each_role_is_taken():
     fleet = ByLoad([load(waiting=50), load(waiting=10)], [load(running=3), load(running=2)])
-    assert fleet.names() == ("p1", "d1")
-    assert ByLoad([], [IDLE] * 5).names() == (None, "d0"), "names break ties"
+    assert fleet.names() == ("p1", "d1", None)
+    assert ByLoad([], [IDLE] * 5).names() == (None, "d0", None), "names break ties"
 
 
 def test_a_decode_worker_with_room_comes_before_an_idle_one_without_and_of_equals_the_one_with_more():
-    assert ByLoad([], [load(free_blocks=1), load(running=9)]).names() == (None, "d1")
-    assert ByLoad([], [load(free_blocks=50), load(free_blocks=60)]).names() == (None, "d1")
-
-
-def test_workers_that_failed_are_ejected_or_drain_are_taken_for_want_of_others_and_never_to_prefill():
-    fleet = ByLoad([IDLE], [IDLE, load(running=9)])
-    assert fleet.names(failed=peers("p0", "d0")) == (None, "d1")
-    assert fleet.names(failed=peers("d0", "d1")) == ("p0", "d0")
-    assert fleet.names(ejected=peers("p0", "d0")) == (None, "d1")
-    assert fleet.names(failed=peers("d0"), ejected=peers("d1")) == ("p0", "d1")
-    leaving = load(is_draining=True)
-    assert ByLoad([leaving, load(waiting=10)], [leaving, load(running=1)]).names() == ("p1", "d1")
-    assert ByLoad([leaving], [leaving, load(running=1)]).names() == (None, "d1")
-    for nobody in (ByLoad([IDLE], [leaving]), ByLoad([IDLE], []), ByLoad([IDLE], [IDLE], d0={"max_context": 10})):
-        with pytest.raises(NoPath) as caught:
-            nobody.names()
-        assert caught.value.status == 503
+    assert ByLoad([], [load(free_blocks=1), load(running=9)]).names() == (None, "d1", None)
+    assert ByLoad([], [load(free_blocks=50), load(free_blocks=60)]).names() == (None, "d1", None)
 
 
 def test_block_and_tensor_parallel_sizes_may_differ_within_a_pair():
     other = msgspec.structs.replace(LAYOUT, block_size=64, tp_size=2)
-    assert ByLoad([IDLE], [IDLE], p0={"layout": other}).names() == ("p0", "d0")
-
-
-@pytest.mark.parametrize(
-    "changes", [{"p0": OTHER_KIND}, {"p0": {"max_context": 10}}, {"d0": {"transfer_addresses": ()}}]
-)
-def test_by_load_too_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(changes):
-    assert ByLoad([IDLE], [IDLE], **changes).names() == (None, "d0")
+    assert ByLoad([IDLE], [IDLE], p0={"layout": other}).names() == ("p0", "d0", None)
 
 
 def test_in_turn_each_worker_of_a_role_is_taken_whatever_its_load():
     fleet = ByLoad([IDLE, load(waiting=900)], [load(running=number) for number in range(3)])
-    assert [fleet.names(turn=turn) for turn in range(4)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0")]
-    assert fleet.names(turn=0, failed=peers("d0")) == ("p0", "d1")
+    assert [fleet.names(turn=turn)[:2] for turn in range(4)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0")]
+    assert fleet.names(turn=0, failed=peers("d0")) == ("p0", "d1", None)
+
+
+# --- by cost and by load ---
+
+either = pytest.mark.parametrize("of", [Fleet, ByLoad])
+
+
+@either
+def test_workers_that_failed_are_ejected_or_drain_are_taken_for_want_of_others_and_never_to_prefill(of):
+    fleet = of([IDLE], [IDLE, load(running=9)])
+    assert fleet.names(failed=peers("p0", "d0")) == (None, "d1", None)
+    assert fleet.names(failed=peers("d0", "d1")) == ("p0", "d0", None)
+    assert fleet.names(ejected=peers("p0", "d0")) == (None, "d1", None)
+    assert fleet.names(failed=peers("d0"), ejected=peers("d1")) == ("p0", "d1", None)
+    leaving = load(is_draining=True)
+    assert of([leaving, load(waiting=10)], [leaving, load(running=1)]).names() == ("p1", "d1", None)
+    assert of([leaving], [leaving, load(running=1)]).names() == (None, "d1", None)
+    for nobody in (of([IDLE], [leaving]), of([IDLE], []), of([IDLE], [IDLE], d0={"max_context": 10})):
+        with pytest.raises(NoPath) as caught:
+            nobody.path()
+        assert caught.value.status == 503
+
+
+@either
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"p0": OTHER_KIND},
+        {"p0": {"layout": msgspec.structs.replace(LAYOUT, dtype="float32")}},
+        {"p0": {"max_context": 10}},
+        {"d0": {"transfer_addresses": ()}},
+    ],
+)
+def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(of, changes):
+    assert of([IDLE], [load(running=8)], **changes).names() == (None, "d0", None)
 
 
 def source_of(held, *, min_tokens=100, num_tokens=1001, failed=(), **changes):

@@ -14,7 +14,7 @@ def waiting(tokens):
 
 
 async def test_a_prompt_goes_to_the_worker_that_has_told_of_its_blocks():
-    rig = Rig(min_pull_tokens=None)
+    rig = Rig(pulls=False)
     rig.tell_blocks("p1", PROMPT[:320])
     path, hold = rig.take(request())
     assert (path.prefill.peer.worker_id, path.new_tokens) == ("p1", 80)
@@ -25,7 +25,7 @@ async def test_a_prompt_goes_to_the_worker_that_has_told_of_its_blocks():
 
 
 async def test_the_next_of_a_burst_follows_its_prefix_though_no_worker_has_told_of_it():
-    rig = Rig(min_pull_tokens=None)
+    rig = Rig(pulls=False)
     first, _ = rig.take(request())
     second, _ = rig.take(request((*PROMPT, 1)))
     assert (second.prefill, second.new_tokens) == (first.prefill, 1), "the decode worker has none of it yet"
@@ -57,7 +57,7 @@ async def test_a_resumed_request_is_looked_up_with_what_was_sent_of_its_answer()
 
 
 async def test_an_answer_that_has_ended_is_expected_where_it_was_written_but_for_its_last_token():
-    rig = Rig(min_pull_tokens=None)
+    rig = Rig(pulls=False)
     path, hold = rig.take(request())
     written = tuple(range(1000, 1048))
     rig.chooser.answered(path, request(), written)
@@ -75,7 +75,7 @@ async def test_other_tenants_prefixes_are_not_found():
 
 
 async def test_workers_of_other_block_sizes_are_found_by_their_own_names():
-    rig = Rig(min_pull_tokens=None)
+    rig = Rig(pulls=False)
     rig.infos["p1"] = info("p1", layout=msgspec.structs.replace(LAYOUT, block_size=64))
     rig.tell_blocks("p0", PROMPT[:160])
     rig.tell_blocks("p1", PROMPT[:384], block_size=64)
@@ -84,7 +84,7 @@ async def test_workers_of_other_block_sizes_are_found_by_their_own_names():
 
 
 async def test_a_worker_that_restarts_holds_nothing_and_its_load_is_forgotten():
-    rig = Rig(min_pull_tokens=None)
+    rig = Rig(pulls=False)
     rig.tell_blocks("p1", PROMPT)
     assert rig.chooser.choose(request()).new_tokens == 1
     rig.infos["p1"] = info("p1", peer=Peer("p1", 2))
@@ -98,7 +98,7 @@ async def test_missed_news_of_blocks_is_asked_for_again():
 
 
 async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_and_pull_what_spares_enough():
-    rig = Rig(min_pull_tokens=100)
+    rig = Rig(pull_min_tokens=100)
     for name in ("d0", "d1"):
         rig.infos[name] = info(name, peer=Peer(name, 2))
         rig.tell(name, costs=None, num_running=name == "d0")

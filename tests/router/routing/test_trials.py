@@ -15,7 +15,7 @@ LONG = tuple(range(3000))
 
 def a_rig(prefill=TRUE, decode=TRUE):
     """P0 has such costs, p1 none of its own; the decode workers have theirs."""
-    rig = Rig(min_pull_tokens=None)
+    rig = Rig(pulls=False)
     told = {"p0": prefill, "p1": None, "d0": decode, "d1": decode}
     for name in rig.infos:
         rig.infos[name] = info(name, max_step_tokens=2048, num_blocks=1000)

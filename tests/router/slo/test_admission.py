@@ -2,9 +2,9 @@
 
 import pytest
 
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
-from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from tests.router.routing.knowing import info
+from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
+from twostroke.protocol.stats import QueuedWork, WorkerStats
 from twostroke.router.fleet import Estimate, Path
 from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
@@ -16,8 +16,7 @@ BATCH = SLOClass(name="batch", ttft_s=5.0, tpot_s=0.1, priority=0, share=0.1)
 FREE = SLOClass(name="free")
 CLASSES = SLOConfig(classes=(INTERACTIVE, BATCH, FREE))
 
-ABOUT = (Address("127.0.0.1", 1), (), KVLayout("fake", "float32", 2, 2, 8, 16), 1000, 4096)
-PREFILL, DECODE = (WorkerInfo(role, Peer(role, 1), *ABOUT) for role in ("prefill", "decode"))
+PREFILL, DECODE = info("p0"), info("d0")
 
 
 def request_of(one: SLOClass, *, outputs: int = 20) -> GenerateRequest:

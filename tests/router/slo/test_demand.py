@@ -3,28 +3,18 @@
 import msgspec
 import pytest
 
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, Peer, Promise
-from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
+from tests.router.routing.knowing import Clock, info
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.router.slo.demand import ASKED_S, Demand, fleet_numbers
 
-LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
-DECODE = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024, max_batch=32)
 CLASSES = (SLOClass(name="fast", ttft_s=0.2, tpot_s=0.02), SLOClass(name="slow", ttft_s=2.0), SLOClass(name="batch"))
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
 def time():
-    return Time()
+    return Clock()
 
 
 @pytest.fixture
@@ -84,9 +74,7 @@ def test_workers_are_summed_up_and_those_that_leave_are_left_out():
         msgspec.structs.replace(busy, context_tokens=30, owned_blocks=1, total_blocks=60, costs=costs[2]),
         msgspec.structs.replace(busy, costs=costs[1], is_draining=True),
     ]
-    numbers = fleet_numbers(
-        (msgspec.structs.replace(DECODE, peer=Peer(f"d{i}", 1)), one) for i, one in enumerate(stats)
-    )
+    numbers = fleet_numbers((info(f"d{i}"), one) for i, one in enumerate(stats))
     told = {name.removeprefix("decode."): value for name, value in numbers.items() if name.startswith("decode.")}
     assert told == {
         "running": 2,
@@ -97,7 +85,7 @@ def test_workers_are_summed_up_and_those_that_leave_are_left_out():
         "owned_tokens": 96,
         "total_tokens": 1920,
         "max_batch": 32,
-        "step_tokens": 2048,
+        "step_tokens": 500,
         "base_s": 1.0,
         "token_s": 1e-5,
         "pair_s": 1e-8,

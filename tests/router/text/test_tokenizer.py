@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 
 import pytest
 
@@ -100,9 +101,17 @@ def test_a_wrong_file_is_named_with_its_field(folder, name, content, named):
     assert "\n" not in str(caught.value)
 
 
-async def test_a_long_text_has_the_same_tokens_as_a_short_one_would(tokenizer):
-    text = "import os\n" * 1000
-    assert await tokenizer.encode(text) == tokenizer._encode(text, True)
+async def test_a_long_text_is_tokenised_off_the_loop_into_the_same_tokens(tokenizer, monkeypatch):
+    encode, on_loop = tokenizer._encode, []
+
+    def spy(text, add_special_tokens):
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encode", spy)
+    for text in ("import os", "import os\n" * 1000):
+        assert await tokenizer.encode(text) == encode(text, True)
+    assert on_loop == [True, False]
 
 
 def test_a_text_that_must_be_too_long_is_known_without_tokenising(tokenizer):
