@@ -21,12 +21,8 @@ import openai
 import pytest
 
 from tests.rigs.processes import alive, eventually
-<<<<<<< HEAD
 from twostroke.benchmarks.server_process import ServerProcess, twostroke_server
-=======
-from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.local.asking import fetch_status
->>>>>>> shrink3-clus
 from twostroke.cluster.local.processes import descendants
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.engine_config import EngineConfig
