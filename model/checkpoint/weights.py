@@ -116,14 +116,20 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         (layer.up, inner, hidden),
         (layer.down, hidden, inner),
     )
+    head_norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    norms = [norm for norm in (layer.attention_norm, layer.output_norm) if norm is not None]
+    shapes: dict[str, tuple[int, ...]] = {}  # within a layer
+    for norm in (layer.input_norm, layer.mlp_norm, *norms):
+        shapes[f"{norm}.weight"] = (hidden,)
+    for norm in head_norms:
+        shapes[f"{norm}.weight"] = (config.head_dim,)
+    for projection, rows, columns in projections:  # of those in one tensor the last one ends it
+        shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
+        if projection.has_bias:
+            shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
     for index in range(config.num_layers):
-        prefix = f"{spec.layers}.{index}."
-        yield f"{prefix}{layer.input_norm}.weight", (hidden,)
-        yield f"{prefix}{layer.mlp_norm}.weight", (hidden,)
-        for projection, rows, columns in projections:
-            yield f"{prefix}{projection.name}.weight", (rows, columns)
-            if projection.has_bias:
-                yield f"{prefix}{projection.name}.bias", (rows,)
+        for name, shape in shapes.items():
+            yield f"{spec.layers}.{index}.{name}", shape
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
