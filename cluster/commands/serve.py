@@ -36,7 +36,9 @@ IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR|ID", help="a Hugging Face model folder or hub id (default: bundled)")
+    parser.add_argument(
+        "--model", metavar="DIR|FILE|ID", help="a Hugging Face folder, a GGUF file, or a hub id (default: bundled)"
+    )
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with model, prefill, decode, router, ...")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")

@@ -1,10 +1,12 @@
-"""Where a model lies: bundled with the package, in a folder, or on the Hugging Face hub."""
+"""Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
 
 import re
 from pathlib import Path
 
 from twostroke.cluster.config.sections import BUNDLED_MODEL, ModelSection
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.checkpoint.gguf_folder import cache_folder, folder_of
+from twostroke.model.checkpoint.gguf_format import SUFFIX
 from twostroke.protocol.errors import ConfigError
 
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.
@@ -14,11 +16,11 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_model_path(path: str) -> Path | None:
-    """The folder that `path` names, or None for a hub id. Raises ConfigError for a folder that does not exist."""
+    """The folder or GGUF file that `path` names, or None for a hub id. Raises ConfigError where there is none."""
     if path == BUNDLED_MODEL:
         return BUNDLED_MODEL_DIR
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == SUFFIX and folder.is_file()):
         return folder.resolve()
     if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: folder {path} does not exist")
@@ -26,8 +28,12 @@ def check_model_path(path: str) -> Path | None:
 
 
 def resolve_model_folder(path: str) -> Path:
-    """The folder that `path` names; downloads a hub id. Raises ConfigError with one line that a user can act on."""
-    return check_model_path(path) or _download(path)
+    """The folder that `path` names, of a GGUF file one that is made of it; downloads a hub id.
+
+    Raises ConfigError with one line that a user can act on.
+    """
+    found = check_model_path(path) or _download(path)
+    return folder_of(found, cache_folder()) if found.is_file() else found
 
 
 def served_name(model: ModelSection, folder: Path) -> str:

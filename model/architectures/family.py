@@ -136,7 +136,8 @@ def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: 
         raise top.error("partial_rotary_factor", f"{part} makes {rotated} dimensions of {head_dim}, not pairs of them")
     scaled = _read_scaling(top, rope, cast("RopeType", kind), max_position, rotated, defaults)
     theta = rope.number("rope_theta", default=top.number("rope_theta", default=defaults.rope_theta))
-    return replace(scaled, theta=theta, rotated=0 if rotated == head_dim else rotated)
+    interleaves = top.boolean("rope_interleave", default=False)
+    return replace(scaled, theta=theta, rotated=0 if rotated == head_dim else rotated, interleaves=interleaves)
 
 
 def _read_scaling(

@@ -38,7 +38,7 @@ def load_decoder_weights(
         return in_order(found) if part in (parts.q, parts.k) else found
 
     def in_order(rows: Tensor) -> Tensor:
-        return rows if order is None else rows.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
+        return rows if order is None else rows.view(-1, config.head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
 
     def by_rows(prefix: str, parts: dict[Projection, slice]) -> Linear:
         """One projection that computes all of these, each for its rows: all have a bias, or none."""
