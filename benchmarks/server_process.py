@@ -27,11 +27,12 @@ class ServerProcess:
     """A context manager: inside it the server is ready at `url`."""
 
     def __init__(self, arguments: Sequence[str], *, port: int | None = None):
-        """`arguments` are those of `twostroke serve`, the port excepted."""
+        """`arguments` are those of `twostroke serve`, the port excepted; the bundled model unless they say."""
         self.port = port if port is not None else free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.output: list[str] = []
-        self._arguments = list(arguments)
+        says_model = "--model" in arguments or "--config" in arguments
+        self._arguments = [*arguments] if says_model else ["--model", "bundled", *arguments]
         self._process: subprocess.Popen[str] | None = None
 
     @property

