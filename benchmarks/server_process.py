@@ -95,9 +95,13 @@ class ServerProcess:
 
 
 def twostroke_server(arguments: Sequence[str], *, port: int | None = None) -> ServerProcess:
-    """`twostroke serve` with these arguments, the port excepted; it is ready when it tells the `curl` to paste."""
+    """`twostroke serve` with these arguments, the port excepted; it is ready when it tells the `curl` to paste.
+
+    The model is the bundled one unless they say another.
+    """
     port = free_ports(1)[0] if port is None else port
-    command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), *arguments]
+    model = [] if "--model" in arguments or "--config" in arguments else ["--model", "bundled"]
+    command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), *model, *arguments]
     return ServerProcess(command, port, lambda server: "\ncurl " in server.said())
 
 

@@ -4,6 +4,7 @@ Shapes: T tokens of the whole batch, flattened; B sequences; H query heads, G KV
 tensor-parallel rank. What each operation must compute stands in torch in model/reference.py.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,15 @@ class Linear(Protocol):
         """As Backend.embed, with these weights as the table: for an embedding that shares them with the LM head."""
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorms of each head's queries and of its keys."""
+
+    q: Tensor  # [D], in the order of `rope.head_order`
+    k: Tensor  # [D]
+    eps: float
+
+
 class Backend(Protocol):
     """One device's way to do a decoder layer's operations: model/cpu/backend.py, model/cuda/backend.py."""
 
@@ -44,8 +54,10 @@ class Backend(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); may write into its inputs."""
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """Rotate Q and K, and write K and V into the cache.
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Normalise Q and K where there are norms, rotate them, and write K and V into the cache; may write into qkv.
 
         qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin; rotation in the
         half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D] is written at `layout.slots`.

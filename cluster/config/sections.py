@@ -43,7 +43,7 @@ class ModelSection(Section):
     """Which model, and how all workers hold it."""
 
     path: str = BUNDLED_MODEL
-    """`bundled`, a folder, or a Hugging Face hub id."""
+    """`bundled`, a folder, a GGUF file, or a Hugging Face hub id."""
     name: str | None = None
     """What clients call it; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

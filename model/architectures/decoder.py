@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import Backend, Linear
+from twostroke.model.backend import Backend, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout, Drawing
 from twostroke.model.cache.kv_cache import layer_announcer
 from twostroke.model.config import ModelConfig
@@ -28,6 +28,10 @@ class LayerWeights:
     mlp_norm: Tensor  # [hidden]
     gate_up: Linear  # hidden -> 2 I
     down: Linear  # I -> hidden: this rank's summand
+    cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
+    head_norms: HeadNorms | None
+    attention_norm: Tensor | None  # [hidden]
+    output_norm: Tensor | None  # [hidden]
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,6 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
     lm_head: Linear  # hidden -> this rank's vocabulary
-    cos_sin: Tensor  # fp32 [max_context, D]
 
 
 class Decoder:
@@ -97,7 +100,7 @@ class Decoder:
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             kv_layer = kv_layers[index]
-            q = backend.rope_and_write_kv(layer.qkv(x), weights.cos_sin, kv_layer, layout)
+            q = backend.rope_and_write_kv(layer.qkv(x), layer.cos_sin, kv_layer, layout, layer.head_norms)
             if on_layer is not None:
                 on_layer(index)
             if index == last and drawing.rows.numel() < token_ids.numel():
@@ -107,8 +110,12 @@ class Decoder:
                 q, residual = q[drawing.rows], residual[drawing.rows]
                 layout = layout.of_last_tokens(drawing)
             x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout)))
+            if layer.attention_norm is not None:
+                x = backend.rms_norm(x, layer.attention_norm, eps)
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = parallel.all_reduce(layer.down(backend.silu_mul(layer.gate_up(x))))
+            if layer.output_norm is not None:
+                x = backend.rms_norm(x, layer.output_norm, eps)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
             x, residual = backend.add_rms_norm(x, residual, following, eps)
         return parallel.gather_logits(weights.lm_head(x, out_dtype=torch.float32), self._config.vocab_size)

@@ -5,13 +5,13 @@ Everything that would make us compute something else than transformers is refuse
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
 
-from twostroke.model.config import DecoderSpec, ModelConfig, RopeConfig, RopeType
+from twostroke.model.config import DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
 from twostroke.protocol.errors import ConfigError
 
-_ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+_ROPE_TYPES = get_args(RopeType)
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,64 @@ class Family:
     read_config: "Callable[[ConfigFields], ModelConfig]"
 
 
-def read_decoder(fields: "ConfigFields", spec: DecoderSpec) -> ModelConfig:
+@dataclass(frozen=True)
+class Defaults:
+    """What a family's config.json leaves out."""
+
+    head_dim: int | None = None  # None: the hidden size's share
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rotated_part: float = 1.0  # of each head
+    max_position: int = 2048
+    original_max_position: int | None = None  # before the rotation's scaling; None: max_position
+    is_tied: bool = False  # the LM head to the embedding
+    window: int | None = None  # tokens, where nothing is said of `sliding_window`
+    has_window: bool = True  # where `sliding_window` is set, though `use_sliding_window` does not say so
+
+
+def decoder_spec(
+    family: str,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    has_head_norms: bool = False,
+) -> DecoderSpec:
+    """Layers with two norms, their projections one by one, and the names that Llama's checkpoints gave them."""
+    layer = LayerSpec(
+        input_norm="input_layernorm",
+        q=Projection("self_attn.q_proj", qkv_bias),
+        k=Projection("self_attn.k_proj", qkv_bias),
+        v=Projection("self_attn.v_proj", qkv_bias),
+        output=Projection("self_attn.o_proj", output_bias),
+        mlp_norm="post_attention_layernorm",
+        gate=Projection("mlp.gate_proj", mlp_bias),
+        up=Projection("mlp.up_proj", mlp_bias),
+        down=Projection("mlp.down_proj", mlp_bias),
+        q_norm="self_attn.q_norm" if has_head_norms else None,
+        k_norm="self_attn.k_norm" if has_head_norms else None,
+    )
+    return DecoderSpec(family, "model.embed_tokens", "model.layers", layer, "model.norm", "lm_head")
+
+
+def with_one_qkv(config: ModelConfig) -> ModelConfig:
+    """Checkpoints have queries, keys and values one behind the other in one projection."""
+    layer, name = config.spec.layer, "self_attn.qkv_proj"
+    q, k, v = (
+        replace(part, name=name, first_row=first)
+        for part, first in ((layer.q, 0), (layer.k, config.q_size), (layer.v, config.q_size + config.kv_size))
+    )
+    return replace(config, spec=replace(config.spec, layer=replace(layer, q=q, k=k, v=v)))
+
+
+def with_one_gate_up(config: ModelConfig) -> ModelConfig:
+    """Checkpoints have gate and up in one projection."""
+    layer, name = config.spec.layer, "mlp.gate_up_proj"
+    gate, up = replace(layer.gate, name=name), replace(layer.up, name=name, first_row=config.intermediate_size)
+    return replace(config, spec=replace(config.spec, layer=replace(layer, gate=gate, up=up)))
+
+
+def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults = Defaults()) -> ModelConfig:
     """The fields that all families spell alike. Raises ConfigError."""
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
@@ -32,14 +89,24 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec) -> ModelConfig:
         raise fields.error(
             "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads, which is {num_heads}"
         )
-    if not fields.is_set("head_dim") and hidden_size % num_heads:
+    if not fields.is_set("head_dim") and defaults.head_dim is None and hidden_size % num_heads:
         raise fields.error("hidden_size", f"{hidden_size} is no multiple of num_attention_heads, which is {num_heads}")
-    head_dim = fields.integer("head_dim", default=hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", default=defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
     if fields.is_set("quantization_config"):
         raise fields.error("quantization_config", "quantised checkpoints are not supported")
-    max_position = fields.integer("max_position_embeddings", default=2048)
+    activation = fields.text("hidden_act", default="silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu' is")
+    max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
+    rope = _read_rope(fields, max_position, head_dim, defaults)
+    # Within its window a layer attends to everything: contexts of that length are exact, and longer ones not served.
+    window = fields.integer("sliding_window", default=max_position)
+    if defaults.window is not None and not fields.is_given("sliding_window"):
+        window = defaults.window
+    if not fields.boolean("use_sliding_window", default=defaults.has_window):
+        window = max_position
     return ModelConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -48,43 +115,68 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=_read_rope(fields, max_position),
+        max_position=min(max_position, window),
+        rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
+        rope=rope,
         spec=spec,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=defaults.is_tied),
     )
 
 
-def _read_rope(top: "ConfigFields", max_position: int) -> RopeConfig:
+def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults) -> RopeConfig:
     """Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
     rope = top.object("rope_parameters" if top.has("rope_parameters") else "rope_scaling")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if kind not in _ROPE_TYPES:
         raise rope.error("rope_type", f"{kind!r} is not supported, only {', '.join(_ROPE_TYPES)} are")
-    for fields in (rope, top):
-        if fields.number("partial_rotary_factor", default=1.0) != 1.0:
-            raise fields.error("partial_rotary_factor", "only 1.0 is supported")
-    theta = rope.number("rope_theta", default=top.number("rope_theta", default=10_000.0))
+    part = top.number("partial_rotary_factor", default=defaults.rotated_part)
+    part = rope.number("partial_rotary_factor", default=part)
+    rotated = int(head_dim * part)
+    if part > 1 or rotated % 2:
+        raise top.error("partial_rotary_factor", f"{part} makes {rotated} dimensions of {head_dim}, not pairs of them")
+    scaled = _read_scaling(top, rope, cast("RopeType", kind), max_position, rotated, defaults)
+    theta = rope.number("rope_theta", default=top.number("rope_theta", default=defaults.rope_theta))
+    interleaves = top.boolean("rope_interleave", default=False)
+    return replace(scaled, theta=theta, rotated=0 if rotated == head_dim else rotated, interleaves=interleaves)
+
+
+def _read_scaling(
+    top: "ConfigFields",
+    rope: "ConfigFields",
+    kind: RopeType,
+    max_position: int,
+    rotated: int,
+    defaults: Defaults,
+) -> RopeConfig:
     if kind in ("default", "dynamic"):
-        return RopeConfig(type=kind, theta=theta)
+        return RopeConfig(type=kind)
+    # As in transformers, the value beside the scaling wins over the one within it.
+    known = defaults.original_max_position or max_position
+    inner = rope.integer("original_max_position_embeddings", default=known)
+    original = top.integer("original_max_position_embeddings", default=inner)
+    if kind == "longrope":
+        factor = rope.number("factor", default=max_position / original)
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return RopeConfig(
+            kind,
+            original_max_position=original,
+            attention_factor=rope.number("attention_factor", default=attention_factor),
+            short_factors=rope.numbers("short_factor", rotated // 2),
+            long_factors=rope.numbers("long_factor", rotated // 2),
+        )
     factor = rope.number("factor")
     if kind == "linear":
-        return RopeConfig(type=kind, theta=theta, factor=factor)
-    # As in transformers, the value beside the scaling wins over the one within it.
-    inner = rope.integer("original_max_position_embeddings", default=max_position)
-    original = top.integer("original_max_position_embeddings", default=inner)
+        return RopeConfig(type=kind, factor=factor)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
             raise rope.error("high_freq_factor", f"{high} must be greater than low_freq_factor, which is {low}")
         return RopeConfig(
-            kind, theta, factor, low_freq_factor=low, high_freq_factor=high, original_max_position=original
+            kind, factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position=original
         )
     return RopeConfig(
         kind,
-        theta,
-        factor,
+        factor=factor,
         original_max_position=original,
         attention_factor=_yarn_attention_factor(rope, factor),
         beta_fast=rope.number("beta_fast", default=32.0),
@@ -127,6 +219,10 @@ class ConfigFields:
     def is_set(self, name: str) -> bool:
         return self._raw.get(name) is not None
 
+    def is_given(self, name: str) -> bool:
+        """Whether it stands there, be it as null."""
+        return name in self._raw
+
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""
         return bool(self._raw.get(name))
@@ -145,11 +241,28 @@ class ConfigFields:
             raise self.error(name, f"expected a positive number, found {value!r}")
         return float(value)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """So many positive finite numbers."""
+        values = self._get(name, None)
+        are_numbers = isinstance(values, list) and all(
+            isinstance(value, int | float) and 0 < value < math.inf for value in values
+        )
+        if not are_numbers or len(values) != count:
+            raise self.error(name, f"expected a list of {count} positive numbers")
+        return tuple(map(float, values))
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"expected true or false, found {value!r}")
         return value
+
+    def flags(self, name: str, default: list[bool]) -> list[bool]:
+        """A list of as many 0 and 1, or more, as `default` has."""
+        values = self._get(name, default)
+        if not isinstance(values, list) or len(values) < len(default) or any(value not in (0, 1) for value in values):
+            raise self.error(name, f"expected a list of {len(default)} times 0 or 1")
+        return [bool(value) for value in values]
 
     def text(self, name: str, default: str) -> str:
         value = self._get(name, default)

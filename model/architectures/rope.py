@@ -1,4 +1,9 @@
-"""The table of rotary position embeddings (Su et al. 2021), with the scalings a Llama checkpoint may ask for."""
+"""The table of rotary position embeddings (Su et al. 2021), with the scalings that checkpoints may ask for.
+
+Kernels turn dimension i of a head with dimension i + D / 2, all of them. Where a family turns other pairs, or only some
+dimensions, the rows of its query and key projections are put into an order in which its pairs lie so (`head_order`),
+which changes no product of a query and a key; what is not turned has an angle of 0.
+"""
 
 import math
 
@@ -8,14 +13,33 @@ from torch import Tensor
 from twostroke.model.config import RopeConfig
 
 
-def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """fp32 [num_positions, head_dim]: cos of the head_dim / 2 frequencies, then sin."""
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
+    """fp32 [num_positions, head_dim]: cos of the head_dim / 2 frequencies, then sin. None turns nothing."""
+    cos, sin = torch.ones(num_positions, head_dim // 2), torch.zeros(num_positions, head_dim // 2)
+    if rope is not None:
+        rotated = rope.rotated or head_dim
+        frequencies = inverse_frequencies(rope, rotated, num_positions)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        cos[:, : rotated // 2] = angles.cos() * rope.attention_factor
+        sin[:, : rotated // 2] = angles.sin() * rope.attention_factor
+    return torch.cat((cos, sin), dim=-1)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2]: radians a position.
+def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
+    """The checkpoint's dimension that comes to each place of a head of queries or keys; None: all stay."""
+    rotated = rope.rotated or head_dim
+    if rotated == head_dim and not rope.interleaves:
+        return None
+    turned = list(range(rotated))
+    firsts, seconds = (
+        (turned[::2], turned[1::2]) if rope.interleaves else (turned[: rotated // 2], turned[rotated // 2 :])
+    )
+    still = list(range(rotated, head_dim))
+    return [*firsts, *still[: len(still) // 2], *seconds, *still[len(still) // 2 :]]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """fp32 [head_dim / 2]: radians a position, for contexts of up to `num_positions`.
 
     Computed in the same order of fp32 operations as transformers, so that far positions agree to the last bit.
     """
@@ -29,6 +53,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(rope, inverse)
         case "yarn":
             return _yarn(rope, inverse, head_dim)
+        case "longrope":  # LongRoPE (Ding et al. 2024): the KV of a context must not change its angles as it grows
+            is_long = num_positions > rope.original_max_position
+            factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+            return 1.0 / (factors * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:

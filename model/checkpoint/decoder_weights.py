@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights
-from twostroke.model.architectures.rope import cos_sin_table
-from twostroke.model.backend import Backend, Linear
+from twostroke.model.architectures.rope import cos_sin_table, head_order
+from twostroke.model.backend import Backend, HeadNorms, Linear
 from twostroke.model.checkpoint.quantization import of_lm_head, tensor_bytes
 from twostroke.model.checkpoint.weights import WHOLE, Checkpoint, expected_shapes
 from twostroke.model.config import ModelConfig, Projection, Quantization
@@ -31,11 +31,23 @@ def load_decoder_weights(
         """A tensor that is used as it is: copied, or one view would keep the whole file mapped."""
         return checkpoint.tensor(name, rows).to(device=device, dtype=dtype, copy=True)
 
+    def rows_of(prefix: str, part: Projection, kind: str, rows: slice) -> Tensor:
+        """This rank's, those of queries and keys in the order that kernels turn."""
+        within = slice(part.first_row + rows.start, part.first_row + rows.stop)
+        found = tensor(f"{prefix}{part.name}.{kind}", within)
+        return in_order(found) if part in (parts.q, parts.k) else found
+
+    def in_order(rows: Tensor) -> Tensor:
+        return rows if order is None else rows.view(-1, config.head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+
     def by_rows(prefix: str, parts: dict[Projection, slice]) -> Linear:
         """One projection that computes all of these, each for its rows: all have a bias, or none."""
-        weights = [tensor(f"{prefix}{part.name}.weight", rows) for part, rows in parts.items()]
-        biases = [tensor(f"{prefix}{part.name}.bias", rows) for part, rows in parts.items() if part.has_bias]
+        weights = [rows_of(prefix, part, "weight", rows) for part, rows in parts.items()]
+        biases = [rows_of(prefix, part, "bias", rows) for part, rows in parts.items() if part.has_bias]
         return backend.make_linear(torch.cat(weights), torch.cat(biases) if biases else None, quantization)
+
+    def kept_norm(prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else kept(f"{prefix}{name}.weight")
 
     def by_columns(prefix: str, projection: Projection, columns: slice) -> Linear:
         """This rank's summand; the bias counts once among them."""
@@ -49,6 +61,17 @@ def load_decoder_weights(
     )
     inner, vocabulary = shard.part(config.intermediate_size), shard.vocabulary(config.vocab_size)
     spec, parts = config.spec, config.spec.layer
+    order = head_order(config.rope, config.head_dim)
+    turning, still = (
+        cos_sin_table(rope, config.head_dim, max_context if is_used else 0).to(device)
+        for rope, is_used in ((config.rope, True), (None, bool(config.unrotated_layers)))
+    )
+
+    def head_norms(prefix: str) -> HeadNorms | None:
+        if parts.q_norm is None:
+            return None
+        q, k = (in_order(kept(f"{prefix}{name}.weight")) for name in (parts.q_norm, parts.k_norm))
+        return HeadNorms(q, k, config.rms_norm_eps)
 
     def layer(index: int) -> LayerWeights:
         prefix = f"{spec.layers}.{index}."
@@ -59,6 +82,10 @@ def load_decoder_weights(
             mlp_norm=kept(f"{prefix}{parts.mlp_norm}.weight"),
             gate_up=by_rows(prefix, {parts.gate: inner, parts.up: inner}),
             down=by_columns(prefix, parts.down, inner),
+            cos_sin=still if index in config.unrotated_layers else turning,
+            head_norms=head_norms(prefix),
+            attention_norm=kept_norm(prefix, parts.attention_norm),
+            output_norm=kept_norm(prefix, parts.output_norm),
         )
 
     lm_head = backend.make_linear(tensor(_head(config), vocabulary), None, of_lm_head(quantization))
@@ -68,7 +95,6 @@ def load_decoder_weights(
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=kept(f"{spec.final_norm}.weight"),
         lm_head=lm_head,
-        cos_sin=cos_sin_table(config.rope, config.head_dim, max_context).to(device),
     )
 
 

@@ -5,15 +5,17 @@ Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from twostroke.model.checkpoint.gguf_file import GgufFile
+from twostroke.model.checkpoint.gguf_format import FILE as GGUF_FILE
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -23,6 +25,54 @@ WHOLE = slice(None)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class TensorFile(Protocol):
+    """A file of tensors, mapped: nothing is read that is not asked for."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str:
+        """As safetensors names it."""
+
+    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """A part of a weight, or some rows of what has no columns. Raises ConfigError where it can't be read."""
+
+    def content(self, name: str) -> memoryview:
+        """The tensor's bytes as they lie in the file."""
+
+
+class _SafetensorsFile:
+    """Implements TensorFile. Raises ConfigError for a file that can't be read."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._file = cast(Any, safe_open(path, framework="pt", device="cpu"))  # comes without types
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} can't be read as safetensors: {error}") from error
+        self._names = frozenset(self._file.keys())
+
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return str(self._file.get_slice(name).get_dtype())
+
+    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
+        try:
+            whole: Tensor = self._file.get_tensor(name)
+            return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{self._path}: tensor {name} can't be read: {error}") from error
+
+    def content(self, name: str) -> memoryview:
+        return self.tensor(name, WHOLE, WHOLE).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class Checkpoint:
@@ -54,12 +104,7 @@ class Checkpoint:
 
         `columns` are of weights; biases and norms have rows alone.
         """
-        path = self._files[name]
-        try:
-            whole: Tensor = self._open[path].get_tensor(name)
-            return whole[rows, columns] if whole.dim() == 2 else whole[rows]
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: tensor {name} can't be read: {error}") from error
+        return self._open[self._files[name]].tensor(name, rows, columns)
 
     def digest(self) -> str:
         """16 hex digits of the config and of every tensor's name, type, shape and bytes.
@@ -69,7 +114,7 @@ class Checkpoint:
         """
         sha = hashlib.sha256(repr(self._config).encode())
         for name, shape in sorted(self.shapes.items()):
-            content = self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy().data
+            content = self._open[self._files[name]].content(name)
             sha.update(f"{name} {self._dtypes[name]} {shape}".encode() + xxhash.xxh3_128_digest(content))
         return sha.hexdigest()[:16]
 
@@ -79,18 +124,15 @@ class Checkpoint:
             if name not in self._files:
                 raise ConfigError(f"{folder}: tensor {name} is missing")
             path = self._files[name]
-            try:
-                part = self._open[path].get_slice(name)
-            except SafetensorError as error:
-                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it") from error
-            found = tuple(part.get_shape())
+            file = self._open[path]
+            if name not in file.names():
+                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
+            found, dtype = file.shape(name), file.dtype(name)
             if found != shape:
                 raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
-            if part.get_dtype() not in _DTYPES:
-                raise ConfigError(
-                    f"{path}: tensor {name} is {part.get_dtype()}, only {', '.join(_DTYPES)} are supported"
-                )
-            self._dtypes[name] = _DTYPES[part.get_dtype()]
+            if dtype not in _DTYPES:
+                raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(_DTYPES)} are supported")
+            self._dtypes[name] = _DTYPES[dtype]
         tied = f"{config.spec.lm_head}.weight" if config.tie_word_embeddings else None
         for name, path in self._files.items():
             if name not in self.shapes and name != tied and not name.endswith(".rotary_emb.inv_freq"):
@@ -116,14 +158,20 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         (layer.up, inner, hidden),
         (layer.down, hidden, inner),
     )
+    head_norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    norms = [norm for norm in (layer.attention_norm, layer.output_norm) if norm is not None]
+    shapes: dict[str, tuple[int, ...]] = {}  # within a layer
+    for norm in (layer.input_norm, layer.mlp_norm, *norms):
+        shapes[f"{norm}.weight"] = (hidden,)
+    for norm in head_norms:
+        shapes[f"{norm}.weight"] = (config.head_dim,)
+    for projection, rows, columns in projections:  # of those in one tensor the last one ends it
+        shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
+        if projection.has_bias:
+            shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
     for index in range(config.num_layers):
-        prefix = f"{spec.layers}.{index}."
-        yield f"{prefix}{layer.input_norm}.weight", (hidden,)
-        yield f"{prefix}{layer.mlp_norm}.weight", (hidden,)
-        for projection, rows, columns in projections:
-            yield f"{prefix}{projection.name}.weight", (rows, columns)
-            if projection.has_bias:
-                yield f"{prefix}{projection.name}.bias", (rows,)
+        for name, shape in shapes.items():
+            yield f"{spec.layers}.{index}.{name}", shape
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -131,9 +179,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.exists():
         return _indexed_files(index)
-    single = folder / SINGLE_FILE
-    if single.exists():
-        return dict.fromkeys(_open(single).keys(), single)
+    for single in (folder / SINGLE_FILE, folder / GGUF_FILE):
+        if single.exists():
+            return dict.fromkeys(_open(single).names(), single)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ConfigError(
@@ -162,9 +210,5 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     return files
 
 
-def _open(path: Path) -> Any:
-    """safetensors' `safe_open`, which comes without types."""
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} can't be read as safetensors: {error}") from error
+def _open(path: Path) -> TensorFile:
+    return GgufFile(path) if path.name == GGUF_FILE else _SafetensorsFile(path)

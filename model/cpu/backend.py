@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import Linear
+from twostroke.model.backend import HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
@@ -35,9 +35,11 @@ class CpuBackend:
         """As Backend.add_rms_norm; writes into both inputs."""
         return elementwise.add_rms_norm(self.launcher, x, residual, weight, eps)
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """As Backend.rope_and_write_kv."""
-        return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout)
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """As Backend.rope_and_write_kv; norms write into qkv."""
+        return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """As Backend.attention."""

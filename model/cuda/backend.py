@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import Linear
+from twostroke.model.backend import HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
@@ -117,8 +117,10 @@ class CudaBackend:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_mul = staticmethod(elementwise.silu_mul)
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+    ) -> Tensor:
+        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         self._compile_once(q, kv_layer)

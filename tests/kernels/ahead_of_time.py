@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from twostroke.model.backend import HeadNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear
@@ -71,7 +72,7 @@ def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.d
 
 
 def elementwise(capability: int) -> None:
-    """Norms, rotary embedding with the write into the cache, and the gated activation, in bf16."""
+    """Norms, rotary embedding (after norms of heads, too) with the write into the cache, gated activation, in bf16."""
     tokens, groups, block_size = 1003, 8, 16
     backend = CudaBackend(TARGETS[capability])
 
@@ -84,7 +85,8 @@ def elementwise(capability: int) -> None:
         backend.add_rms_norm(x, empty(tokens, hidden), empty(hidden), 1e-5)
         cos_sin = empty(8192, head_dim, dtype=torch.float32)
         qkv, kv_layer = empty(tokens, (heads + 2 * groups) * head_dim), empty(4096, 2, groups, block_size, head_dim)
-        backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size))
+        for norms in (None, HeadNorms(empty(head_dim), empty(head_dim), 1e-6)):
+            backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size), norms)
         backend.silu_mul(empty(tokens, 2 * 4 * hidden))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model import reference
-from twostroke.model.backend import Linear
+from twostroke.model.backend import HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
@@ -94,8 +94,10 @@ class ReferenceBackend:
             embed(token_ids, table, first, dtype) if isinstance(table, Tensor) else table.embed(token_ids, first, dtype)
         )
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+    ) -> Tensor:
+        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
 
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)

@@ -3,6 +3,7 @@ import torch
 
 from tests.kernels.paged_cases import assert_close, make_layout
 from twostroke.model import reference
+from twostroke.model.backend import HeadNorms
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.cuda.backend import CudaLinear
 from twostroke.model.cuda.kernels.elementwise import (
@@ -66,8 +67,9 @@ def test_silu_mul_stays_finite_where_the_exponential_would_overflow() -> None:
     ("dim", "heads", "groups", "block_size"),
     [(64, 6, 2, 16), (80, 4, 4, 32), (96, 3, 1, 24), (128, 17, 1, 128), (256, 2, 1, 64), (10, 2, 1, 16)],
 )
+@pytest.mark.parametrize("has_norms", [False, True])
 def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
-    dim: int, heads: int, groups: int, block_size: int, dtype: torch.dtype
+    has_norms: bool, dim: int, heads: int, groups: int, block_size: int, dtype: torch.dtype
 ) -> None:
     layout, num_blocks = make_layout([(1, 1), (1, block_size + 1), (3, block_size), (4, block_size + 2)], block_size)
     qkv = torch.randn(len(layout.slots), (heads + 2 * groups) * dim).to(dtype)
@@ -76,8 +78,9 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     cos_sin = angles(2 * block_size, dim)
     slots = layout.slots.clone()
     slots[3] = -1
-    expected = reference.rope_and_write_kv(qkv, cos_sin, expected_kv, layout.positions, slots)
-    assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots), expected, scale=4)
+    norms = HeadNorms(*torch.rand(2, dim).to(dtype), eps=1e-5) if has_norms else None
+    expected = reference.rope_and_write_kv(qkv, cos_sin, expected_kv, layout.positions, slots, norms)
+    assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms), expected, scale=4)
     assert_close(kv_layer, expected_kv, scale=4)
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
 

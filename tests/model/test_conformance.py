@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
@@ -24,6 +24,7 @@ from twostroke.model.sampling.sampler import Sampler
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 700)
 MIN_MARGIN = 2e-4
+
 
 SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
@@ -62,6 +63,30 @@ SEEDS = {"gqa": 3, "mqa": 3, "tied": 3, "linear_rope": 3, "yarn_rope": 3, "head_
 WAYS = ((700, 16), (37, 8), (48, 64), (129, 5))
 
 
+def family(model_type: str, name: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, "pad_token_id": 0, **fields}
+
+
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "mistral": family("mistral", "Mistral", head_dim=24, sliding_window=None),
+    "qwen2": family("qwen2", "Qwen2", num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen3": family("qwen3", "Qwen3", head_dim=24),
+    "smollm3": family("smollm3", "SmolLM3", num_hidden_layers=4, no_rope_layer_interval=2),
+    "phi3": family("phi3", "Phi3"),
+    "phi4_mini": family(
+        "phi3",
+        "Phi3",
+        hidden_size=64,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=1024,
+        max_position_embeddings=1024,
+        rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0] * 6},
+    ),
+    "glm": family("glm", "Glm", head_dim=16),
+    "glm4": family("glm4", "Glm4", head_dim=24, num_key_value_heads=1, attention_bias=False),
+}
+
+
 def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     backend = CpuBackend()
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
@@ -70,14 +95,14 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, captured)
 
 
-def random_prompts(vocab_size: int, seed: int) -> list[list[int]]:
+def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 def reference(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
     """What transformers generates, and its margins between the best two logits, [prompts, NEW_TOKENS]."""
-    reference_model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -113,6 +138,16 @@ def test_greedy_output_equals_transformers(shape: str, write_checkpoint: Any, ge
     warm = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]  # what a prefix cache would give
     again = generate(runner, prompts, NEW_TOKENS, chunk=chunk, block_size=block_size, cached=warm)
     assert again == expected
+
+
+@pytest.mark.parametrize("shape", FAMILY_SHAPES)
+def test_every_family_generates_as_transformers_does(shape: str, write_checkpoint: Any, generate: Any) -> None:
+    folder = write_checkpoint(**FAMILY_SHAPES[shape])
+    prompts = random_prompts(load_model_config(folder).vocab_size, 1, (1, 2, 17, 64, 129, 600))
+    expected, margins = reference(folder, prompts)
+    assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    runner = make_runner(folder, 8, len(prompts) * 84)
+    assert generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 
 @pytest.mark.skipif(not (BUNDLED / "model.safetensors").exists(), reason="the bundled model is not trained yet")

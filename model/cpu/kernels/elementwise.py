@@ -7,6 +7,7 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
+from twostroke.model.backend import HeadNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels.floats import exponential, store, widen
 from twostroke.model.cpu.kernels.launch import (
@@ -66,8 +67,11 @@ def _rotate(source, cos_sin, out):
 
 @Kernels
 def _rope_and_write_kv(words):
-    """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions."""
+    """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
+    whether heads are normalised, their norms' weights and eps."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
+    is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
+    q_norm, k_norm = carray(as_stored(words, words[16]), (dim,)), carray(as_stored(words, words[17]), (dim,))
     qkv = carray(as_stored(words, words[3]), (rows, heads + 2 * kv_heads, dim))
     kv = carray(as_stored(words, words[4]), (words[13], 2, kv_heads, block_size, dim))
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
@@ -76,6 +80,9 @@ def _rope_and_write_kv(words):
     for row in taken(words, rows):
         angles = cos_sin[positions[row]]
         block, offset = slots[row] // block_size, slots[row] % block_size
+        if is_normalised:
+            for head in range(heads + kv_heads):
+                _normalise(qkv[row, head], q_norm if head < heads else k_norm, eps, qkv[row, head])
         for head in range(heads):
             _rotate(qkv[row, head], angles, out[row, head])
         for head in range(kv_heads):
@@ -116,9 +123,17 @@ def add_rms_norm(launcher: Launcher, x: Tensor, residual: Tensor, weight: Tensor
 
 
 def rope_and_write_kv(
-    launcher: Launcher, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    launcher: Launcher,
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """qkv contiguous [T, (H + 2 G) D] -> rotated Q [T, H, D]; K and V go to `layout.slots` of `kv_layer`."""
+    """qkv contiguous [T, (H + 2 G) D] -> rotated Q [T, H, D]; K and V go to `layout.slots` of `kv_layer`.
+
+    Norms are written over what they are of, rounded as a tensor of their own would be.
+    """
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
     rows, width = qkv.shape
     heads = width // dim - 2 * kv_heads
@@ -129,6 +144,7 @@ def rope_and_write_kv(
         _grain(width),
         *(qkv, kv_layer, out, cos_sin, layout.positions, layout.slots),
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
+        *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
     )
     return out
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.model.backend import HeadNorms
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight
 from twostroke.model.cuda.kernels.launch import power_of_two
 
@@ -97,11 +98,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotate_tile(x, out, x_offsets, out_offsets, inside, cos, sin, HALF: tl.constexpr):
-    """Rotate a [heads, D/2] pair of half tiles from x into out."""
+def _rotate_tile(
+    x, out, x_offsets, out_offsets, inside, cos, sin, gains, eps, HALF: tl.constexpr, NORMALISE: tl.constexpr
+):
+    """Rotate a [heads, D/2] pair of half tiles from x into out, normalised where asked for; gains: the norm's [D]."""
     first = tl.load(x + x_offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + x_offsets + HALF, mask=inside, other=0.0).to(tl.float32)
     element = out.dtype.element_ty
+    if NORMALISE:
+        dims = tl.arange(0, first.shape[1])
+        real = dims < HALF
+        scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)
+        gain = tl.load(gains + dims, mask=real, other=0.0).to(tl.float32)[None, :]
+        more = tl.load(gains + HALF + dims, mask=real, other=0.0).to(tl.float32)[None, :]
+        first = (first * scale[:, None] * gain).to(element).to(tl.float32)
+        second = (second * scale[:, None] * more).to(element).to(tl.float32)
     tl.store(out + out_offsets, (first * cos - second * sin).to(element), mask=inside)
     tl.store(out + out_offsets + HALF, (second * cos + first * sin).to(element), mask=inside)
 
@@ -114,12 +125,16 @@ def rope_kv_kernel(
     positions,
     slots,
     q_out,
+    q_norm,
+    k_norm,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):
     """One program a token and TILE_HEADS heads: those of Q first, then those of K with V's."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -137,7 +152,8 @@ def rope_kv_kernel(
         heads = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
         inside = (heads < NUM_HEADS)[:, None] & real[None, :]
         offsets = heads[:, None] * HEAD_DIM + dims[None, :]
-        _rotate_tile(row, q_out + token * (NUM_HEADS * HEAD_DIM), offsets, offsets, inside, cos, sin, HALF)
+        q_to = q_out + token * (NUM_HEADS * HEAD_DIM)
+        _rotate_tile(row, q_to, offsets, offsets, inside, cos, sin, q_norm, eps, HALF, NORMALISE)
     else:
         slot = tl.load(slots + token)
         if slot >= 0:
@@ -146,15 +162,22 @@ def rope_kv_kernel(
             k_from = (NUM_HEADS + groups)[:, None] * HEAD_DIM + dims[None, :]
             k_to = kv_layer + (slot // BLOCK_SIZE) * (2 * KIND) + (slot % BLOCK_SIZE) * HEAD_DIM
             to_offsets = groups[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
-            _rotate_tile(row, k_to, k_from, to_offsets, inside, cos, sin, HALF)
+            _rotate_tile(row, k_to, k_from, to_offsets, inside, cos, sin, k_norm, eps, HALF, NORMALISE)
             v_from = row + NUM_GROUPS * HEAD_DIM
             v_to = k_to + KIND
             tl.store(v_to + to_offsets, tl.load(v_from + k_from, mask=inside, other=0.0), mask=inside)
             tl.store(v_to + to_offsets + HALF, tl.load(v_from + k_from + HALF, mask=inside, other=0.0), mask=inside)
 
 
-def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    """Rotate Q and K, write K and V at `slots`; return Q, [T, H, D].
+def rope_and_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Rotate Q and K, normalised where there are norms, write K and V at `slots`; return Q, [T, H, D].
 
     qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]; kv_layer [num_blocks, 2, G, block_size, D]; positions and
     slots int64 [T]. A negative slot writes nothing; its position must still be within cos_sin.
@@ -168,8 +191,9 @@ def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions:
     if tokens:
         rope_kv_kernel[(tokens, triton.cdiv(heads, tile_heads) + triton.cdiv(groups, tile_heads))](
             qkv, cos_sin, kv_layer, positions, slots, q_out,
+            *((qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)),
             NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HALF_PADDED=half_padded, BLOCK_SIZE=block_size,
-            TILE_HEADS=tile_heads, num_warps=_BLOCK_WARPS,
+            TILE_HEADS=tile_heads, NORMALISE=norms is not None, num_warps=_BLOCK_WARPS,
         )  # fmt: skip
     return q_out
 

@@ -36,8 +36,8 @@ def test_a_missing_field_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "architectures"),
-        ({"architectures": None, "model_type": "qwen2"}, "architectures"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures"),
+        ({"architectures": None, "model_type": "mamba"}, "architectures"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": True}, "hidden_size"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -49,11 +49,13 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"attention_bias": 1}, "attention_bias"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.short_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7}}, "rope_scaling.short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -67,6 +69,21 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
     new = parse_model_config(LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | scaling}, "c")
     assert old == new
     assert old.rope.original_max_position == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, 128),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 8192),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),  # transformers' own default
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}, 8192),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True}, 128),
+    ],
+)
+def test_contexts_end_where_a_window_would_hide_their_beginning(fields: dict[str, Any], longest: int) -> None:
+    raw = LLAMA | {"max_position_embeddings": 8192} | fields
+    assert parse_model_config(raw, "config.json").max_position == longest
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from twostroke.model.architectures.rope import cos_sin_table
 from twostroke.model.checkpoint.config_file import parse_model_config
@@ -53,3 +54,26 @@ def test_every_scaling_equals_transformers(name: str, head_dim: int) -> None:
     half = head_dim // 2
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
     torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("positions", "factors"), [(128, "short_factor"), (256, "long_factor")])
+def test_long_rope_takes_its_factors_by_the_context_that_is_served(positions: int, factors: str) -> None:
+    """transformers changes from the short to the long ones within a request, whose KV would then be of both."""
+    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 5.0, 8.0]}
+    raw: dict[str, Any] = {
+        "architectures": ["Phi3ForCausalLM"],
+        "vocab_size": 40000,
+        "hidden_size": 32,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": rope,
+    }
+    table = cos_sin_table(parse_model_config(raw, "test").rope, 8, positions)
+    config = Phi3Config(**raw)
+    config.rope_parameters |= {"short_factor": rope[factors], "long_factor": rope[factors]}
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(positions).unsqueeze(0))
+    torch.testing.assert_close(table, torch.cat((cos[0, :, :4], sin[0, :, :4]), dim=1), rtol=0, atol=1e-6)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import make_layout, paged_case
 from twostroke.model import reference
+from twostroke.model.backend import HeadNorms
 from twostroke.model.cpu.backend import CpuBackend
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -51,15 +52,19 @@ def test_the_gated_activation_stays_finite_at_the_ends(gate: float) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 40), (3, 1, 72)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_and_kv_write_equal_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotation_and_kv_write_equal_the_reference(
+    has_norms: bool, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
     torch.manual_seed(0)
     layout, num_blocks = make_layout([(1, 10), (1, 1), (21, 21), (8, 21)], block_size=5)
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
+    norms = HeadNorms(*torch.rand(2, dim).to(dtype), eps=1e-5) if has_norms else None
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
     close(
-        BACKEND.rope_and_write_kv(qkv, cos_sin, written, layout),
-        reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots),
+        BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms),
+        reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots, norms),
     )
     close(written, expected)
 

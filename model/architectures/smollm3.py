@@ -1,0 +1,23 @@
+"""SmolLM3: Llama's layers, of which every fourth does not rotate queries and keys."""
+
+from dataclasses import replace
+
+from twostroke.model.architectures.family import ConfigFields, Defaults, Family, decoder_spec, read_decoder
+from twostroke.model.config import ModelConfig
+
+
+def read_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    bias = fields.boolean("attention_bias", default=False)
+    mlp_bias = fields.boolean("mlp_bias", default=False)
+    spec = decoder_spec("SmolLM3", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    defaults = Defaults(rope_theta=2_000_000.0, max_position=32_768, is_tied=True, has_window=False)
+    config = read_decoder(fields, spec, defaults)
+    interval = fields.integer("no_rope_layer_interval", default=4)
+    rotates = fields.flags("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(config.num_layers)])
+    return replace(
+        config, unrotated_layers=frozenset(layer for layer in range(config.num_layers) if not rotates[layer])
+    )
+
+
+SMOLLM3 = Family("SmolLM3ForCausalLM", model_type="smollm3", read_config=read_config)

@@ -1,0 +1,189 @@
+"""A GGUF file serves as the folder that it was made of would."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, pre_tokenizers
+
+from tests.model.test_conformance import make_runner, random_prompts
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.gguf_file import NAMES
+from twostroke.model.checkpoint.gguf_folder import folder_of
+from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
+from twostroke.protocol.errors import ConfigError
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+GGUF_NAMES = {name: stem for stem, name in NAMES.items()}
+LENGTHS = (1, 17, 64)
+
+
+def tokenizer_fields(writer: GGUFWriter, tokenizer: Tokenizer, cut: str = "gpt-2") -> None:
+    described = json.loads(tokenizer.to_str())["model"]
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokens = [str(tokenizer.id_to_token(index)) for index in range(tokenizer.get_vocab_size())]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in described["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
+def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """What converters do to Llama's queries and keys: dimension i of a head's half comes to 2 i."""
+    shape = (heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2)).reshape(rows.shape)
+
+
+def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
+    """The folder's model as a file, and its own weights as they come back from that."""
+    raw = json.loads((folder / "config.json").read_text())
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw["rope_theta"])
+    if "head_dim" in raw:
+        writer.add_key_length(raw["head_dim"])
+    tokenizer = Tokenizer.from_str(json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    tokenizer.add_tokens([f"t{index}" for index in range(raw["vocab_size"])])
+    tokenizer_fields(writer, tokenizer)
+    tensors = load_file(folder / SINGLE_FILE)
+    for name, tensor in tensors.items():
+        value = tensor.numpy()
+        stem, _, ending = name.rpartition(".")
+        layer = stem.removeprefix("model.layers.").partition(".")
+        of_layer = stem.startswith("model.layers.")
+        if value.ndim == 2:
+            data = quantize(value, kind)
+            writer_kind, tensors[name] = kind, torch.from_numpy(np.array(dequantize(data, kind)))
+        if architecture == "llama" and layer[2] in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = raw["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            value = interleaved(value, heads)
+        known = f"blk.{layer[0]}.{GGUF_NAMES[layer[2]]}" if of_layer else GGUF_NAMES[stem]
+        if value.ndim == 2:
+            writer.add_tensor(f"{known}.{ending}", quantize(value, kind), raw_dtype=writer_kind)
+        else:
+            writer.add_tensor(f"{known}.{ending}", value)
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "kind", "fields"),
+    [
+        ("llama", "Llama", GGMLQuantizationType.F32, {}),
+        ("llama", "Llama", GGMLQuantizationType.Q4_1, {"tie_word_embeddings": True}),
+        ("llama", "Llama", GGMLQuantizationType.Q8_0, {}),
+        ("qwen2", "Qwen2", GGMLQuantizationType.F16, {}),
+        ("qwen3", "Qwen3", GGMLQuantizationType.Q4_0, {"head_dim": 32}),
+    ],
+)
+def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
+    architecture: str,
+    name: str,
+    kind: GGMLQuantizationType,
+    fields: dict[str, Any],
+    tmp_path: Path,
+    write_checkpoint: Callable[..., Path],
+    generate: Any,
+) -> None:
+    folder = write_checkpoint(architectures=[f"{name}ForCausalLM"], **SIZES, **fields)
+    write_gguf(folder, tmp_path / "some.gguf", architecture, kind)
+    unpacked = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    assert folder_of(tmp_path / "some.gguf", tmp_path / "cache") == unpacked, "it is kept"
+    assert unpacked.name == "some"
+    prompts = random_prompts(96, 1, LENGTHS)
+    outputs = [generate(make_runner(each, 8, 64), prompts, 24, chunk=37, block_size=8) for each in (folder, unpacked)]
+    assert outputs[0] == outputs[1]
+    found, expected = (Checkpoint(each, load_model_config(each)) for each in (unpacked, folder))
+    assert found.num_parameters == expected.num_parameters
+    assert len(found.digest()) == 16
+
+
+def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> None:
+    original = Tokenizer.from_file(str(BUNDLED_MODEL_DIR / "tokenizer.json"))
+    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # gpt-2's
+    writer = GGUFWriter(tmp_path / "some.gguf", "llama")
+    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
+        add(2)
+    tokenizer_fields(writer, original)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    folder = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in ("def f(x):\n    return 12345\n", "Ünïcödé 漢字 😀", "  two  spaces", "<|endoftext|>"):
+        assert made.encode(text).ids == original.encode(text).ids
+        assert made.decode(made.encode(text).ids) == original.decode(original.encode(text).ids)
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    assert said["chat_template"] == "{{ messages[0].content }}"
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": 0}
+
+
+def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "some.gguf", "llama")
+    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
+        add(2)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"some\.gguf: a tokenizer of kind 'llama'.*put the model's tokenizer\.json"):
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.json"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert (folder_of(tmp_path / "some.gguf", tmp_path / "cache") / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGML" + bytes(60),
+        b"GGUF" + struct.pack("<IQQ", 1, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 60),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sII", 1, b"a", 9, 4) + struct.pack("<Q", 1 << 40),
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 0, 0),
+    ],
+    ids=["empty", "another format", "old", "endless name", "endless array", "tensor cut off"],
+)
+def test_a_damaged_file_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"some\.gguf can't be read as GGUF: ") as caught:
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "some.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"general\.architecture: 'mamba' is not supported, only llama"):
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
