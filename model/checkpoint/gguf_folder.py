@@ -48,10 +48,19 @@ def folder_of(path: Path, cache: Path) -> Path:
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16] / path.stem
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     file = read_gguf(path)
+    try:
+        _unpack(file, path, folder)
+    except OSError as error:
+        fault = f"{path} can't be unpacked into {folder}: {error.strerror}"
+        raise ConfigError(f"{fault}: set XDG_CACHE_HOME to a folder that can be written") from error
+    return folder
+
+
+def _unpack(file: Gguf, path: Path, folder: Path) -> None:
+    """Several processes of a host may do so at once; the first to end is the one that is seen."""
     metadata = file.metadata
-    # Several processes of a host may do so at once; the first to end is the one that is seen.
+    folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write_json(made / "config.json", _config_of(file, path))
@@ -65,8 +74,9 @@ def folder_of(path: Path, cache: Path) -> Path:
         special = {renamed.get(name, name): token for name, token in names.items() if token is not None}
         template = metadata.get("tokenizer.chat_template")
         _write_json(made / "tokenizer_config.json", special | ({} if template is None else {"chat_template": template}))
-        if (end := metadata.get("tokenizer.ggml.eos_token_id")) is not None:
-            _write_json(made / "generation_config.json", {"eos_token_id": end})
+        ends = {metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")} - {None}
+        if ends:  # of the text, and of an answer
+            _write_json(made / "generation_config.json", {"eos_token_id": sorted(ends)})
         (made / FILE).symlink_to(path)
         try:
             made.rename(folder)
@@ -75,7 +85,6 @@ def folder_of(path: Path, cache: Path) -> Path:
                 raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return folder
 
 
 def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
@@ -148,7 +157,9 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         )
     tokens = _needed(metadata, "tokenizer.ggml.tokens", path)
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    # Llama 3's takes a word that is a token whole, whatever merges say.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut == "llama-bpe"))
     if cut == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _CUTS[cut]()
@@ -158,7 +169,7 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         if its in (_CONTROL, _USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, special=its == _CONTROL, normalized=False)])
     first = _token(metadata, "bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token") and first is not None:
+    if metadata.get("tokenizer.ggml.add_bos_token", cut == "llama-bpe") and first is not None:
         ids = [(first, metadata["tokenizer.ggml.bos_token_id"])]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=ids)
     return tokenizer

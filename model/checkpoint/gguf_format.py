@@ -76,6 +76,8 @@ def _read(mapped: npt.NDArray[np.uint8]) -> Gguf:
             (of,), (count,) = numbers("I"), numbers("Q")
             if count > len(content):
                 raise ValueError("an array of it is longer than the file")
+            if of == _ARRAY:
+                raise ValueError("it has arrays of arrays")
             if of in _NUMBERS:
                 return list(numbers(_NUMBERS[of], count))
             return [value(of) for _ in range(count)]
@@ -94,12 +96,14 @@ def _read(mapped: npt.NDArray[np.uint8]) -> Gguf:
     described: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
     for _ in range(num_tensors):
         name, (num_dimensions,) = text(), numbers("I")
-        if num_dimensions > _MOST_DIMENSIONS:
+        if not 0 < num_dimensions <= _MOST_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(reversed(numbers("Q", num_dimensions)))
         (kind,), (offset,) = numbers("I"), numbers("Q")
         described.append((name, shape, GGMLQuantizationType(kind), offset))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
     start = -(-place // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in described:

@@ -140,7 +140,7 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> Non
         assert made.decode(made.encode(text).ids) == original.decode(original.encode(text).ids)
     said = json.loads((folder / "tokenizer_config.json").read_text())
     assert said["chat_template"] == "{{ messages[0].content }}"
-    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": 0}
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0]}
 
 
 def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:
@@ -169,14 +169,23 @@ def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 60),
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sII", 1, b"a", 9, 4) + struct.pack("<Q", 1 << 40),
         b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIIQ", 1, b"a", 0, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q17sII", 17, b"general.alignment", 4, 0),
     ],
-    ids=["empty", "another format", "old", "endless name", "endless array", "tensor cut off"],
+    ids=["empty", "another format", "old", "endless name", "endless array", "cut off", "no dimension", "no alignment"],
 )
 def test_a_damaged_file_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "some.gguf").write_bytes(content)
     with pytest.raises(ConfigError, match=r"some\.gguf can't be read as GGUF: ") as caught:
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")
     assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_cant_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    (tmp_path / "cache").touch()
+    with pytest.raises(ConfigError, match=r"can't be unpacked into .*: Not a directory: set XDG_CACHE_HOME"):
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:

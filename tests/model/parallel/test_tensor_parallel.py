@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.model.conftest import make_decoder
+from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
@@ -45,6 +46,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one KV head": {"num_key_value_heads": 1},
     "tied, an odd vocabulary": {"tie_word_embeddings": True, "vocab_size": 99},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "fused tensors, heads turned in part": FAMILY_SHAPES["phi4_mini"],
+    "norms of heads": FAMILY_SHAPES["qwen3"],
 }
 
 
