@@ -13,6 +13,7 @@ CONFIG_ERROR_EXIT = 2
 
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
+    "check": ("cluster.commands.check", "say whether a model can be served, in how much memory; loads no weights"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
     "config": ("cluster.commands.configuration:config", "tell of the configuration file"),
     "key": ("cluster.commands.configuration:key", "make an API key"),

@@ -1,6 +1,7 @@
 """Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
 
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def resolve_model_folder(path: str) -> Path:
     return folder_of(found, cache_folder()) if found.is_file() else found
 
 
+def config_folder(path: str) -> Path:
+    """As `resolve_model_folder`, but of a hub id only what is JSON is downloaded."""
+    if (found := check_model_path(path)) is None:
+        return _download(path, ("*.json",))
+    return folder_of(found, cache_folder()) if found.is_file() else found
+
+
 def served_name(model: ModelSection, folder: Path) -> str:
     """What clients write in `model`."""
     if model.name is not None:
@@ -54,14 +62,14 @@ def served_name(model: ModelSection, folder: Path) -> str:
     return "twostroke-bundled" if model.path == BUNDLED_MODEL else folder.name
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
     # Neither is needed, nor imported, for a folder.
     from httpx import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

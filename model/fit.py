@@ -1,0 +1,72 @@
+"""What a model takes of a memory, and what that leaves for requests: arithmetic over its config alone."""
+
+from dataclasses import dataclass
+
+import torch
+
+from twostroke.model.cache.kv_cache import kv_block_bytes
+from twostroke.model.cache.memory import (
+    CUDA_CONTEXT_BYTES,
+    DEFAULT_BOUNDS,
+    StepBounds,
+    step_bytes_on_cpu,
+)
+from twostroke.model.checkpoint.decoder_weights import weight_bytes
+from twostroke.model.checkpoint.weights import expected_shapes
+from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.parallel.tensor_parallel import check_size
+
+HOST_PROCESS_BYTES = 600 * 2**20  # of one rank beside weights and cache: torch, compiled kernels, the interpreter
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model on one worker. Bytes are each rank's."""
+
+    parameters: int
+    weight_bytes: int
+    step_bytes: int
+    cache_bytes: int  # what is left for KV; negative where weights and steps don't fit
+    kv_bytes_per_token: int
+    kv_window_bytes: int  # of what a request keeps of layers with a window; none has one so far
+    max_context: int  # tokens
+    max_requests: int  # of that context at once
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """All of them, tied ones once."""
+    return sum(torch.Size(shape).numel() for _, shape in expected_shapes(model))
+
+
+def fit(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    *,
+    memory: int,
+    ranks: int = 1,
+    is_gpu: bool = False,
+    bounds: StepBounds = DEFAULT_BOUNDS,
+) -> Fit:
+    """On one worker of `ranks`, each of which may take `memory` bytes.
+
+    The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no more.
+    Raises ConfigError where so many ranks can't share the model.
+    """
+    check_size(model, ranks)
+    weights = -(-weight_bytes(model, dtype, quantization) // ranks)
+    step = step_bytes_on_cpu(model, bounds, dtype)
+    cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else HOST_PROCESS_BYTES)
+    of_token = kv_block_bytes(model, 1, dtype, ranks)
+    tokens = max(0, cache // of_token)
+    context = min(model.max_position, tokens)
+    return Fit(
+        parameters=num_parameters(model),
+        weight_bytes=weights,
+        step_bytes=step,
+        cache_bytes=cache,
+        kv_bytes_per_token=of_token,
+        kv_window_bytes=0,
+        max_context=context,
+        max_requests=tokens // context if context else 0,
+    )

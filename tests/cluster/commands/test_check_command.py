@@ -1,0 +1,90 @@
+"""`twostroke check`: what a model takes, from its config.json alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twostroke.cluster.cli import main
+
+LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+}
+LLAMA_3_1_8B = LLAMA_3_1 | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+LLAMA_3_1_70B = LLAMA_3_1 | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+GIB = 2**30
+
+
+def checked(
+    folder: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    (folder / "config.json").write_text(json.dumps(fields))
+    code = main(["check", str(folder), "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_figures_are_those_that_meta_and_the_papers_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B, "--gpu", "h100-80gb", "--dtype", "bfloat16")
+    assert code == 0
+    assert (told["family"], told["way"], told["reason"]) == ("Llama", "native", None)
+    assert told["parameters"] == told["active_parameters"] == 8_030_261_248
+    assert told["weight_bytes"] == 2 * told["parameters"]
+    assert (told["kv_bytes_per_token"], told["kv_window_bytes"]) == (128 * 1024, 0)
+    assert told["max_context"] == 131072
+    left = 0.9 * 80 * GIB - told["weight_bytes"] - told["step_bytes"]
+    assert told["max_requests"] == pytest.approx(left / (131072 * 128 * 1024), abs=1) == 3
+
+
+def test_ranks_share_weights_and_kv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone, told = checked(tmp_path, capsys, LLAMA_3_1_70B, "--gpu", "h100-80gb", "--dtype", "bfloat16")
+    assert (alone, told["way"], told["max_requests"]) == (2, "refused", 0)
+    assert "leaves nothing for the KV cache: quantise, take more ranks" in told["reason"]
+    code, told = checked(
+        tmp_path, capsys, LLAMA_3_1_70B, "--gpu", "h100-80gb", "--dtype", "bfloat16", "--tensor-parallel", "4"
+    )
+    assert (code, told["ranks"], told["kv_bytes_per_token"]) == (0, 4, 320 * 1024 // 4)
+    assert told["weight_bytes"] == 2 * 70_553_706_496 // 4
+
+
+def test_a_configuration_file_says_how_the_model_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {quantization: int8, dtype: bfloat16}\n")
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B, "--gpu", "l4", "--config", str(path))
+    assert (code, told["quantization"]) == (0, "int8")
+    assert told["weight_bytes"] < 1.2 * told["parameters"]
+    assert 0 < told["max_context"] < 131072
+    assert told["max_requests"] == 1
+
+
+def test_what_is_refused_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = checked(tmp_path, capsys, {"architectures": ["MambaForCausalLM"]})
+    assert (code, told["way"]) == (2, "refused")
+    assert "MambaForCausalLM" in told["reason"]
+    assert main(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().out.startswith(f"{tmp_path} can't be served: ")
+
+
+def test_people_are_told_how_to_serve_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    assert main(["check", str(tmp_path), "--gpu", "h200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Llama, 8,030.3 M parameters, in bfloat16"
+    assert "128.0 KiB a token" in lines[1]
+    assert "contexts of up to 131,072 tokens" in lines[2]
+    assert f"    model: {{path: {tmp_path}, quantization: none}}" in lines
