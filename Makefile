@@ -1,4 +1,4 @@
-# make serve      a server on this machine, with the bundled model, until Ctrl-C
+# make serve      a server on this machine, until Ctrl-C
 # make tools      nginx, HAProxy and Prometheus from Debian, for the tests of deploy/; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them

@@ -24,13 +24,12 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn, longrope: positions the model was trained on before scaling
+    original_max_position: int = 0  # llama3, yarn: positions the model was trained on before scaling
     attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    short_factors: tuple[float, ...] = ()  # longrope: of each frequency, within the original positions
-    long_factors: tuple[float, ...] = ()  # longrope: where a context may be longer
+    factors: tuple[float, ...] = ()  # longrope: of each frequency
     rotated: int = 0  # dimensions of a head, the first; 0: all
     interleaves: bool = False  # neighbours are a pair, not dimensions half of the rotated ones apart
 

@@ -1,4 +1,4 @@
-"""The network as a constructor argument: live TCP (`tcp_network.py`), or memory on virtual time (tests/simulation).
+"""The network as a constructor argument: live TCP, or memory on virtual time (tests/simulation).
 
 The live network: authenticated frames over TCP, on asyncio.
 """

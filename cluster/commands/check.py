@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from twostroke.model.fit import Fit
 
 CAN_T_BE_SERVED = 2
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")  # files' endings, whether they can be loaded or not
 GIB = 2**30
 GPU_BYTES = {
     "a100-40gb": 40 * GIB,
@@ -43,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it; returns 0, or CAN_T_BE_SERVED with the reason. Raises ConfigError for a wrong configuration file."""
     config = _config(arguments)
     try:
-        model = load_model_config(config_folder(arguments.model))
-        told = _served(model, config, arguments)
+        folder = config_folder(arguments.model)
+        told = _served(folder, load_model_config(folder), config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
     if arguments.json:
@@ -62,22 +63,29 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     return read_config(raw)
 
 
-def _served(model: ModelConfig, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What can be said of a model whose config can be read."""
+def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What can be said of a model whose config can be read. Raises ConfigError where its tensors don't fit that.
+
+    On this machine's memory as many workers share it as `twostroke serve` would start.
+    """
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
+    from twostroke.model.checkpoint.weights import Checkpoint
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
 
     decode = config.decode
     ranks = arguments.tensor_parallel or decode.tensor_parallel
     if arguments.gpu is None:
-        device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // ranks
+        workers = sum(config.counts[role].first for role in config.roles)
+        device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks)
     else:
         device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * decode.gpu_memory_utilization)
-    # The checkpoint's own is not known without its tensors; nearly all are bf16.
-    dtype = resolve_dtype(config.model.dtype, torch.bfloat16, device)
+    # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
+    is_here = any(path.suffix in WEIGHTS for path in folder.iterdir())
+    found_dtype = Checkpoint(folder, model).dtype if is_here else torch.bfloat16
+    dtype = resolve_dtype(config.model.dtype, found_dtype, device)
     bounds = StepBounds(decode.max_step_tokens, decode.max_batch)
     found = fit(
         model,
@@ -137,7 +145,7 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     lines.append(
         f"on {where}, of which a worker may have {gibibytes(told['memory_bytes'])}{of_rank}: contexts of up to "
         f"{told['max_context']:,} tokens (the model's own: {told['model_context']:,}), "
-        f"{told['max_requests']} of them at once"
+        f"{told['max_requests']} of them at once if all that is left is KV cache"
     )
     if arguments.gpu is None:
         flags = "".join(

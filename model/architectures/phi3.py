@@ -14,7 +14,13 @@ from twostroke.model.config import ModelConfig
 
 def read_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
-    defaults = Defaults(rms_norm_eps=1e-5, max_position=4096, original_max_position=4096)
+    defaults = Defaults(
+        rms_norm_eps=1e-5,
+        max_position=4096,
+        original_max_position=4096,
+        rotated_part=1.0,
+        rope_names={"su": "longrope", "yarn": "longrope"},  # earlier files' names of it
+    )
     return with_one_qkv(with_one_gate_up(read_decoder(fields, decoder_spec("Phi-3"), defaults)))
 
 

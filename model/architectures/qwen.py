@@ -6,14 +6,15 @@ from twostroke.model.config import ModelConfig
 
 def read_qwen2_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
-    return read_decoder(fields, decoder_spec("Qwen2", qkv_bias=True), Defaults(max_position=32_768, has_window=False))
+    spec = decoder_spec("Qwen2", qkv_bias=True)
+    return read_decoder(fields, spec, Defaults(max_position=32_768, switches_window=True))
 
 
 def read_qwen3_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     bias = fields.boolean("attention_bias", default=False)
     spec = decoder_spec("Qwen3", qkv_bias=bias, output_bias=bias, has_head_norms=True)
-    return read_decoder(fields, spec, Defaults(head_dim=128, max_position=32_768, has_window=False))
+    return read_decoder(fields, spec, Defaults(head_dim=128, max_position=32_768, switches_window=True))
 
 
 QWEN2 = Family("Qwen2ForCausalLM", model_type="qwen2", read_config=read_qwen2_config)

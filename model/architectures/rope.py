@@ -18,8 +18,7 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) ->
     cos, sin = torch.ones(num_positions, head_dim // 2), torch.zeros(num_positions, head_dim // 2)
     if rope is not None:
         rotated = rope.rotated or head_dim
-        frequencies = inverse_frequencies(rope, rotated, num_positions)
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, rotated))
         cos[:, : rotated // 2] = angles.cos() * rope.attention_factor
         sin[:, : rotated // 2] = angles.sin() * rope.attention_factor
     return torch.cat((cos, sin), dim=-1)
@@ -38,8 +37,8 @@ def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
     return [*firsts, *still[: len(still) // 2], *seconds, *still[len(still) // 2 :]]
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """fp32 [head_dim / 2]: radians a position, for contexts of up to `num_positions`.
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """fp32 [head_dim / 2]: radians a position.
 
     Computed in the same order of fp32 operations as transformers, so that far positions agree to the last bit.
     """
@@ -53,10 +52,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> 
             return _llama3(rope, inverse)
         case "yarn":
             return _yarn(rope, inverse, head_dim)
-        case "longrope":  # LongRoPE (Ding et al. 2024): the KV of a context must not change its angles as it grows
-            is_long = num_positions > rope.original_max_position
-            factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
-            return 1.0 / (factors * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        case "longrope":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ def read_config(fields: ConfigFields) -> ModelConfig:
     bias = fields.boolean("attention_bias", default=False)
     mlp_bias = fields.boolean("mlp_bias", default=False)
     spec = decoder_spec("SmolLM3", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
-    defaults = Defaults(rope_theta=2_000_000.0, max_position=32_768, is_tied=True, has_window=False)
+    defaults = Defaults(rope_theta=2_000_000.0, max_position=32_768, is_tied=True, switches_window=True)
     config = read_decoder(fields, spec, defaults)
     interval = fields.integer("no_rope_layer_interval", default=4)
     rotates = fields.flags("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(config.num_layers)])

@@ -4,7 +4,6 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
 import torch
 from gguf.quants import dequantize
 from torch import Tensor
@@ -54,16 +53,18 @@ class GgufFile:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """Of what is quantised: what loses nothing that it has."""
+        """Of what is quantised: what keeps nearly all that it has."""
         kind = self._tensors[name].kind.name
         return kind if kind in _FLOATS else "BF16"
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         """fp32, of the rows that are asked for alone."""
         tensor = self._tensors[name]
-        if len(tensor.shape) == 1:
-            return torch.from_numpy(np.array(dequantize(tensor.data, tensor.kind)))[rows]
-        return torch.from_numpy(np.array(dequantize(tensor.data[rows], tensor.kind)))[:, columns]
+        one_row = len(tensor.shape) == 1
+        values = dequantize(tensor.data if one_row else tensor.data[rows], tensor.kind)
+        if not values.flags.writeable:  # a view of the file, which torch would take for memory of its own
+            values = values.copy()
+        return torch.from_numpy(values)[rows] if one_row else torch.from_numpy(values)[:, columns]
 
     def content(self, name: str) -> memoryview:
         return self._tensors[name].data.reshape(-1).data

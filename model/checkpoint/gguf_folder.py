@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from twostroke.model.checkpoint.gguf_format import FILE, ROPE_FACTORS, Gguf, read_gguf
+from twostroke.model.architectures.family import INTERLEAVED
+from twostroke.model.checkpoint.gguf_format import FILE, ROPE_FACTORS, Gguf, GgufTensor, read_gguf
 from twostroke.protocol.errors import ConfigError
 
-_WRITTEN_AS = 1  # changes with what `folder_of` writes
+_WRITTEN_AS = 2  # changes with what `folder_of` writes
+LIKE_OTHERS = 0.01  # of a vocabulary: files name some reserved tokens otherwise
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _INTERLEAVING = ("llama",)  # whose files have the rows of queries and keys in another order than their checkpoints
@@ -40,43 +42,54 @@ def folder_of(path: Path, cache: Path) -> Path:
     """A folder in `cache` that has the file as a Hugging Face folder would have its model; kept, and found again.
 
     A `tokenizer.json` beside the file is taken instead of what the file says. Raises ConfigError for a file that can't
-    be read, another architecture, and a tokenizer that is not known here.
+    be read, another architecture, a tokenizer that is not known here, and one beside it that is another model's.
     """
     path = path.resolve()
-    status = path.stat()
-    key = f"{_WRITTEN_AS} {path} {status.st_size} {status.st_mtime_ns}"
-    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16] / path.stem
+    given = path.parent / "tokenizer.json"
+    files = [(str(each), status.st_size, status.st_mtime_ns) for each in (path, given) if (status := _status(each))]
+    key = hashlib.sha256(repr((_WRITTEN_AS, files)).encode()).hexdigest()[:16]
+    folder = cache / key / path.stem
     if folder.is_dir():
         return folder
     file = read_gguf(path)
+    config = _config_of(file, path)
     try:
-        _unpack(file, path, folder)
+        tokenizer = _given_tokenizer(given, file) if given.is_file() else _tokenizer(file.metadata, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception for whatever it can't take
+        raise ConfigError(f"{path}: its tokenizer can't be made: {error}") from error
+    try:
+        _write(config, tokenizer, file.metadata, path, folder)
     except OSError as error:
         fault = f"{path} can't be unpacked into {folder}: {error.strerror}"
         raise ConfigError(f"{fault}: set XDG_CACHE_HOME to a folder that can be written") from error
     return folder
 
 
-def _unpack(file: Gguf, path: Path, folder: Path) -> None:
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _write(
+    config: Mapping[str, Any], tokenizer: Tokenizer, metadata: Mapping[str, Any], path: Path, folder: Path
+) -> None:
     """Several processes of a host may do so at once; the first to end is the one that is seen."""
-    metadata = file.metadata
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _write_json(made / "config.json", _config_of(file, path))
-        given = path.parent / "tokenizer.json"
-        if given.is_file():
-            shutil.copyfile(given, made / "tokenizer.json")
-        else:
-            _tokenizer(metadata, path).save(str(made / "tokenizer.json"))
+        _write_json(made / "config.json", config)
+        tokenizer.save(str(made / "tokenizer.json"))
         names = {f"{kind}_token": _token(metadata, f"{kind}_token_id") for kind in ("bos", "eos", "unknown", "padding")}
         renamed = {"unknown_token": "unk_token", "padding_token": "pad_token"}
         special = {renamed.get(name, name): token for name, token in names.items() if token is not None}
         template = metadata.get("tokenizer.chat_template")
         _write_json(made / "tokenizer_config.json", special | ({} if template is None else {"chat_template": template}))
-        ends = {metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")} - {None}
-        if ends:  # of the text, and of an answer
-            _write_json(made / "generation_config.json", {"eos_token_id": sorted(ends)})
+        if ends := _ends(metadata):
+            _write_json(made / "generation_config.json", {"eos_token_id": ends})
         (made / FILE).symlink_to(path)
         try:
             made.rename(folder)
@@ -88,7 +101,7 @@ def _unpack(file: Gguf, path: Path, folder: Path) -> None:
 
 
 def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
-    """What config.json would say."""
+    """What config.json would say. Raises ConfigError."""
     metadata, tensors = file.metadata, file.tensors
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
@@ -96,41 +109,55 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
             f"{path}: general.architecture: {kind!r} is not supported, only {', '.join(_ARCHITECTURES)} are: "
             "take the model's safetensors"
         )
+    if metadata.get("split.count", 1) != 1:
+        raise ConfigError(f"{path} is one of several files of a model: join them with llama.cpp's gguf-split --merge")
 
     def said(name: str) -> Any:
         return metadata.get(f"{kind}.{name}")
 
-    heads, hidden_size = (
-        _needed(metadata, f"{kind}.{name}", path) for name in ("attention.head_count", "embedding_length")
-    )
-    head_dim = said("attention.key_length") or hidden_size // heads
-    rope: dict[str, Any] = {"rope_theta": said("rope.freq_base") or 10_000.0}
-    scaling = said("rope.scaling.type") or "none"
-    if ROPE_FACTORS in tensors:  # Llama 3's scaling, worked out
-        factors = tensors[ROPE_FACTORS].data.view(np.float32).tolist()
-        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    elif scaling != "none":
-        rope |= {"rope_type": scaling, "factor": said("rope.scaling.factor")}
-        rope |= {"original_max_position_embeddings": said("rope.scaling.original_context_length")}
+    def number(name: str) -> Any:
+        value = said(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{path}: {kind}.{name}: expected a positive number, found {value!r}")
+        return value
+
+    heads = number("attention.head_count")
+    head_dim = number("attention.key_length") if said("attention.key_length") else number("embedding_length") // heads
     return {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
         "vocab_size": len(_needed(metadata, "tokenizer.ggml.tokens", path)),
-        "hidden_size": hidden_size,
-        "intermediate_size": said("feed_forward_length"),
-        "num_hidden_layers": said("block_count"),
+        "hidden_size": number("embedding_length"),
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": said("attention.head_count_kv") or heads,
         "head_dim": head_dim,
-        "max_position_embeddings": said("context_length"),
-        "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope,
-        "rope_interleave": kind in _INTERLEAVING,
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_theta": said("rope.freq_base") or 10_000.0, **_scaling(said, tensors, path)},
+        INTERLEAVED: kind in _INTERLEAVING,
         "partial_rotary_factor": (said("rope.dimension_count") or head_dim) / head_dim,
         "sliding_window": said("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
+
+
+def _scaling(said: Callable[[str], Any], tensors: Mapping[str, GgufTensor], path: Path) -> dict[str, Any]:
+    """Of rotary angles, as config.json would have it. Raises ConfigError."""
+    if said("rope.scaling.attn_factor") not in (None, 1.0):
+        raise ConfigError(f"{path}: rope.scaling.attn_factor is not supported: take the model's safetensors")
+    if ROPE_FACTORS in tensors:  # Llama 3's scaling, worked out
+        factors = tensors[ROPE_FACTORS].data.view(np.float32).tolist()
+        return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+    scaling, factor = said("rope.scaling.type") or "none", said("rope.scaling.factor")
+    if scaling == "none" and (linear := said("rope.scale_linear") or 1.0) != 1.0:  # files of 2023
+        scaling, factor = "linear", linear
+    if scaling == "none":
+        return {}
+    original = said("rope.scaling.original_context_length")
+    return {"rope_type": scaling, "factor": factor, "original_max_position_embeddings": original}
 
 
 def _needed(metadata: Mapping[str, Any], name: str, path: Path) -> Any:
@@ -145,6 +172,30 @@ def _token(metadata: Mapping[str, Any], name: str) -> str | None:
 
 
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+# Control tokens that end an answer, in whichever families, where a file names no more than one of them.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids of the tokens that end a text or an answer."""
+    named = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    ids = {index for index in named if isinstance(index, int)}
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    ids |= {index for index, its in enumerate(kinds) if its == _CONTROL and tokens[index] in _ENDS}
+    return sorted(ids)
+
+
+def _given_tokenizer(given: Path, file: Gguf) -> Tokenizer:
+    """The one beside the file, whose tokens must be the file's. Raises ConfigError."""
+    try:
+        tokenizer = Tokenizer.from_file(str(given))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+        raise ConfigError(f"{given} can't be read as a tokenizer: {error}") from error
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    others = sum(tokens[index] != token for token, index in tokenizer.get_vocab().items() if index < len(tokens))
+    if others > LIKE_OTHERS * len(tokens):
+        raise ConfigError(f"{given} is another model's: {others} of {len(tokens)} tokens are not the GGUF file's")
+    return tokenizer
 
 
 def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
@@ -186,5 +237,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def cache_folder() -> Path:
-    """Where folders of GGUF files are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "gguf"
+    """Where folders of GGUF files are kept. Raises ConfigError where nobody's home is known."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "gguf"
+    except RuntimeError:
+        raise ConfigError("there is no home folder to unpack a GGUF file into: set XDG_CACHE_HOME") from None

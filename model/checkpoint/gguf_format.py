@@ -4,6 +4,7 @@ The authors' own reader takes 8 s for the 49,000 tokens of a small vocabulary, t
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import functools
 import math
 import struct
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from twostroke.protocol.errors import ConfigError
 
 SUFFIX = ".gguf"
-FILE = f"model{SUFFIX}"  # in a folder
+FILE = f"twostroke-unpacked{SUFFIX}"  # in a folder that gguf_folder.py made, and in no other
 ROPE_FACTORS = "rope_freqs.weight"  # a tensor that says how angles are scaled
 
 _VERSIONS = (2, 3)
@@ -48,10 +49,16 @@ class Gguf:
 def read_gguf(path: Path) -> Gguf:
     """Raises ConfigError for a file that can't be read."""
     try:
-        mapped: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
-        return _read(mapped)
+        status = path.stat()
+        return _read_once(path, status.st_size, status.st_mtime_ns)
     except (OSError, ValueError, OverflowError, struct.error) as error:
         raise ConfigError(f"{path} can't be read as GGUF: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(path: Path, size: int, changed_ns: int) -> Gguf:
+    """A load asks for the same file several times; the last two say whether it is still the same."""
+    return _read(np.memmap(path, np.uint8, mode="r"))
 
 
 def _read(mapped: npt.NDArray[np.uint8]) -> Gguf:

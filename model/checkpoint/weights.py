@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twostroke.model.checkpoint.gguf_file import GgufFile
 from twostroke.model.checkpoint.gguf_format import FILE as GGUF_FILE
+from twostroke.model.checkpoint.gguf_format import SUFFIX
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -187,7 +188,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         raise ConfigError(
             f"{folder / pickles[0]} is a pickle file, which can run code when it is read: convert it to safetensors"
         )
-    raise ConfigError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    ggufs = sorted(folder.glob(f"*{SUFFIX}"))
+    instead = f": serve {ggufs[0]} itself" if ggufs else ""
+    raise ConfigError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{instead}")
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:

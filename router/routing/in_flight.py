@@ -1,7 +1,7 @@
 """What this router replica has under way at each worker: exact, and newer than the workers' own numbers.
 
-A worker's numbers tell of all routers' requests, but are a moment old. `Load.of` joins the two without counting work
-twice.
+A worker's numbers tell of all routers' requests, but are a moment old. `Load.joined` joins the two without counting
+work twice.
 """
 
 from collections import defaultdict

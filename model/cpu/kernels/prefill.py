@@ -1,5 +1,5 @@
 """Prefill attention of one sequence in bf16, on AVX512-BF16: FlashAttention's online softmax over tiles of 32 queries
-and 256 keys (Dao et al. 2022), scores and sums in fp32. torch's own CPU flash attention multiplies at fp32's rate.
+and 512 keys (Dao et al. 2022), scores and sums in fp32. torch's own CPU flash attention multiplies at fp32's rate.
 
 A short chunk, such as is computed beside decodes, would leave most of a tile empty: there the query heads that share a
 KV head share the tiles, too.
@@ -115,7 +115,7 @@ def _highest(builder, scores, width):
 
 @written_in_llvm(types.float32, types.int64, types.int64, types.float32, types.float32, types.int64)
 def _weigh(builder, scores, width, scale, highest, probabilities):
-    """probabilities[width] = e^(scores scale - highest), none above 1, in bf16; returns their sum before rounding.
+    """probabilities[width] = e^(scores scale - highest) in bf16; returns their sum before rounding.
 
     Below 2^-126 it is that. Loops that numba makes of such code have half as wide vectors and twice the instructions.
     """
@@ -133,7 +133,8 @@ def _weigh(builder, scores, width, scale, highest, probabilities):
     def step(number: int, offset: Any) -> None:
         below = fused(builder.load(at(builder, scores, offset, FLOATS), align=4), factor, most)
         power = builder.fmul(below, constant(_LOG2_E))
-        power = call(builder, "llvm.maxnum.v16f32", FLOATS, power, constant(-126.0), fastmath=("nnan", "nsz"))
+        # Not `maxnum`: a NaN must stay one, so that the row is told to be broken.
+        power = builder.select(builder.fcmp_ordered("<", power, constant(-126.0)), constant(-126.0), power)
         whole = call(builder, "llvm.roundeven.v16f32", FLOATS, power)
         part = builder.fsub(power, whole)
         value = constant(_POWERS_OF_2[0])

@@ -51,10 +51,13 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.short_factor"),
+        ({"rope_scaling": {"rope_type": "su"}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7}}, "rope_scaling.short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor"),
-        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": ["GlmForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
     ],
 )
@@ -69,6 +72,8 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
     new = parse_model_config(LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | scaling}, "c")
     assert old == new
     assert old.rope.original_max_position == 64
+    both = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}}
+    assert parse_model_config(both, "c").rope.type == "linear", "as transformers reads it"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,7 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, 128),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 8192),
         ({"architectures": ["MistralForCausalLM"]}, 4096),  # transformers' own default
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128, "use_sliding_window": False}, 128),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}, 8192),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True}, 128),
     ],

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.model.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
@@ -41,6 +41,42 @@ def tokenizer_fields(writer: GGUFWriter, tokenizer: Tokenizer, cut: str = "gpt-2
     writer.add_bos_token_id(0)
     writer.add_add_bos_token(True)
     writer.add_chat_template("{{ messages[0].content }}")
+
+
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_metadata(path: Path, tokenizer: Tokenizer | None = None, **fields: Any) -> None:
+    """A file without weights, of these fields over what each has; `tensor`: the factors of its angles.
+
+    Without a tokenizer it has one of another kind, of two tokens.
+    """
+    writer = GGUFWriter(path, "llama")
+    needed = {"embedding_length": 64, "attention.head_count": 2, "block_count": 2, "context_length": 2}
+    needed |= {"feed_forward_length": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    for field, value in (needed | fields).items():
+        if field == "tensor":
+            writer.add_tensor("rope_freqs.weight", np.array(value, np.float32))
+        elif isinstance(value, str):
+            writer.add_string(f"llama.{field}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"llama.{field}", value)
+        else:
+            writer.add_uint32(f"llama.{field}", value)
+    if tokenizer is None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["a", "b"])
+    else:
+        tokenizer_fields(writer, tokenizer)
+    finish(writer)
+
+
+def bundled_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(BUNDLED_MODEL_DIR / "tokenizer.json"))
 
 
 def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -84,10 +120,7 @@ def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizati
         else:
             writer.add_tensor(f"{known}.{ending}", value)
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize(
@@ -123,16 +156,9 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
 
 
 def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> None:
-    original = Tokenizer.from_file(str(BUNDLED_MODEL_DIR / "tokenizer.json"))
+    original = bundled_tokenizer()
     original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # gpt-2's
-    writer = GGUFWriter(tmp_path / "some.gguf", "llama")
-    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
-        add(2)
-    tokenizer_fields(writer, original)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_metadata(tmp_path / "some.gguf", original)
     folder = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in ("def f(x):\n    return 12345\n", "Ünïcödé 漢字 😀", "  two  spaces", "<|endoftext|>"):
@@ -140,24 +166,60 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> Non
         assert made.decode(made.encode(text).ids) == original.decode(original.encode(text).ids)
     said = json.loads((folder / "tokenizer_config.json").read_text())
     assert said["chat_template"] == "{{ messages[0].content }}"
-    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0]}
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 1]}
 
 
 def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "some.gguf", "llama")
-    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
-        add(2)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["a", "b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_metadata(tmp_path / "some.gguf")
     with pytest.raises(ConfigError, match=r"some\.gguf: a tokenizer of kind 'llama'.*put the model's tokenizer\.json"):
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.json"))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert (folder_of(tmp_path / "some.gguf", tmp_path / "cache") / "tokenizer.json").read_text() == "{}"
+    beside = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    beside.save(str(tmp_path / "tokenizer.json"))
+    taken = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    assert Tokenizer.from_file(str(taken / "tokenizer.json")).get_vocab() == {"a": 0, "b": 1}
+    Tokenizer(models.BPE(vocab={"b": 0, "a": 1, "c": 2}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is another model's: 2 of 2 tokens"):
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+
+
+def config_of(tmp_path: Path, name: str, **fields: Any) -> dict[str, Any]:
+    """The config.json that is made of a file with these fields."""
+    path = tmp_path / f"{name}.gguf"
+    write_metadata(path, bundled_tokenizer(), **fields)
+    told: dict[str, Any] = json.loads((folder_of(path, tmp_path / "cache") / "config.json").read_text())
+    return told
+
+
+def test_angles_are_scaled_as_the_file_says(tmp_path: Path) -> None:
+    assert config_of(tmp_path, "plain")["rope_parameters"] == {"rope_theta": 10_000.0}
+    llama3 = config_of(tmp_path, "llama3", tensor=[1.0, 8.0])["rope_parameters"]
+    assert (llama3["rope_type"], llama3["short_factor"], llama3["attention_factor"]) == ("longrope", [1.0, 8.0], 1.0)
+    old = config_of(tmp_path, "old", **{"rope.scale_linear": 4.0})["rope_parameters"]
+    assert (old["rope_type"], old["factor"]) == ("linear", 4.0)
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
+    new = config_of(tmp_path, "yarn", **yarn)["rope_parameters"]
+    assert (new["rope_type"], new["factor"], new["original_max_position_embeddings"]) == ("yarn", 4.0, 512)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope.scaling.attn_factor": 0.5}, r"rope\.scaling\.attn_factor is not supported"),
+        ({"attention.head_count": 0}, r"llama\.attention\.head_count: expected a positive number, found 0"),
+        ({"embedding_length": "64"}, r"llama\.embedding_length: expected a positive number, found '64'"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"some\.gguf: .*{named}"):
+        config_of(tmp_path, "some", **fields)
+
+
+def test_a_folder_of_gguf_files_says_which_one_to_name(tmp_path: Path, write_checkpoint: Callable[..., Path]) -> None:
+    (tmp_path / "config.json").write_bytes((write_checkpoint() / "config.json").read_bytes())
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"holds neither .*: serve .*/model\.gguf itself"):
+        Checkpoint(tmp_path, load_model_config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +244,7 @@ def test_a_damaged_file_is_refused_in_one_line(content: bytes, tmp_path: Path) -
 
 
 def test_a_cache_that_cant_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "some.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    write_metadata(tmp_path / "some.gguf", bundled_tokenizer())
     (tmp_path / "cache").touch()
     with pytest.raises(ConfigError, match=r"can't be unpacked into .*: Not a directory: set XDG_CACHE_HOME"):
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")
@@ -190,9 +252,6 @@ def test_a_cache_that_cant_be_written_is_named(tmp_path: Path) -> None:
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "some.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ConfigError, match=r"general\.architecture: 'mamba' is not supported, only llama"):
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")

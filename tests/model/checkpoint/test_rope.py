@@ -56,10 +56,11 @@ def test_every_scaling_equals_transformers(name: str, head_dim: int) -> None:
     torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("positions", "factors"), [(128, "short_factor"), (256, "long_factor")])
-def test_long_rope_takes_its_factors_by_the_context_that_is_served(positions: int, factors: str) -> None:
+@pytest.mark.parametrize(("longest", "factors"), [(128, "short_factor"), (256, "long_factor")])
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_long_rope_takes_its_factors_by_the_model(kind: str, longest: int, factors: str) -> None:
     """transformers changes from the short to the long ones within a request, whose KV would then be of both."""
-    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
     rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 5.0, 8.0]}
     raw: dict[str, Any] = {
         "architectures": ["Phi3ForCausalLM"],
@@ -68,12 +69,12 @@ def test_long_rope_takes_its_factors_by_the_context_that_is_served(positions: in
         "intermediate_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": longest,
         "original_max_position_embeddings": 128,
         "rope_parameters": rope,
     }
-    table = cos_sin_table(parse_model_config(raw, "test").rope, 8, positions)
+    table = cos_sin_table(parse_model_config(raw, "test").rope, 8, 100)
     config = Phi3Config(**raw)
     config.rope_parameters |= {"short_factor": rope[factors], "long_factor": rope[factors]}
-    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(positions).unsqueeze(0))
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(100).unsqueeze(0))
     torch.testing.assert_close(table, torch.cat((cos[0, :, :4], sin[0, :, :4]), dim=1), rtol=0, atol=1e-6)
