@@ -23,6 +23,7 @@ LIKE_OTHERS = 0.01  # of a vocabulary: files name some reserved tokens otherwise
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _INTERLEAVING = ("llama",)  # whose files have the rows of queries and keys in another order than their checkpoints
+
 # How texts are cut before their pieces are encoded: what the models' own tokenizers do, by llama.cpp's names of them.
 _LETTERS_AND_NUMBERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"

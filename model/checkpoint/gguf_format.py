@@ -10,13 +10,15 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from twostroke.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 SUFFIX = ".gguf"
 FILE = f"twostroke-unpacked{SUFFIX}"  # in a folder that gguf_folder.py made, and in no other
@@ -33,7 +35,7 @@ _DEFAULT_ALIGNMENT = 32
 class GgufTensor:
     """One tensor."""
 
-    kind: GGMLQuantizationType
+    kind: "GGMLQuantizationType"
     shape: tuple[int, ...]  # the last dimension is the one that lies together
     data: npt.NDArray[np.uint8]  # [..., bytes of a row], mapped
 
@@ -62,6 +64,8 @@ def _read_once(path: Path, size: int, changed_ns: int) -> Gguf:
 
 
 def _read(mapped: npt.NDArray[np.uint8]) -> Gguf:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # takes 0.15 s: only who has such a file waits for it
+
     content, place = mapped.data, 0
 
     def take(count: int) -> memoryview:

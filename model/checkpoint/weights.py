@@ -14,7 +14,6 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twostroke.model.checkpoint.gguf_file import GgufFile
 from twostroke.model.checkpoint.gguf_format import FILE as GGUF_FILE
 from twostroke.model.checkpoint.gguf_format import SUFFIX
 from twostroke.model.config import ModelConfig
@@ -214,4 +213,8 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 
 
 def _open(path: Path) -> TensorFile:
-    return GgufFile(path) if path.name == GGUF_FILE else _SafetensorsFile(path)
+    if path.name != GGUF_FILE:
+        return _SafetensorsFile(path)
+    from twostroke.model.checkpoint.gguf_file import GgufFile  # imports `gguf`, which takes a while
+
+    return GgufFile(path)
