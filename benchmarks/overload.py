@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     for one in classes.values():
         print(f"class {one.name}: TTFT {(one.ttft_s or 0) * 1e3:.0f} ms, TPOT {(one.tpot_s or 0) * 1e3:.1f} ms")
     with tempfile.TemporaryDirectory(prefix="twostroke-overload-") as folder:
-        # YAML takes JSON.
         path = Path(folder) / "slo.yaml"
-        path.write_text(json.dumps({"slo": {"classes": [asdict(one) for one in classes.values()], "default": BATCH}}))
+        path.write_text(json.dumps(settings_of(classes)))  # YAML takes JSON
         with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
             figures = asyncio.run(measure(server.url, mix, classes, peak, arguments))
     print(json.dumps(figures))
@@ -88,6 +86,11 @@ def classes_for(ttft_s: float, tpot_s: float) -> dict[str, SLOClass]:
             name=BATCH, ttft_s=ttft_s * BATCH_IS_LOOSER, tpot_s=tpot_s * BATCH_IS_LOOSER, share=SHARES[BATCH]
         ),
     }
+
+
+def settings_of(classes: dict[str, SLOClass]) -> dict[str, Any]:
+    """What a server's configuration says of them."""
+    return {"slo": {"classes": [one.model_dump() for one in classes.values()], "default": BATCH}}
 
 
 async def measure_alone(url: str, mix: Mix, seconds: float) -> tuple[float, float, float]:

@@ -1,5 +1,6 @@
 """What the benches' clients send, when what comes back is stamped, and what they make of it."""
 
+import json
 import socket
 import time
 
@@ -17,12 +18,19 @@ from twostroke.benchmarks.clients import (
     stream_completion,
     whole,
 )
-from twostroke.benchmarks.overload import BATCH, INTERACTIVE, PARTS, classes_for
+from twostroke.benchmarks.overload import BATCH, INTERACTIVE, PARTS, classes_for, settings_of
+from twostroke.cluster.config.config import read_config
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
 CLASSES = classes_for(0.5, 0.05)
 MIX = Mix("m", PARTS, prompt_tokens=8, max_tokens=4)
 BODY = {"max_tokens": 3, "service_tier": INTERACTIVE}
+
+
+def test_a_server_reads_the_classes_that_the_overload_is_measured_with() -> None:
+    slo = read_config(json.loads(json.dumps(settings_of(CLASSES)))).slo
+    assert {one.name: one for one in slo.classes} == CLASSES
+    assert slo.default == BATCH
 
 
 def test_arrivals_are_of_both_classes_and_the_same_for_a_seed() -> None:
