@@ -8,15 +8,14 @@ from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.cache.memory import (
     CUDA_CONTEXT_BYTES,
     DEFAULT_BOUNDS,
+    WORKER_BYTES,
     StepBounds,
     step_bytes_on_cpu,
 )
 from twostroke.model.checkpoint.decoder_weights import weight_bytes
-from twostroke.model.checkpoint.weights import expected_shapes
+from twostroke.model.checkpoint.weights import num_parameters
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.parallel.tensor_parallel import check_size
-
-HOST_PROCESS_BYTES = 600 * 2**20  # of one rank beside weights and cache: torch, compiled kernels, the interpreter
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,6 @@ class Fit:
     kv_window_bytes: int  # of what a request keeps of layers with a window; none has one so far
     max_context: int  # tokens
     max_requests: int  # of that context at once
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """All of them, tied ones once."""
-    return sum(torch.Size(shape).numel() for _, shape in expected_shapes(model))
 
 
 def fit(
@@ -56,7 +50,7 @@ def fit(
     check_size(model, ranks)
     weights = -(-weight_bytes(model, dtype, quantization) // ranks)
     step = step_bytes_on_cpu(model, bounds, dtype)
-    cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else HOST_PROCESS_BYTES)
+    cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
     of_token = kv_block_bytes(model, 1, dtype, ranks)
     tokens = max(0, cache // of_token)
     context = min(model.max_position, tokens)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cluster.config.config import ClusterConfig, read_config
-from twostroke.cluster.config.model_folder import config_folder
+from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import ModelConfig
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from twostroke.model.fit import Fit
 
 CAN_T_BE_SERVED = 2
-WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")  # files' endings, whether they can be loaded or not
 GIB = 2**30
 GPU_BYTES = {
     "a100-40gb": 40 * GIB,
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it; returns 0, or CAN_T_BE_SERVED with the reason. Raises ConfigError for a wrong configuration file."""
     config = _config(arguments)
     try:
-        folder = config_folder(arguments.model)
+        folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS)
         told = _served(folder, load_model_config(folder), config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
@@ -71,7 +70,7 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
-    from twostroke.model.checkpoint.weights import Checkpoint
+    from twostroke.model.checkpoint.weights import Checkpoint, has_weights
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
 
@@ -83,8 +82,7 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
     else:
         device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * decode.gpu_memory_utilization)
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
-    is_here = any(path.suffix in WEIGHTS for path in folder.iterdir())
-    found_dtype = Checkpoint(folder, model).dtype if is_here else torch.bfloat16
+    found_dtype = Checkpoint(folder, model).dtype if has_weights(folder) else torch.bfloat16
     dtype = resolve_dtype(config.model.dtype, found_dtype, device)
     bounds = StepBounds(decode.max_step_tokens, decode.max_batch)
     found = fit(

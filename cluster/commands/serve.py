@@ -187,16 +187,15 @@ def _show_line(text: str, console: Console) -> None:
 
 
 def _show_ready(order: Order, name: str, console: Console) -> None:
-    url = own_url(order.host, order.port)
+    url, config = own_url(order.host, order.port), with_keys_of_file(read_config(order.settings))
     endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
-    if read_config(order.settings).model.path == str(instruct_model()):
+    if config.model.path == str(instruct_model()):
         question = {"role": "user", "content": "What is the capital of France?"}
         endpoint, asked = "chat/completions", {"messages": [question], "temperature": 0.0}
     body = json.dumps({"model": name, **asked, "max_tokens": 48})
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
-    has_keys = bool(with_keys_of_file(read_config(order.settings)).auth.keys)
-    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if config.auth.keys else ""
     print(f"curl {url}/v1/{endpoint}{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 

@@ -13,6 +13,7 @@ from twostroke.protocol.errors import ConfigError
 
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+CONFIG_PATTERNS = ("*.json",)
 
 INSTRUCT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -39,20 +40,13 @@ def check_model_path(path: str) -> Path | None:
     return None
 
 
-def resolve_model_folder(path: str) -> Path:
-    """The folder that `path` names, of a GGUF file one that is made of it; downloads a hub id.
+def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """The folder that `path` names, of a GGUF file one that is made of it; downloads of a hub id what is asked for.
 
     Raises ConfigError with one line that a user can act on.
     """
-    found = check_model_path(path) or _download(path)
-    return folder_of(found, cache_folder()) if found.is_file() else found
-
-
-def config_folder(path: str) -> Path:
-    """As `resolve_model_folder`, but of a hub id only what is JSON is downloaded."""
-    if (found := check_model_path(path)) is None:
-        return _download(path, ("*.json",))
-    return folder_of(found, cache_folder()) if found.is_file() else found
+    found = check_model_path(path) or _download(path, patterns)
+    return found if found.is_dir() else folder_of(found, cache_folder())
 
 
 def served_name(model: ModelSection, folder: Path) -> str:
@@ -62,7 +56,7 @@ def served_name(model: ModelSection, folder: Path) -> str:
     return "twostroke-bundled" if model.path == BUNDLED_MODEL else folder.name
 
 
-def _download(hub_id: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+def _download(hub_id: str, patterns: Sequence[str]) -> Path:
     # Neither is needed, nor imported, for a folder.
     from httpx import HTTPError
     from huggingface_hub import snapshot_download

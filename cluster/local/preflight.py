@@ -8,9 +8,7 @@ from twostroke.cluster.config.config import ClusterConfig
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
 
-# What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
-PROCESS_BYTES = 150 * 2**20
-WORKER_BYTES = 600 * 2**20
+PROCESS_BYTES = 150 * 2**20  # what a process other than a worker's takes: the interpreter and Ray
 SERVE_PROCESSES = 4  # controller, proxies, Ray's own
 
 
@@ -35,6 +33,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
 
     from twostroke.model.cache.kv_cache import kv_block_bytes
     from twostroke.model.cache.memory import (
+        WORKER_BYTES,
         MemoryNeed,
         available_bytes,
         check_memory_of_all,

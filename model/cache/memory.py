@@ -13,6 +13,8 @@ import torch
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
+WORKER_BYTES = 600 * 2**20
+"""What a rank's process takes of the host beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """What a process holds on a GPU beside torch's memory: the driver's context, loaded kernels, libraries' workspaces."""
 

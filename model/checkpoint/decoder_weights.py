@@ -62,10 +62,8 @@ def load_decoder_weights(
     inner, vocabulary = shard.part(config.intermediate_size), shard.vocabulary(config.vocab_size)
     spec, parts = config.spec, config.spec.layer
     order = head_order(config.rope, config.head_dim)
-    turning, still = (
-        cos_sin_table(rope, config.head_dim, max_context if is_used else 0).to(device)
-        for rope, is_used in ((config.rope, True), (None, bool(config.unrotated_layers)))
-    )
+    turning = cos_sin_table(config.rope, config.head_dim, max_context).to(device)
+    still = cos_sin_table(None, config.head_dim, max_context).to(device) if config.unrotated_layers else turning
 
     def head_norms(prefix: str) -> HeadNorms | None:
         if parts.q_norm is None:

@@ -97,7 +97,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        return num_parameters(self._config)
 
     def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         """A view of the mapped file, in the checkpoint's dtype: what is sliced away is never read.
@@ -139,6 +139,16 @@ class Checkpoint:
                 raise ConfigError(
                     f"{path}: tensor {name} is none of a {config.spec.family} decoder as config.json describes it"
                 )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """All of a model's, tied ones once."""
+    return sum(torch.Size(shape).numel() for _, shape in expected_shapes(config))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are any, such as can be loaded or not: of a hub's model its configuration alone may be here."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", f"*{SUFFIX}", *_PICKLES))
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -74,11 +74,11 @@ _POWERS_OF_2 = (1.3276475e-3, 9.6755410e-3, 5.5507131e-2, 2.4022120e-1, 6.931469
 """2^x for |x| <= 1/2 to 8e-8 of it: a polynomial fitted by Lawson's method, the highest power first."""
 
 
-def _reduced(builder: Any, name: str, start: float, combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+def _reduced(builder: Any, name: str, combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
     """All lanes of all `values` as one number, by LLVM's reduction of that name."""
     while len(values) > 1:
         values = [combine(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
-    first = [ir.Constant(ir.FloatType(), start)] if name == "fadd" else []
+    first = [ir.Constant(ir.FloatType(), 0.0)] if name == "fadd" else []
     return call(builder, f"llvm.vector.reduce.{name}.v16f32", ir.FloatType(), *first, values[0], fastmath=("reassoc",))
 
 
@@ -110,7 +110,7 @@ def _highest(builder, scores, width):
         builder.store(larger(builder.load(best[number]), values), best[number])
 
     _for_vectors(builder, width, step)
-    return _reduced(builder, "fmax", -math.inf, larger, [builder.load(place) for place in best])
+    return _reduced(builder, "fmax", larger, [builder.load(place) for place in best])
 
 
 @written_in_llvm(types.float32, types.int64, types.int64, types.float32, types.float32, types.int64)
@@ -147,7 +147,7 @@ def _weigh(builder, scores, width, scale, highest, probabilities):
         builder.store(builder.fptrunc(value, halves), at(builder, place, WIDE(0), halves), align=2)
 
     _for_vectors(builder, width, step)
-    return _reduced(builder, "fadd", 0.0, builder.fadd, [builder.load(place) for place in totals])
+    return _reduced(builder, "fadd", builder.fadd, [builder.load(place) for place in totals])
 
 
 @compiled
