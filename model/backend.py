@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 
 
 class Linear(Protocol):
@@ -34,6 +34,16 @@ class HeadNorms:
     q: Tensor  # [D], in the order of `rope.head_order`
     k: Tensor  # [D]
     eps: float
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What becomes of a query's scores with its context's keys before they weigh the values."""
+
+    scale: float
+    window: int = 0  # the last positions that a query attends to, its own included; 0: all
+    soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
+    sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
 
 
 class Backend(Protocol):
@@ -64,8 +74,11 @@ class Backend(Protocol):
         Returns the rotated Q, [T, H, D].
         """
 
-    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """Causal attention of each query over its sequence's cached KV, scale 1 / sqrt(D). Returns [T, H * D]."""
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
+        """Causal attention of each query over its sequence's cached KV. Returns [T, H * D].
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
+        Blocks that lie before the windows of all of a sequence's queries are never read: its table may name any there.
+        """
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """gate_up [T, 2 I], gate first -> activation(gate) * up, [T, I]."""

@@ -9,6 +9,9 @@ from typing import Literal
 Quantization = Literal["none", "int8", "int4"]
 """How the projections' weights are held."""
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -95,6 +98,14 @@ class ModelConfig:
     spec: DecoderSpec
     tie_word_embeddings: bool = False
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
+    windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
+    activation: Activation = "silu"
+
+    def window(self, layer: int) -> int:
+        """Tokens; 0: all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def q_size(self) -> int:

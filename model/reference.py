@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import AttentionForm, HeadNorms
 from twostroke.model.batch import BatchLayout
+from twostroke.model.config import Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,12 +59,18 @@ def rope_and_write_kv(
 
 
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor
+    q: Tensor,
+    kv_layer: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    form: AttentionForm,
 ) -> Tensor:
     """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
 
     q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; the last of a sequence's queries stands at the last
-    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context are read.
+    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and its window
+    count: what else the blocks hold must be finite.
     """
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -76,25 +83,36 @@ def paged_attention(
         keys = torch.arange(context_len, device=q.device)
         blocks = block_tables[sequence, keys // block_size].long()
         k, v = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2).unbind(1)
-        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) / math.sqrt(dim)
-        visible = keys <= torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * form.scale
+        if form.soft_cap:
+            scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+        positions = torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
+        visible = keys <= positions
+        if form.window:
+            visible &= keys > positions - form.window
+        scores = scores.masked_fill(~visible, -math.inf)
+        if form.sinks is not None:
+            scores = torch.cat((scores, form.sinks[:, None, None].expand(-1, end - start, 1)), dim=2)
+        weights = scores.softmax(-1)[:, :, :context_len]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out.flatten(1)
 
 
-def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
     """`paged_attention` of a layout's sequences."""
-    return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables)
+    return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables, form)
 
 
-def decode_attention(q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor, form: AttentionForm
+) -> Tensor:
     """`paged_attention` with one query a sequence: q [B, H, D] -> [B, H * D]; zeros for an empty context."""
     query_starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    return paged_attention(q, kv_layer, query_starts, context_lens, block_tables)
+    return paged_attention(q, kv_layer, query_starts, context_lens, block_tables, form)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I], gate first -> silu(gate) * up [T, I] (Shazeer 2020)."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016)."""
+    gates, up = gate_up.float().chunk(2, dim=-1)
+    active = functional.silu(gates) if activation == "silu" else functional.gelu(gates, approximate="tanh")
+    return (active * up).to(gate_up.dtype)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import Backend, HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout, Drawing
 from twostroke.model.cache.kv_cache import layer_announcer
 from twostroke.model.config import ModelConfig
@@ -30,6 +30,7 @@ class LayerWeights:
     down: Linear  # I -> hidden: this rank's summand
     cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
     head_norms: HeadNorms | None
+    attention: AttentionForm
     attention_norm: Tensor | None  # [hidden]
     output_norm: Tensor | None  # [hidden]
 
@@ -109,11 +110,11 @@ class Decoder:
                     return None
                 q, residual = q[drawing.rows], residual[drawing.rows]
                 layout = layout.of_last_tokens(drawing)
-            x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout)))
+            x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout, layer.attention)))
             if layer.attention_norm is not None:
                 x = backend.rms_norm(x, layer.attention_norm, eps)
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = parallel.all_reduce(layer.down(backend.silu_mul(layer.gate_up(x))))
+            x = parallel.all_reduce(layer.down(backend.gate(layer.gate_up(x), self._config.activation)))
             if layer.output_norm is not None:
                 x = backend.rms_norm(x, layer.output_norm, eps)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm

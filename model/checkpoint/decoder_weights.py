@@ -5,7 +5,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights
 from twostroke.model.architectures.rope import cos_sin_table, head_order
-from twostroke.model.backend import Backend, HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear
 from twostroke.model.checkpoint.quantization import of_lm_head, tensor_bytes
 from twostroke.model.checkpoint.weights import WHOLE, Checkpoint, expected_shapes
 from twostroke.model.config import ModelConfig, Projection, Quantization
@@ -71,6 +71,8 @@ def load_decoder_weights(
         q, k = (in_order(kept(f"{prefix}{name}.weight")) for name in (parts.q_norm, parts.k_norm))
         return HeadNorms(q, k, config.rms_norm_eps)
 
+    scale = config.attention_scale or config.head_dim**-0.5
+
     def layer(index: int) -> LayerWeights:
         prefix = f"{spec.layers}.{index}."
         return LayerWeights(
@@ -82,6 +84,7 @@ def load_decoder_weights(
             down=by_columns(prefix, parts.down, inner),
             cos_sin=still if index in config.unrotated_layers else turning,
             head_norms=head_norms(prefix),
+            attention=AttentionForm(scale, config.window(index), config.soft_cap),
             attention_norm=kept_norm(prefix, parts.attention_norm),
             output_norm=kept_norm(prefix, parts.output_norm),
         )

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.kernels import attention, elementwise, gemm
 from twostroke.model.cpu.kernels.program import Launcher
@@ -41,7 +41,7 @@ class CpuBackend:
         """As Backend.rope_and_write_kv; norms write into qkv."""
         return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms)
 
-    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         """As Backend.attention."""
         rows, heads, dim = q.shape
         out = self.launcher.empty((rows, heads, dim), q.dtype)
@@ -51,6 +51,6 @@ class CpuBackend:
             attention.prefill_attention(q, kv_layer, layout, out)
         return out.view(rows, heads * dim)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """As Backend.silu_mul."""
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """As Backend.gate."""
         return elementwise.silu_mul(self.launcher, gate_up)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 from twostroke.model.cuda.kernels import elementwise
 from twostroke.model.cuda.kernels.attention import (
     PrefillConfig,
@@ -115,14 +115,16 @@ class CudaBackend:
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
-    silu_mul = staticmethod(elementwise.silu_mul)
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
     ) -> Tensor:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
 
-    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return elementwise.silu_mul(gate_up)
+
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         self._compile_once(q, kv_layer)
         out = _rows_like(q)
         if layout.num_decodes:
