@@ -6,6 +6,8 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.protocol.kv_layout import KVGroups, group_layers
+
 Quantization = Literal["none", "int8", "int4"]
 """How the projections' weights are held."""
 
@@ -106,6 +108,11 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Tokens; 0: all."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def kv_groups(self) -> KVGroups:
+        """Which layers share block tables."""
+        return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
     def q_size(self) -> int:

@@ -95,7 +95,8 @@ def resolve_num_blocks(
         if config.device == "cuda":
             return None
         one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
-        context = -(-(config.max_context or model.max_position) // config.block_size) * one
+        longest = config.max_context or model.max_position
+        context = model.kv_groups.blocks_of(longest, config.block_size, config.bounds.max_tokens) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
         size = cache_bytes_on_host(free, config.host_ranks, needed=needed, full_context=context)
     return blocks_in(size, config, model, dtype)
@@ -106,7 +107,9 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
 
     Raises ConfigError for more than the model or the cache takes.
     """
-    room = model.max_position if num_blocks is None else num_blocks * config.block_size
+    room = model.max_position
+    if num_blocks is not None:
+        room = model.kv_groups.tokens_in(num_blocks, config.block_size, config.bounds.max_tokens)
     if config.max_context is None:
         return min(model.max_position, room)
     if config.max_context > model.max_position:

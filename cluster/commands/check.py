@@ -136,7 +136,8 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     lines = [
         f"{told['family']}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
         f"weights {gibibytes(told['weight_bytes'])}{of_rank}, the largest step {gibibytes(told['step_bytes'])}, "
-        f"KV {told['kv_bytes_per_token'] / 1024:.1f} KiB a token",
+        f"KV {told['kv_bytes_per_token'] / 1024:.1f} KiB a token"
+        + (f" and {gibibytes(told['kv_window_bytes'])} a request" if told["kv_window_bytes"] else ""),
     ]
     if told["way"] == "refused":
         return [*lines, f"can't be served on {where}: {told['reason']}"]

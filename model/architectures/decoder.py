@@ -52,6 +52,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
         """`weights` are those of `parallel.shard`."""
         self._config = config
+        self._groups = config.kv_groups
         self._weights = weights
         self._backend = backend
         self._parallel = parallel
@@ -64,31 +65,31 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
         """Logits fp32 [N, vocab] of the rows that draw, None where none does.
 
-        token_ids int64 [T]; kv_layers [num_blocks, 2, G, block_size, D] each.
+        token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
         another thread, while later layers are launched.
         """
-        if on_layer is None or not kv_layers[0].is_cuda:
-            return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
-        device = kv_layers[0].device
+        if on_layer is None or not kv_tensors[0].is_cuda:
+            return self._forward(token_ids, layouts, kv_tensors, drawing, on_layer)
+        device = kv_tensors[0].device
         stream = torch.cuda.current_stream(device)
         with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
             return self._forward(
-                token_ids, layout, kv_layers, drawing, lambda layer: announce(layer, stream.record_event())
+                token_ids, layouts, kv_tensors, drawing, lambda layer: announce(layer, stream.record_event())
             )
 
     def _forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor | None:
@@ -100,7 +101,8 @@ class Decoder:
         x = backend.rms_norm(residual, weights.layers[0].input_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            kv_layer = kv_layers[index]
+            layout = layouts[self._groups.of_layer[index]]
+            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
             q = backend.rope_and_write_kv(layer.qkv(x), layer.cos_sin, kv_layer, layout, layer.head_norms)
             if on_layer is not None:
                 on_layer(index)
