@@ -66,12 +66,9 @@ class Swapping:
             return None
         first = sequence.num_computed // sequence.block_size * sequence.groups.count  # what is cached are whole rows
         sequence.expect(pool, swapped.num_computed, keeps_prefix=False)
-        pairs = [
-            (here, there)
-            for here, there in zip(sequence.block_ids[first:], swapped.block_ids[first:])
-            if here != NO_BLOCK and there != NO_BLOCK
-        ]
-        sequence.num_computed = swapped.num_computed
+        here = sequence.block_ids[first : len(swapped.block_ids)]
+        pairs = [pair for pair in zip(here, swapped.block_ids[first:], strict=True) if NO_BLOCK not in pair]
+        sequence.receives(pool, swapped.num_computed)
         job.is_copying = True
         blocks, host_blocks = zip(*pairs, strict=True)
         return Swap(job, BlockCopy(False, blocks, host_blocks))

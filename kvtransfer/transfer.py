@@ -272,9 +272,7 @@ class OutgoingTransfer(Transfer):
             super().look_for_end()
 
     def _new_plan(self) -> ChunkPlan:
-        return ChunkPlan(
-            groups=self._groups, num_tokens=self.num_tokens, num_ready_tokens=self._num_ready_tokens
-        )
+        return ChunkPlan(groups=self._groups, num_tokens=self.num_tokens, num_ready_tokens=self._num_ready_tokens)
 
 
 class OutgoingLane(Lane[SenderState]):

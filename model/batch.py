@@ -111,9 +111,7 @@ def make_layouts(
     context_lens = starts + lengths
     rows = -(-context_lens // block_size)  # a table may hold more, for tokens to come
     tables = np.zeros((num_groups, len(steps), int(rows.max())), np.int32)
-    used = chain.from_iterable(
-        step.block_ids[:n] for step, n in zip(steps, (rows * num_groups).tolist(), strict=True)
-    )
+    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, (rows * num_groups).tolist(), strict=True))
     blocks = np.fromiter(used, np.int32, int(rows.sum()) * num_groups).reshape(-1, num_groups)
     tables[:, np.arange(tables.shape[2]) < rows[:, None]] = blocks.T
 

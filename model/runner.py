@@ -154,9 +154,7 @@ class ModelRunner:
         drawn = earlier.on_device() if follows and earlier is not None else None
         if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
-        check_batch(
-            batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self._num_groups
-        )
+        check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self._num_groups)
         if self._captured is not None and on_layer is None:
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:

@@ -1,9 +1,9 @@
 """How a worker lays out its KV cache, and which layouts can exchange KV. Pure.
 
-A cache is some tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim] on each tensor-parallel rank,
-and a block is its part of all of them. Where all layers keep everything there is one tensor a layer. Where some keep a
-window, layers are cut into groups of equal size that keep alike, and a tensor is for one layer of each group: any block
-can be any group's, so no memory is set apart for either kind.
+A cache is some tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim] on each tensor-parallel
+rank, and a block is its part of all of them. Where all layers keep everything there is one tensor a layer. Where some
+keep a window, layers are cut into groups of equal size that keep alike, and a tensor is for one layer of each group:
+any block can be any group's, so no memory is set apart for either kind.
 
 A request has a block table with a row for each `block_size` tokens, and in each row one block id for every group, or
 NO_BLOCK where the group's window has left the row behind, or has not come to it. A table is one flat list, row by row.
@@ -22,6 +22,9 @@ Encoding = Literal["raw", "int8", "fp8"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 NO_BLOCK = -1
+
+TYPICAL_TOKENS = 2048
+"""Of a request of which nobody knows the length."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,19 @@ class KVGroups:
             else:
                 high = rows - 1
         return low * block_size
+
+    def tokens_a_block(self, block_size: int, num_tokens: float = TYPICAL_TOKENS) -> float:
+        """Of a request of so many tokens, how many there are for each of its blocks."""
+        if not self.windowed:
+            return block_size / self.count
+        rows = max(1.0, num_tokens / block_size)
+        kept = sum(min(rows, self.most_rows(group, block_size, 1)) for group in self.windowed)
+        return rows * block_size / (rows * (self.count - len(self.windowed)) + kept)
+
+    def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
+        """Of the KV of so many tokens in all layers, the part that a transfer brings."""
+        windows = self.layer_windows
+        return sum(min(1.0, window / num_tokens) if window else 1.0 for window in windows) / len(windows)
 
 
 @lru_cache

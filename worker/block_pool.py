@@ -6,8 +6,8 @@ A block is in one of three states, and every operation is O(1) per block:
     owned     one reference for each holder; it has a name once it is full and published
     cached    no reference, but a name: `match` can revive it, `allocate` may evict it
 
-A prefix is cached where every group of layers (protocol/kv_layout.py) has what the tokens after it attend to: all of it,
-or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
+A prefix is cached where every group of layers (protocol/kv_layout.py) has what the tokens after it attend to: all of
+it, or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
 
 Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event loop.
 
@@ -122,7 +122,10 @@ class BlockPool:
         return len(self._find(hashes)) // self.groups.count
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The table of the longest cached prefix of `hashes`; each of its blocks has one more reference."""
+        """The table of the longest cached prefix of `hashes`; each of its blocks has one more reference.
+
+        Where `free_blocks` is negative then, the caller must release it at once, and do without.
+        """
         matched = self._find(hashes)
         for block_id in matched:
             if block_id == NO_BLOCK:
@@ -216,7 +219,9 @@ class BlockPool:
                 names[group][name] = block_id
         if names != self._by_name or sum(map(len, names)) != self.num_blocks - self._names.count(None):
             raise BlockPoolCorrupted("names and blocks do not match one to one")
-        shared = sum(max(0, count - 1) for block_id, count in enumerate(self._references) if self._is_of_window(block_id))
+        shared = sum(
+            max(0, count - 1) for block_id, count in enumerate(self._references) if self._is_of_window(block_id)
+        )
         if shared != self._num_shared:
             raise BlockPoolCorrupted(f"{shared} references share windows' blocks, and {self._num_shared} were counted")
         if any(self._names[block_id] is not None for block_id in self._free):

@@ -145,6 +145,9 @@ class PrefixExports:
         nothing is cached the target is told so. A ticket that can't be ours is ignored.
         """
         block_ids = self.pool.match(_matchable_hashes(token_ids, self.pool.block_size, cache_salt))
+        if self.pool.free_blocks < 0:  # so much of windows can't be shared now
+            self.pool.release(block_ids)
+            block_ids = []
         if not block_ids:
             try:
                 self.sender.decline(ticket, "nothing of the prefix is cached any more")

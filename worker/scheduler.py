@@ -222,9 +222,7 @@ class Scheduler(ABC, Generic[JobT]):
             job, sequence = entry.job, entry.job.sequence
             job.end_step()
             # Of one that was ended, a step ahead may have computed a token that it never got.
-            sequence.computed(
-                self._pool, min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids))
-            )
+            sequence.computed(self._pool, min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids)))
             if job.has_ended:
                 self._release_if_unused(job)
             elif token is not None:

@@ -24,9 +24,7 @@ class SequenceState:
     first ones back as it takes further ones, so a prompt that has begun never waits for blocks.
     """
 
-    def __init__(
-        self, request: GenerateRequest, block_size: int, groups: KVGroups = ONE_GROUP, step_tokens: int = 1
-    ):
+    def __init__(self, request: GenerateRequest, block_size: int, groups: KVGroups = ONE_GROUP, step_tokens: int = 1):
         self.request = request
         self.block_size = block_size
         self.groups = groups
@@ -119,10 +117,14 @@ class SequenceState:
 
     def received(self, pool: BlockPool, num_tokens: int) -> None:
         """As `computed`, for KV that was expected: of windows it is only what the next token attends to."""
+        self.receives(pool, num_tokens)
+        self._publish_full_blocks(pool)
+
+    def receives(self, pool: BlockPool, num_tokens: int) -> None:
+        """As `received`, before the KV is there, which it will be before anything reads it: no block gets its name."""
         self.num_computed = num_tokens
         if self._held:
             self._move_windows(pool)
-        self._publish_full_blocks(pool)
 
     def expect(self, pool: BlockPool, num_tokens: int, *, keeps_prefix: bool) -> None:
         """KV of the first `num_tokens` tokens comes from elsewhere: have windows' blocks where it will lie.
@@ -132,20 +134,20 @@ class SequenceState:
         be reset then.
         """
         computed, end = self.num_computed // self.block_size, -(-num_tokens // self.block_size)
-        moving: dict[int, int] = {}  # the groups whose blocks lie elsewhere, and how many rows of them are to come
+        moving: dict[int, tuple[int, int]] = {}  # groups with blocks elsewhere: the first row to keep, and rows to come
         missing = 0
         for group, (first, held_end) in self._held.items():
             if held_end >= end:
                 continue
-            spare, wanted = held_end - computed, end - max(computed, self._first_row(group, num_tokens))
-            moving[group] = max(spare, wanted) if keeps_prefix else held_end - first
-            missing += moving[group] - spare if keeps_prefix else 0
+            wanted, spare = max(first, self._first_row(group, num_tokens)), held_end - computed
+            kept = first if keeps_prefix else min(wanted, computed)
+            count = max(spare, end - max(computed, wanted)) if keeps_prefix else spare + kept - first
+            missing += count - spare - (kept - first)
+            moving[group] = kept, count
         if missing > pool.free_blocks:
             raise OutOfBlocks(f"{missing} blocks wanted, {pool.free_blocks} of {pool.num_blocks} free")
-        for group, count in moving.items():
-            first, _ = self._held[group]
-            if not keeps_prefix:
-                pool.release(self._take(group, range(first, computed)))
+        for group, (kept, count) in moving.items():
+            pool.release(self._take(group, range(self._held[group][0], kept)))
             self._lay(pool, group, range(max(computed, end - count), end))
 
     def expect_nothing(self, pool: BlockPool) -> None:

@@ -100,7 +100,9 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
     needed = [
         block_id
         for group in range(groups.count)
-        for block_id in group_table(table, group, groups.count)[groups.first_kept(group, num_tokens) // layout.block_size :]
+        for block_id in group_table(table, group, groups.count)[
+            groups.first_kept(group, num_tokens) // layout.block_size :
+        ]
     ]
     if len(table) < rows * groups.count or NO_BLOCK in needed:
         raise ValueError(f"{num_tokens} tokens do not fit the table {list(block_ids)} of {layout}")
