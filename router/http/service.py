@@ -168,6 +168,8 @@ class RouterService:
                     "node": info.token_address.host,
                     "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
+                    "dtype": info.layout.dtype,
+                    "quantization": info.quantization,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
