@@ -119,7 +119,10 @@ def make_layouts(
     np.cumsum(lengths, out=query_starts[1:])
     sequence_of = np.repeat(np.arange(len(steps)), lengths)
     positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
-    slots = tables[:, sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    blocks_of = tables[:, sequence_of, positions // block_size]
+    slots = (
+        blocks_of.astype(np.int64, order="C") * block_size + positions % block_size
+    )  # kernels want each in one piece
     if num_groups > 1:
         if slots.min() < 0:
             raise ValueError("a block table has no block for a token of the step")
