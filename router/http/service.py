@@ -174,6 +174,7 @@ class RouterService:
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,
+                    "full_contexts": round(info.full_contexts, 2),
                     "stats": msgspec.to_builtins(self.channels.stats(info.peer)),
                 }
                 for info in self.fleet.workers()
