@@ -31,8 +31,22 @@ class Linear(Protocol):
 class HeadNorms:
     """RMSNorms of each head's queries and of its keys."""
 
-    q: Tensor  # [D], in the order of `rope.head_order`
-    k: Tensor  # [D]
+    q: Tensor  # fp32 [D], in the order of `rope.head_order`
+    k: Tensor  # fp32 [D]
+    eps: float
+
+
+@dataclass(frozen=True)
+class RowNorms:
+    """RMSNorms of all queries of a token together, and of all its keys, of this rank and the others.
+
+    A tensor-parallel rank knows the sums of squares of its own. Where ranks hold copies of KV heads, each head counts
+    as often as any other.
+    """
+
+    q: Tensor  # fp32 [H D], in the order of `rope.head_order`
+    k: Tensor  # fp32 [G D]
+    ranks: int
     eps: float
 
 
@@ -59,10 +73,28 @@ class Backend(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 (Zhang & Sennrich 2019)."""
+        """x [T, hidden], weight fp32 [hidden] -> x / sqrt(mean(x^2) + eps) * weight, rounded once.
+
+        Statistics are fp32 (Zhang & Sennrich 2019).
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); may write into its inputs."""
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum, both [T, hidden]; may be written into either."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x [T, hidden] times a factor; may be written into x."""
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """fp32 [N, vocab] -> cap tanh(logits / cap); may be written into them."""
+
+    def square_sums(self, qkv: Tensor, norms: RowNorms) -> Tensor:
+        """fp32 [T, 2]: of a token's queries and of its keys, of this rank. qkv [T, (H + 2 G) D]."""
+
+    def norm_rows(self, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+        """qkv with its queries and keys normalised by the sums over all ranks; may be written into qkv."""
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
