@@ -6,8 +6,33 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
-Quantization = Literal["none", "int8", "int4"]
-"""How the projections' weights are held."""
+Quantization = Literal["auto", "none", "int8", "int4"]
+"""How the projections' weights are held. auto: as the checkpoint has them."""
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How a quantised weight is held: all that its bytes follow from."""
+
+    kind: Literal["int8", "int4", "fp8"]
+    group_size: int | None  # columns that share a scale; None: a row's
+    has_offsets: bool = False  # each group's, beside its scale
+
+    @property
+    def bits(self) -> Literal[8, 4]:
+        return 4 if self.kind == "int4" else 8
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How a checkpoint's projections lie in its files, where those are quantised by several tensors each."""
+
+    method: Literal["fp8", "int8", "packed", "awq", "gptq"]
+    form: WeightForm  # what they are held in
+    left: tuple[str, ...] = ()  # modules that are not quantised: their names, parts of those, and `re:` patterns
+    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
+    zero_shift: int = 0  # gptq: what is added to its zero points
+
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -95,6 +120,7 @@ class ModelConfig:
     spec: DecoderSpec
     tie_word_embeddings: bool = False
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
+    stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
 
     @property
     def q_size(self) -> int:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"))
+    parser.add_argument("--quantization", choices=("auto", "none", "int8", "int4"))
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -70,6 +70,7 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
+    from twostroke.model.checkpoint.decoder_weights import held_as, stored_forms
     from twostroke.model.checkpoint.weights import Checkpoint, has_weights
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
@@ -82,13 +83,16 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
     else:
         device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * decode.gpu_memory_utilization)
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
-    found_dtype = Checkpoint(folder, model).dtype if has_weights(folder) else torch.bfloat16
+    checkpoint = Checkpoint(folder, model) if has_weights(folder) else None
+    forms = stored_forms(model) if checkpoint is None else checkpoint.forms
+    found_dtype = torch.bfloat16 if checkpoint is None else checkpoint.dtype
     dtype = resolve_dtype(config.model.dtype, found_dtype, device)
     bounds = StepBounds(decode.max_step_tokens, decode.max_batch)
     found = fit(
         model,
         dtype,
         config.model.quantization,
+        forms,
         memory=memory,
         ranks=ranks,
         is_gpu=arguments.gpu is not None,
@@ -102,6 +106,7 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
         "active_parameters": found.parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": config.model.quantization,
+        "weights": held_as(config.model.quantization, forms),
         "ranks": ranks,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
@@ -130,7 +135,7 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
 
     if told["family"] is None:
         return [f"{arguments.model} can't be served: {told['reason']}"]
-    held = told["dtype"] + ("" if told["quantization"] == "none" else f" with {told['quantization']} weights")
+    held = told["dtype"] + ("" if told["weights"] is None else f" with {told['weights']} weights")
     where = f"a {arguments.gpu}" if arguments.gpu else "this machine"
     of_rank = "" if told["ranks"] == 1 else f" on each of {told['ranks']} ranks"
     lines = [

@@ -49,8 +49,8 @@ class ModelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where the workers are given GPUs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["none", "int8", "int4"] = "none"
-    """Of the projections' weights, as they are loaded."""
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    """Of the projections' weights, as they are loaded; auto: as the checkpoint has them, none: widened to dtype."""
     block_size: BlockSize | None = None
     """Tokens; null: 16 on CPUs, 64 on GPUs."""
     max_context: Annotated[int, Ge(2)] | None = None

@@ -41,7 +41,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         step_bytes_on_cpu,
     )
     from twostroke.model.checkpoint.config_file import load_model_config
-    from twostroke.model.checkpoint.decoder_weights import weight_bytes
+    from twostroke.model.checkpoint.decoder_weights import held_as, weight_bytes
     from twostroke.model.checkpoint.weights import Checkpoint
     from twostroke.model.engine_config import (
         check_cores,
@@ -67,7 +67,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
-        weights = weight_bytes(model, dtype, engine.quantization)
+        weights = weight_bytes(model, dtype, engine.quantization, checkpoint.forms)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)
@@ -95,8 +95,8 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         check_memory_of_all(needs, rest, free)
     held = str(dtype).removeprefix("torch.")
-    if config.model.quantization != "none":
-        held += f" with {config.model.quantization} weights"
+    if (weights_as := held_as(config.model.quantization, checkpoint.forms)) is not None:
+        held += f" with {weights_as} weights"
     lines = [f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
     if caches:
         lines.append(

@@ -98,8 +98,6 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
     head_dim = fields.integer("head_dim", default=defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
-    if fields.is_set("quantization_config"):
-        raise fields.error("quantization_config", "quantised checkpoints are not supported")
     activation = fields.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu' is")
@@ -227,6 +225,11 @@ class ConfigFields:
             raise self.error(name, f"expected an object, found {type(value).__name__}")
         return ConfigFields(cast("dict[str, Any]", value), self._source, prefix=f"{self._prefix}{name}.")
 
+    def objects(self, name: str) -> "list[ConfigFields]":
+        """The objects within an object, by whatever names."""
+        inner = self.object(name)
+        return [inner.object(key) for key in inner._raw]
+
     @property
     def has_objects(self) -> bool:
         return any(isinstance(value, dict) for value in self._raw.values())
@@ -237,6 +240,10 @@ class ConfigFields:
     def is_given(self, name: str) -> bool:
         """Whether it stands there, be it as null."""
         return name in self._raw
+
+    def is_minus_one(self, name: str) -> bool:
+        """As files write "all of it"."""
+        return self._raw.get(name) == -1
 
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""
@@ -278,6 +285,13 @@ class ConfigFields:
         if not isinstance(values, list) or len(values) < len(default) or any(value not in (0, 1) for value in values):
             raise self.error(name, f"expected a list of {len(default)} times 0 or 1")
         return [bool(value) for value in values]
+
+    def texts(self, name: str) -> list[str]:
+        """None where it is not set."""
+        values = self._get(name, [])
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.error(name, "expected a list of strings")
+        return values
 
     def text(self, name: str, default: str) -> str:
         value = self._get(name, default)

@@ -102,11 +102,18 @@ class CudaBackend:
         self._compiled: set[tuple[object, ...]] = set()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> CudaLinear:
+    def make_linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        quantization: Quantization,
+        dtype: torch.dtype,
+    ) -> CudaLinear:
         if self._workspace is None:
-            self._workspace = SplitWorkspace(weight.device)
-        held = weight if quantization == "none" else quantize(weight, 8 if quantization == "int8" else 4)
-        return CudaLinear(held, bias, self._target, self._workspace)
+            self._workspace = SplitWorkspace(weight.device if isinstance(weight, Tensor) else weight.values.device)
+        if isinstance(weight, Tensor) and quantization in ("int8", "int4"):
+            weight = quantize(weight, 8 if quantization == "int8" else 4)
+        return CudaLinear(weight, bias, self._target, self._workspace)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Tensor):
