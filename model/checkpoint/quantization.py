@@ -86,7 +86,7 @@ class QuantizedWeight:
 
     def _of_columns(self, scales: Tensor) -> Tensor:
         """fp32 [out, groups] -> [out, in]."""
-        return scales.repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
+        return scales[:, :, None].expand(-1, -1, self.group_size).flatten(1)[:, : self.values.shape[1]]
 
 
 def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

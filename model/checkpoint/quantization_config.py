@@ -35,7 +35,7 @@ def _fp8(fields: ConfigFields) -> StoredQuantization:
     if (fmt := fields.text("fmt", default="e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise fields.error("fmt", f"{fmt!r} is not supported, only 'e4m3' is: {_INSTEAD}")
     block = _block(fields, "weight_block_size")
-    return StoredQuantization("fp8", WeightForm("fp8", block[1] if block else None), _left(fields), block)
+    return StoredQuantization("fp8", WeightForm("fp8", block[1] if block else None), ("lm_head", *_left(fields)), block)
 
 
 def _awq(fields: ConfigFields) -> StoredQuantization:

@@ -32,7 +32,10 @@ class TensorFile(Protocol):
         """As safetensors names it."""
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """A part of a weight, or some rows of what has no columns. Raises ConfigError where it can't be read."""
+        """A part of a weight, some rows of what has no columns, or one number.
+
+        Raises ConfigError where it can't be read.
+        """
 
     def stored_weight(self, name: str) -> StoredWeight | None:
         """A tensor that is a quantised weight by itself; None for any other."""

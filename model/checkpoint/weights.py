@@ -52,7 +52,7 @@ class _SafetensorsFile:
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         try:
             whole: Tensor = self._file.get_tensor(name)
-            return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+            return whole[(rows, columns)[: whole.dim()]]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path}: tensor {name} can't be read: {error}") from error
 
