@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import torch
 from tokenizers import Tokenizer
@@ -38,6 +37,8 @@ from twostroke.tools.bundled.evaluate import held_out_windows
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
+KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench accuracy`."""
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     load_model_config(args.model)  # so that a folder that is none is told as such
     windows = held_out_text(args.model, args.length, args.windows)
     losses: dict[Quantization, list[float]] = {}
-    for quantization in get_args(Quantization):
+    for quantization in KINDS:
         say(f"{quantization}: {len(windows)} windows of {args.length} tokens")
         losses[quantization] = window_losses(args.model, windows, quantization)
     plain = losses["none"]

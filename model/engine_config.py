@@ -27,7 +27,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Quantization = "none"  # of the projections' weights
+    quantization: Quantization = "auto"  # of the projections' weights
     tensor_parallel: int = 1  # ranks that share the model
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together

@@ -1,5 +1,6 @@
 """What a model takes of a memory, and what that leaves for requests: arithmetic over its config alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from twostroke.model.cache.memory import (
 )
 from twostroke.model.checkpoint.decoder_weights import weight_bytes
 from twostroke.model.checkpoint.weights import num_parameters
-from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.config import ModelConfig, Quantization, WeightForm
 from twostroke.model.parallel.tensor_parallel import check_size
 
 
@@ -36,6 +37,7 @@ def fit(
     model: ModelConfig,
     dtype: torch.dtype,
     quantization: Quantization,
+    forms: Mapping[str, WeightForm] | None = None,
     *,
     memory: int,
     ranks: int = 1,
@@ -45,10 +47,10 @@ def fit(
     """On one worker of `ranks`, each of which may take `memory` bytes.
 
     The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no more.
-    Raises ConfigError where so many ranks can't share the model.
+    `forms`: as `weight_bytes` takes them. Raises ConfigError where so many ranks can't share the model.
     """
     check_size(model, ranks)
-    weights = -(-weight_bytes(model, dtype, quantization) // ranks)
+    weights = -(-weight_bytes(model, dtype, quantization, forms) // ranks)
     step = step_bytes_on_cpu(model, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
     groups, of_row = model.kv_groups, kv_block_bytes(model, 1, dtype, ranks)

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"))
+    parser.add_argument("--quantization", choices=("auto", "none", "int8", "int4"))
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -83,6 +83,7 @@ def _of_worker(
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
+    from twostroke.model.checkpoint.decoder_weights import stored_forms, weights_as
     from twostroke.model.checkpoint.weights import Checkpoint, has_weights
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
@@ -96,13 +97,16 @@ def _of_worker(
     else:
         device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * section.gpu_memory_utilization)
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
-    found_dtype = Checkpoint(folder, model).dtype if has_weights(folder) else torch.bfloat16
+    checkpoint = Checkpoint(folder, model) if has_weights(folder) else None
+    forms = stored_forms(model) if checkpoint is None else checkpoint.forms
+    found_dtype = torch.bfloat16 if checkpoint is None else checkpoint.dtype
     dtype = resolve_dtype(held.dtype, found_dtype, device)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     found = fit(
         model,
         dtype,
         held.quantization,
+        forms,
         memory=memory,
         ranks=ranks,
         is_gpu=arguments.gpu is not None,
@@ -116,6 +120,7 @@ def _of_worker(
         "active_parameters": found.parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": held.quantization,
+        "weights": weights_as(held.quantization, forms),
         "ranks": ranks,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
@@ -157,13 +162,12 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         )
 
     lines = [
-        f"{told['family']}, {told['parameters'] / 1e6:,.1f} M parameters, in "
-        f"{held_as(told['dtype'], told['quantization'])}",
+        f"{told['family']}, {told['parameters'] / 1e6:,.1f} M parameters, in {held_as(told['dtype'], told['weights'])}",
         taken(told),
     ]
     if (prefill := told.get("prefill")) is not None:
         lines.append(
-            f"on a prefill worker in {held_as(prefill['dtype'], prefill['quantization'])}: {taken(prefill)}, contexts "
+            f"on a prefill worker in {held_as(prefill['dtype'], prefill['weights'])}: {taken(prefill)}, contexts "
             f"of up to {prefill['max_context']:,} tokens"
         )
     if told["way"] == "refused":

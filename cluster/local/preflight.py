@@ -43,7 +43,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         step_bytes_on_cpu,
     )
     from twostroke.model.checkpoint.config_file import load_model_config
-    from twostroke.model.checkpoint.decoder_weights import weight_bytes
+    from twostroke.model.checkpoint.decoder_weights import weight_bytes, weights_as
     from twostroke.model.checkpoint.weights import Checkpoint
     from twostroke.model.engine_config import (
         check_cores,
@@ -72,8 +72,9 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
         dtype = resolve_dtype(engine.dtype, checkpoint.dtype, device)
-        held[role] = held_as(str(dtype).removeprefix("torch."), engine.quantization)
-        weights = weight_bytes(model, dtype, engine.quantization)
+        weights_held = weights_as(engine.quantization, checkpoint.forms)
+        held[role] = held_as(str(dtype).removeprefix("torch."), weights_held)
+        weights = weight_bytes(model, dtype, engine.quantization, checkpoint.forms)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from twostroke.model.architectures import FAMILIES
 from twostroke.model.architectures.family import ConfigFields, Family
+from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -31,7 +33,8 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """The ModelConfig in a parsed config.json; `source` names it in errors. Raises ConfigError."""
-    return _family(raw, source).read_config(ConfigFields(raw, source))
+    fields = ConfigFields(raw, source)
+    return replace(_family(raw, source).read_config(fields), stored=read_stored_quantization(fields))
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:

@@ -100,6 +100,15 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
         assert max(kernel["block_t"] for kernel in tiles) == largest
 
 
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("grouped_projections", capability, tmp_path)
+    products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_gemm_kernel"]
+    assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
+    assert all(kernel["async_copies"] for kernel in products)
+    assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
+
+
 def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:
     # ptxas keeps one number of the row's, not of its logits, in memory.
     kernels = compiled("sampling", 90, tmp_path, most_spilled=8)

@@ -69,7 +69,7 @@ def LOOK_UP(words):
 class Backend(CpuBackend):
     """Simple projections in fp32, which can be recorded on any CPU."""
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any) -> "Linear":
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any, dtype: Any) -> "Linear":
         return Linear(weight, self)
 
     def embed(self, token_ids: Tensor, table: Any, first: int, dtype: torch.dtype) -> Tensor:
