@@ -29,7 +29,7 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
 from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
-from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.config import ModelShape, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.step import Draw, SequenceStep
@@ -104,7 +104,7 @@ class Work:
         return max(self.operations / limits.gemm, self.bytes / limits.read)
 
 
-def prefill_work(config: ModelConfig, tokens: int, quantization: Quantization) -> Work:
+def prefill_work(config: ModelShape, tokens: int, quantization: Quantization) -> Work:
     """A prompt in one chunk that draws one token: only one row needs the last layer's output and the logits."""
     attention, mlp, head = _matrix_sizes(config)
     kv = config.hidden_size * 2 * config.kv_size
@@ -114,7 +114,7 @@ def prefill_work(config: ModelConfig, tokens: int, quantization: Quantization) -
     return Work(tokens, 2.0 * products + 2.0 * scores, _weight_bytes(config, quantization))
 
 
-def decode_work(config: ModelConfig, batch: int, context: float, quantization: Quantization) -> Work:
+def decode_work(config: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
     """One decode step of `batch` sequences with `context` tokens each."""
     attention, mlp, head = _matrix_sizes(config)
     products = batch * (config.num_layers * (attention + mlp) + head)
@@ -123,13 +123,13 @@ def decode_work(config: ModelConfig, batch: int, context: float, quantization: Q
     return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization) + kv_bytes)
 
 
-def _matrix_sizes(config: ModelConfig) -> tuple[int, int, int]:
+def _matrix_sizes(config: ModelShape) -> tuple[int, int, int]:
     """Weights of a layer's attention, of its MLP, and of the LM head."""
     attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
     return attention, 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
 
 
-def _weight_bytes(config: ModelConfig, quantization: Quantization) -> float:
+def _weight_bytes(config: ModelShape, quantization: Quantization) -> float:
     attention, mlp, head = _matrix_sizes(config)
     layers = config.num_layers * (attention + mlp)
     return BYTES_A_WEIGHT[quantization] * layers + BYTES_A_WEIGHT[of_lm_head(quantization)] * head
@@ -159,7 +159,7 @@ class Machine:
             functional.linear(left, right)
 
 
-def prefill_machine(config: ModelConfig, tokens: int) -> Machine:
+def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
     shapes = [

@@ -81,9 +81,9 @@ class DecoderSpec:
     lm_head: str  # where embeddings are not tied
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder: its shape, and what it is made of."""
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What memory, requests and transfers must know of a decoder, whatever computes it."""
 
     vocab_size: int
     hidden_size: int
@@ -93,15 +93,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
-    rms_norm_eps: float
-    rope: RopeConfig
-    spec: DecoderSpec
-    tie_word_embeddings: bool = False
-    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
     windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
-    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
-    soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
-    activation: Activation = "silu"
 
     def window(self, layer: int) -> int:
         """Tokens; 0: all."""
@@ -116,3 +108,17 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of the keys (or the values) of one token."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A decoder of ours: its shape, and what it is made of."""
+
+    rms_norm_eps: float
+    rope: RopeConfig
+    spec: DecoderSpec
+    tie_word_embeddings: bool = False
+    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
+    activation: Activation = "silu"

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.cluster.config.reading import load_yaml
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     try:
         folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS)
-        told = _served(folder, load_model_config(folder), config, arguments)
+        told = _served(folder, config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
     if arguments.json:
@@ -62,18 +60,20 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     return read_config(raw)
 
 
-def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What can be said of a model whose config can be read. Raises ConfigError where its tensors don't fit that.
+def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What can be said of a model that can be served. Raises ConfigError where it can't, or its tensors don't fit it.
 
     On this machine's memory as many workers share it as `twostroke serve` would start.
     """
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
-    from twostroke.model.checkpoint.weights import Checkpoint, has_weights
+    from twostroke.model.checkpoint.weights import has_weights
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
+    from twostroke.model.served import open_model
 
+    model = open_model(folder)
     decode = config.decode
     ranks = arguments.tensor_parallel or decode.tensor_parallel
     if arguments.gpu is None:
@@ -82,7 +82,7 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
     else:
         device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * decode.gpu_memory_utilization)
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
-    found_dtype = Checkpoint(folder, model).dtype if has_weights(folder) else torch.bfloat16
+    found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
     dtype = resolve_dtype(config.model.dtype, found_dtype, device)
     bounds = StepBounds(decode.max_step_tokens, decode.max_batch)
     found = fit(
@@ -95,8 +95,8 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
         bounds=bounds,
     )
     return {
-        "family": model.spec.family,
-        "way": "refused" if found.max_requests == 0 else "native",
+        "family": model.family,
+        "way": "refused" if found.max_requests == 0 else model.way,
         "reason": _too_small(found, memory) if found.max_requests == 0 else None,
         "parameters": found.parameters,
         "active_parameters": found.parameters,
@@ -108,7 +108,7 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
         "step_bytes": found.step_bytes,
         "kv_bytes_per_token": found.kv_bytes_per_token,
         "kv_window_bytes": found.kv_window_bytes,
-        "model_context": model.max_position,
+        "model_context": model.shape.max_position,
         "max_context": found.max_context,
         "max_requests": found.max_requests,
     }

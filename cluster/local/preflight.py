@@ -40,9 +40,6 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         gibibytes,
         step_bytes_on_cpu,
     )
-    from twostroke.model.checkpoint.config_file import load_model_config
-    from twostroke.model.checkpoint.decoder_weights import weight_bytes
-    from twostroke.model.checkpoint.weights import Checkpoint
     from twostroke.model.engine_config import (
         check_cores,
         resolve_device,
@@ -50,14 +47,14 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_max_context,
         resolve_num_blocks,
     )
-    from twostroke.model.parallel.tensor_parallel import check_size
+    from twostroke.model.served import open_model
     from twostroke.router.text.tokenizer import TextTokenizer
 
-    model = load_model_config(folder)
-    checkpoint = Checkpoint(folder, model)
+    found = open_model(folder)
+    model = found.shape
     TextTokenizer.load(folder)
     device = torch.device(config.device)
-    dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
+    dtype = resolve_dtype(config.model.dtype, found.dtype, device)
     free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
     caches: list[str] = []  # of roles for which nobody says a size
@@ -67,12 +64,12 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
-        weights = weight_bytes(model, dtype, engine.quantization)
+        weights = found.weight_bytes(dtype, engine.quantization)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)
             check_cores(engine)
-            check_size(model, ranks)
+            found.check_ranks(ranks)
             num_blocks = resolve_num_blocks(engine, model, dtype, weights // ranks + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
@@ -97,7 +94,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     held = str(dtype).removeprefix("torch.")
     if config.model.quantization != "none":
         held += f" with {config.model.quantization} weights"
-    lines = [f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
+    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
     if caches:
         lines.append(
             f"KV cache of each worker, of {gibibytes(free)} of free memory: {', '.join(caches)} (kv_cache_gib sets it)"

@@ -6,14 +6,13 @@ Weights, activations and cache share one dtype; norms, rotation and attention ac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout, Drawing
-from twostroke.model.cache.kv_cache import layer_announcer
+from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
@@ -47,7 +46,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """Runs a step's tokens through the layers, writing their KV into the cache on the way."""
+    """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
         """`weights` are those of `parallel.shard`."""
@@ -69,20 +68,9 @@ class Decoder:
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
-        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
-
-        token_ids int64 [T]; kv_layers [num_blocks, 2, G, block_size, D] each.
-        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
-        another thread, while later layers are launched.
-        """
-        if on_layer is None or not kv_layers[0].is_cuda:
-            return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
-        device = kv_layers[0].device
-        stream = torch.cuda.current_stream(device)
-        with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
-            return self._forward(
-                token_ids, layout, kv_layers, drawing, lambda layer: announce(layer, stream.record_event())
-            )
+        """As StepDecoder.forward."""
+        with layer_announcing(on_layer, kv_layers[0].device) as announce:
+            return self._forward(token_ids, layout, kv_layers, drawing, announce)
 
     def _forward(
         self,

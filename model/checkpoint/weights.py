@@ -23,7 +23,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE = slice(None)
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -83,8 +83,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, config: ModelConfig):
-        self._files = _tensor_files(folder)
-        self._open = {path: _open(path) for path in sorted(set(self._files.values()))}
+        self._files = tensor_files(folder)
+        self._open = {path: open_file(path) for path in sorted(set(self._files.values()))}
         self._dtypes: dict[str, torch.dtype] = {}
         self._config = config
         self.shapes = dict(expected_shapes(config))
@@ -130,9 +130,9 @@ class Checkpoint:
             found, dtype = file.shape(name), file.dtype(name)
             if found != shape:
                 raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
-            if dtype not in _DTYPES:
-                raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(_DTYPES)} are supported")
-            self._dtypes[name] = _DTYPES[dtype]
+            if dtype not in DTYPES:
+                raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(DTYPES)} are supported")
+            self._dtypes[name] = DTYPES[dtype]
         tied = f"{config.spec.lm_head}.weight" if config.tie_word_embeddings else None
         for name, path in self._files.items():
             if name not in self.shapes and name != tied and not name.endswith(".rotary_emb.inv_freq"):
@@ -184,14 +184,14 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{spec.layers}.{index}.{name}", shape
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index = folder / INDEX_FILE
     if index.exists():
         return _indexed_files(index)
     for single in (folder / SINGLE_FILE, folder / GGUF_FILE):
         if single.exists():
-            return dict.fromkeys(_open(single).names(), single)
+            return dict.fromkeys(open_file(single).names(), single)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ConfigError(
@@ -222,7 +222,7 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     return files
 
 
-def _open(path: Path) -> TensorFile:
+def open_file(path: Path) -> TensorFile:
     if path.name != GGUF_FILE:
         return _SafetensorsFile(path)
     from twostroke.model.checkpoint.gguf_file import GgufFile  # imports `gguf`, which takes a while
