@@ -55,6 +55,10 @@ class ModelSection(Section):
     """Tokens; null: 16 on CPUs, 64 on GPUs."""
     max_context: Annotated[int, Ge(2)] | None = None
     """Tokens; null: what model and cache allow."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling defaults: of the model's generation_config.json, or OpenAI's."""
+    chat_template: str | None = None
+    """A file's path, or a template's text, in place of the model's own."""
 
 
 class WorkerResources(Section):

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.model_folder import chat_template_text
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
 
@@ -48,11 +49,13 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_num_blocks,
     )
     from twostroke.model.served import open_model
+    from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 
     found = open_model(folder)
     model = found.shape
-    TextTokenizer.load(folder)
+    TextTokenizer.load(folder, chat_template_text(config.model))
+    defaults = read_sampling_defaults(folder, config.model.generation_config)
     device = torch.device(config.device)
     dtype = resolve_dtype(config.model.dtype, found.dtype, device)
     free = available_bytes(torch.device("cpu"))
@@ -95,6 +98,8 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     if config.model.quantization != "none":
         held += f" with {config.model.quantization} weights"
     lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
+    if str(defaults):
+        lines.append(f"Sampling where a request says nothing, by generation_config.json: {defaults}")
     if caches:
         lines.append(
             f"KV cache of each worker, of {gibibytes(free)} of free memory: {', '.join(caches)} (kv_cache_gib sets it)"
