@@ -72,7 +72,7 @@ def paged_attention(
     position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and its window
     count: what else the blocks hold must be finite.
     """
-    _, heads, dim = q.shape
+    _, heads, _ = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     out = torch.zeros_like(q)
     starts = query_starts.tolist()

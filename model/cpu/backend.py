@@ -46,11 +46,11 @@ class CpuBackend:
         rows, heads, dim = q.shape
         out = self.launcher.empty((rows, heads, dim), q.dtype)
         if layout.num_decodes:
-            attention.decode_attention(self.launcher, q, kv_layer, layout, out)
+            attention.decode_attention(self.launcher, q, kv_layer, layout, form, out)
         if layout.num_decodes < layout.context_lens.numel():
-            attention.prefill_attention(q, kv_layer, layout, out)
+            attention.prefill_attention(q, kv_layer, layout, form, out)
         return out.view(rows, heads * dim)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """As Backend.gate."""
-        return elementwise.silu_mul(self.launcher, gate_up)
+        return elementwise.gate(self.launcher, gate_up, activation)

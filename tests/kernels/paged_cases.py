@@ -102,4 +102,4 @@ class ReferenceBackend:
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     attention = staticmethod(reference.attention)
-    silu_mul = staticmethod(reference.silu_mul)
+    gate = staticmethod(reference.gate)

@@ -3,12 +3,15 @@
 Reference: model/reference.py.
 """
 
+import math
+
 import numpy as np
 from numba import carray
 from torch import Tensor
 
 from twostroke.model.backend import HeadNorms
 from twostroke.model.batch import BatchLayout
+from twostroke.model.config import Activation
 from twostroke.model.cpu.kernels.floats import exponential, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernels,
@@ -22,6 +25,8 @@ from twostroke.model.cpu.kernels.launch import (
 from twostroke.model.cpu.kernels.program import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
+_GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # of twice what tanh is taken of (Hendrycks & Gimpel 2016)
+_GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 
 @compiled
@@ -92,19 +97,33 @@ def _rope_and_write_kv(words):
                 place[i] = value[i]
 
 
+@compiled
+def _gate_by_silu(gate, up, out):
+    for i in range(out.shape[0]):
+        value = widen(gate[i])
+        store(out, i, value / (np.float32(1) + exponential(-value)) * widen(up[i]))
+
+
+@compiled
+def _gate_by_gelu(gate, up, out):
+    """(1 + tanh(x)) / 2 is 1 / (1 + e^-2x)."""
+    for i in range(out.shape[0]):
+        value = widen(gate[i])
+        twice = value * (np.float32(_GELU_LINEAR) + np.float32(_GELU_CUBIC) * value * value)
+        store(out, i, value / (np.float32(1) + exponential(-twice)) * widen(up[i]))
+
+
 @Kernels
-def _silu_mul(words):
-    """words: gate_up, out, inner size."""
-    rows, inner = words[1], words[5]
-    gate_up, out = (
-        carray(as_stored(words, words[3]), (rows, 2 * inner)),
-        carray(as_stored(words, words[4]), (rows, inner)),
-    )
+def _gate(words):
+    """words: gate_up, out, inner size, whether by GELU."""
+    rows, inner, by_gelu = words[1], words[5], words[6] != 0
+    gate_up = carray(as_stored(words, words[3]), (rows, 2, inner))
+    out = carray(as_stored(words, words[4]), (rows, inner))
     for row in taken(words, rows):
-        for i in range(inner):
-            gate = widen(gate_up[row, i])
-            sigmoid = np.float32(1) / (np.float32(1) + exponential(-gate))
-            store(out[row], i, gate * sigmoid * widen(gate_up[row, inner + i]))
+        if by_gelu:
+            _gate_by_gelu(gate_up[row, 0], gate_up[row, 1], out[row])
+        else:
+            _gate_by_silu(gate_up[row, 0], gate_up[row, 1], out[row])
 
 
 def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -149,11 +168,12 @@ def rope_and_write_kv(
     return out
 
 
-def silu_mul(launcher: Launcher, gate_up: Tensor) -> Tensor:
+def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up contiguous [T, 2 I] -> [T, I]."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = launcher.empty((rows, inner), gate_up.dtype)
-    launcher.run(_silu_mul.of(gate_up.dtype), rows, _grain(inner), gate_up, out, inner)
+    by_gelu = int(activation == "gelu_tanh")
+    launcher.run(_gate.of(gate_up.dtype), rows, _grain(inner), gate_up, out, inner, by_gelu)
     return out
 
 

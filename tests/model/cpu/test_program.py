@@ -93,7 +93,7 @@ def test_a_recording_computes_what_the_calls_do_at_every_replay(dtype: torch.dty
         for _ in range(4):
             normed = backend.rms_norm(wide, weight, 1e-5)
             wide, _ = backend.add_rms_norm(normed, backend.rms_norm(normed, weight, 1e-6), weight, 1e-5)
-        return backend.rms_norm(backend.silu_mul(wide), narrow, 1e-5)
+        return backend.rms_norm(backend.gate(wide, "silu"), narrow, 1e-5)
 
     with backend.launcher.recording() as program:
         out = layers()
