@@ -1,8 +1,8 @@
 """A decoder made of transformers' own modules over our paged KV cache: for families that have none of ours.
 
 The modules of transformers decide what is computed, and in which order. Ours is what they call on the way: attention
-over the paged cache, projections, embedding, LM head, and those RMSNorms that compute what ours do. All tokens of a step
-are one row of a batch of one: nothing but attention mixes tokens, and ours goes by the BatchLayout.
+over the paged cache, projections, embedding, LM head, and RMSNorms that compute what ours do. The tokens of a step
+are one row, a batch of one: nothing but attention mixes them, and ours goes by the BatchLayout.
 
 What a step's attention needs beyond queries, keys and values lies on the attention modules: what is handed to a model's
 `forward` by name does not reach the attention of every family.

@@ -43,7 +43,7 @@ class _Conversion:
 class NamedTensors:
     """The tensors of a model of transformers in a folder's files.
 
-    Raises ConfigError naming file and tensor where Checkpoint does: pickles only, a missing shard, a missing, unknown or
+    Raises ConfigError naming file and tensor as Checkpoint does: pickles only, a missing shard, a missing, unknown or
     misshapen tensor, one of another type than bf16, fp16 or fp32.
     """
 

@@ -67,7 +67,9 @@ class _SafetensorsFile:
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         try:
             whole: Tensor = self._file.get_tensor(name)
-            return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+            if whole.dim() == 2:
+                return whole[rows, columns]
+            return whole[rows] if whole.dim() else whole
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path}: tensor {name} can't be read: {error}") from error
 
