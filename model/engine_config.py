@@ -10,6 +10,7 @@ import torch
 from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
 from twostroke.model.config import ModelShape, Quantization
+from twostroke.model.served import Way
 from twostroke.protocol.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ class EngineConfig:
     """
 
     model_dir: Path
-    way: Literal["native", "transformers"] | None = None  # None: native where there is a decoder of ours
+    way: Way | None = None  # None: native where there is a decoder of ours
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

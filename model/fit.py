@@ -21,6 +21,7 @@ class Fit:
     """A model on one worker. Bytes are each rank's."""
 
     parameters: int
+    active_parameters: int
     weight_bytes: int
     step_bytes: int
     cache_bytes: int  # what is left for KV; negative where weights and steps don't fit
@@ -55,6 +56,7 @@ def fit(
     context = min(shape.max_position, tokens)
     return Fit(
         parameters=model.num_parameters,
+        active_parameters=model.num_active_parameters,
         weight_bytes=weights,
         step_bytes=step,
         cache_bytes=cache,

@@ -39,6 +39,10 @@ class ServedModel(Protocol):
     def dtype(self) -> torch.dtype:
         """Of the checkpoint, whose tensors are checked."""
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token is computed with."""
+
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
         """Of all ranks together, once the model is loaded in `dtype`."""
 
@@ -82,6 +86,10 @@ class NativeModel:
     @property
     def num_parameters(self) -> int:
         return num_parameters(self.shape)
+
+    @property
+    def num_active_parameters(self) -> int:
+        return self.num_parameters
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:

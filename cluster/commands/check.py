@@ -99,7 +99,7 @@ def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) 
         "way": "refused" if found.max_requests == 0 else model.way,
         "reason": _too_small(found, memory) if found.max_requests == 0 else None,
         "parameters": found.parameters,
-        "active_parameters": found.parameters,
+        "active_parameters": found.active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": config.model.quantization,
         "ranks": ranks,
@@ -133,8 +133,9 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     held = told["dtype"] + ("" if told["quantization"] == "none" else f" with {told['quantization']} weights")
     where = f"a {arguments.gpu}" if arguments.gpu else "this machine"
     of_rank = "" if told["ranks"] == 1 else f" on each of {told['ranks']} ranks"
+    through = " through transformers" if told["way"] == "transformers" else ""
     lines = [
-        f"{told['family']}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
+        f"{told['family']}{through}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
         f"weights {gibibytes(told['weight_bytes'])}{of_rank}, the largest step {gibibytes(told['step_bytes'])}, "
         f"KV {told['kv_bytes_per_token'] / 1024:.1f} KiB a token",
     ]

@@ -84,6 +84,16 @@ class TransformersModel:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Of experts' tensors, whose first dimension counts the experts, so many as a token is sent to."""
+        chosen = getattr(self._config, "num_experts_per_tok", None)
+        total = 0
+        for name, parameter in self._model.named_parameters():
+            of_experts = chosen is not None and ".experts." in name and parameter.dim() == 3
+            total += parameter.numel() * chosen // parameter.shape[0] if of_experts else parameter.numel()
+        return total
+
     @cached_property
     def tensors(self) -> NamedTensors:
         """Those of the folder. Raises ConfigError."""
@@ -149,6 +159,7 @@ class TransformersModel:
                 model = AutoModelForCausalLM.from_config(self._config, attn_implementation=ATTENTION, dtype=dtype)
         except Exception as error:  # whatever a family's own code raises
             raise self._error(f"transformers can't build it: {_said(error)}") from error
+        model.config.pad_token_id = None  # or some look for it in every step's tokens, and warn
         return model.eval().requires_grad_(False)
 
     def _trace(self, model: Any) -> list[AttentionCall]:
@@ -451,7 +462,13 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
     if len(calls) != layers or len({call.module for call in calls}) != layers:
         raise error(f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else")
     first = calls[0]
+    kinds = getattr(config, "layer_types", None) or [None] * layers
+    has_window = isinstance(getattr(config, "sliding_window", None), int)
+    if has_window and getattr(config, "use_sliding_window", True) and not any(call.window for call in calls):
+        raise error("sliding_window is set, but no layer tells its attention of it")
     for index, call in enumerate(calls):
+        if kinds[index] == "sliding_attention" and not call.window:
+            raise error(f"layer {index} has a window that its attention is not told of")
         if call.key.shape != first.key.shape or call.query.shape != first.query.shape:
             raise error(f"the KV of layer {index} has another shape than the first one's")
         if call.value.shape[:3] != call.key.shape[:3] or call.value.shape[-1] > call.key.shape[-1]:
