@@ -31,8 +31,8 @@ class Linear(Protocol):
 class HeadNorms:
     """RMSNorms of each head's queries and of its keys."""
 
-    q: Tensor  # [D], in the order of `rope.head_order`
-    k: Tensor  # [D]
+    q: Tensor  # fp32 [D], in the order of `rope.head_order`
+    k: Tensor  # fp32 [D]
     eps: float
 
 
@@ -59,7 +59,10 @@ class Backend(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 (Zhang & Sennrich 2019)."""
+        """x [T, hidden], weight fp32 [hidden] -> x / sqrt(mean(x^2) + eps) * weight, rounded once.
+
+        Statistics are fp32 (Zhang & Sennrich 2019).
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); may write into its inputs."""

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from twostroke.model.architectures.family import Family
 from twostroke.model.architectures.glm import GLM, GLM4
 from twostroke.model.architectures.llama import LLAMA
-from twostroke.model.architectures.mistral import MISTRAL
+from twostroke.model.architectures.mistral import MINISTRAL, MISTRAL
 from twostroke.model.architectures.phi3 import PHI3
 from twostroke.model.architectures.qwen import QWEN2, QWEN3
 from twostroke.model.architectures.smollm3 import SMOLLM3
 
 FAMILIES: Mapping[str, Family] = {
-    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, SMOLLM3)
+    family.architecture: family for family in (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, SMOLLM3)
 }
 """By what config.json's `architectures` names."""

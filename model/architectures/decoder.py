@@ -1,7 +1,8 @@
 """The decoder of all families, over loaded weights: pre-norm layers of grouped-query attention and a gated MLP.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
-Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend.
+Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend,
+and norms' weights are fp32, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; q, k, v and gate, up are fused by rows."""
+    """One decoder layer; q, k, v and gate, up are fused by rows. Norms are fp32."""
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # hidden -> (H + 2 G) D of this rank
@@ -38,10 +39,11 @@ class LayerWeights:
 class DecoderWeights:
     """All of a decoder, of one rank, on its device."""
 
+    dtype: torch.dtype  # of activations
     embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
     first_token: int  # of this rank's vocabulary
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
+    final_norm: Tensor  # fp32 [hidden]
     lm_head: Linear  # hidden -> this rank's vocabulary
 
 
@@ -82,8 +84,8 @@ class Decoder:
     ) -> Tensor | None:
         """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
         backend, weights, parallel = self._backend, self._weights, self._parallel
-        eps, dtype = self._config.rms_norm_eps, weights.final_norm.dtype
-        residual = backend.embed(token_ids, weights.embedding, weights.first_token, dtype)
+        eps = self._config.rms_norm_eps
+        residual = backend.embed(token_ids, weights.embedding, weights.first_token, weights.dtype)
         residual = parallel.all_reduce(residual)
         x = backend.rms_norm(residual, weights.layers[0].input_norm, eps)
         last = len(weights.layers) - 1

@@ -38,8 +38,16 @@ class Defaults:
     max_position: int = 2048
     original_max_position: int | None = None  # before the rotation's scaling; None: max_position
     is_tied: bool = False  # the LM head to the embedding
-    window: int | None = None  # tokens, where nothing is said of `sliding_window`
-    switches_window: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
+    windows: "Windows | None" = None  # None: no layer has one, whatever is said of them
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Of a family whose layers may attend to the last tokens alone, as many as `sliding_window` says."""
+
+    tokens: int = 0  # where nothing is said of `sliding_window`; 0: none
+    are_switched: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
+    has_one: Callable[[int], bool] | None = None  # a layer, where `layer_types` does not say; None: all, always
 
 
 def decoder_spec(
@@ -105,26 +113,50 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu' is")
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
     rope = _read_rope(fields, max_position, head_dim, defaults)
-    # Within its window a layer attends to everything: contexts of that length are exact, and longer ones not served.
-    window = fields.integer("sliding_window", default=max_position)
-    if defaults.window is not None and not fields.is_given("sliding_window"):
-        window = defaults.window
-    if defaults.switches_window and not fields.boolean("use_sliding_window", default=False):
-        window = max_position
+    num_layers = fields.integer("num_hidden_layers")
     return ModelConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=min(max_position, window),
+        max_position=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
         rope=rope,
         spec=spec,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=defaults.is_tied),
+        windows=_read_windows(fields, num_layers, max_position, defaults.windows),
     )
+
+
+def _read_windows(
+    fields: "ConfigFields", num_layers: int, max_position: int, windows: Windows | None
+) -> tuple[int, ...]:
+    """Of each layer; () where none has one that any context is longer than."""
+    if windows is None:
+        return ()
+    tokens = fields.integer("sliding_window", default=max_position)
+    if not fields.is_given("sliding_window"):
+        tokens = windows.tokens or max_position
+    if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
+        tokens = max_position
+    if tokens >= max_position:
+        return ()
+    return tuple(tokens if has_one else 0 for has_one in window_layers(fields, num_layers, windows))
+
+
+def window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> list[bool]:
+    """Of each layer whether it is one of those that have a window, where there is one. Raises ConfigError."""
+    has_one = windows.has_one
+    if has_one is None:
+        return [True] * num_layers
+    usual = ["sliding_attention" if has_one(layer) else "full_attention" for layer in range(num_layers)]
+    kinds = fields.texts("layer_types", usual)
+    if len(kinds) != num_layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+        raise fields.error("layer_types", f"expected {num_layers} times 'sliding_attention' or 'full_attention'")
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults) -> RopeConfig:
@@ -242,6 +274,11 @@ class ConfigFields:
         """Whether it is set, and not empty."""
         return bool(self._raw.get(name))
 
+    def count(self, name: str, default: int) -> int:
+        """An integer that is not negative."""
+        value = self._get(name, default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default)
+
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._get(name, default)
@@ -278,6 +315,12 @@ class ConfigFields:
         if not isinstance(values, list) or len(values) < len(default) or any(value not in (0, 1) for value in values):
             raise self.error(name, f"expected a list of {len(default)} times 0 or 1")
         return [bool(value) for value in values]
+
+    def texts(self, name: str, default: list[str]) -> list[str]:
+        values = self._get(name, default)
+        if not isinstance(values, list) or any(not isinstance(value, str) for value in values):
+            raise self.error(name, "expected a list of strings")
+        return values
 
     def text(self, name: str, default: str) -> str:
         value = self._get(name, default)

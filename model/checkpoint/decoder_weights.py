@@ -46,8 +46,11 @@ def load_decoder_weights(
         biases = [rows_of(prefix, part, "bias", rows) for part, rows in parts.items() if part.has_bias]
         return backend.make_linear(torch.cat(weights), torch.cat(biases) if biases else None, quantization)
 
-    def kept_norm(prefix: str, name: str | None) -> Tensor | None:
-        return None if name is None else kept(f"{prefix}{name}.weight")
+    def norm(name: str) -> Tensor:
+        return checkpoint.tensor(f"{name}.weight").to(device=device, dtype=torch.float32, copy=True)
+
+    def norm_if_any(prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else norm(f"{prefix}{name}")
 
     def by_columns(prefix: str, projection: Projection, columns: slice) -> Linear:
         """This rank's summand; the bias counts once among them."""
@@ -68,7 +71,7 @@ def load_decoder_weights(
     def head_norms(prefix: str) -> HeadNorms | None:
         if parts.q_norm is None:
             return None
-        q, k = (in_order(kept(f"{prefix}{name}.weight")) for name in (parts.q_norm, parts.k_norm))
+        q, k = (in_order(norm(f"{prefix}{name}")) for name in (parts.q_norm, parts.k_norm))
         return HeadNorms(q, k, config.rms_norm_eps)
 
     scale = config.attention_scale or config.head_dim**-0.5
@@ -76,31 +79,32 @@ def load_decoder_weights(
     def layer(index: int) -> LayerWeights:
         prefix = f"{spec.layers}.{index}."
         return LayerWeights(
-            input_norm=kept(f"{prefix}{parts.input_norm}.weight"),
+            input_norm=norm(f"{prefix}{parts.input_norm}"),
             qkv=by_rows(prefix, {parts.q: query_rows, parts.k: kv_rows, parts.v: kv_rows}),
             output=by_columns(prefix, parts.output, query_rows),
-            mlp_norm=kept(f"{prefix}{parts.mlp_norm}.weight"),
+            mlp_norm=norm(f"{prefix}{parts.mlp_norm}"),
             gate_up=by_rows(prefix, {parts.gate: inner, parts.up: inner}),
             down=by_columns(prefix, parts.down, inner),
             cos_sin=still if index in config.unrotated_layers else turning,
             head_norms=head_norms(prefix),
             attention=AttentionForm(scale, config.window(index), config.soft_cap),
-            attention_norm=kept_norm(prefix, parts.attention_norm),
-            output_norm=kept_norm(prefix, parts.output_norm),
+            attention_norm=norm_if_any(prefix, parts.attention_norm),
+            output_norm=norm_if_any(prefix, parts.output_norm),
         )
 
     lm_head = backend.make_linear(tensor(_head(config), vocabulary), None, of_lm_head(quantization))
     return DecoderWeights(
+        dtype=dtype,
         embedding=lm_head if config.tie_word_embeddings else kept(f"{spec.embedding}.weight", vocabulary),
         first_token=vocabulary.start,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=kept(f"{spec.final_norm}.weight"),
+        final_norm=norm(spec.final_norm),
         lm_head=lm_head,
     )
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantization) -> int:
-    """Of all ranks together, once the model is loaded in `dtype`."""
+    """Of all ranks together, once the model is loaded in `dtype`; that norms are fp32 is nothing beside the rest."""
     total = 0
     for name, shape in expected_shapes(config):
         held: Quantization = "none" if len(shape) == 1 or name == f"{config.spec.embedding}.weight" else quantization

@@ -56,7 +56,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
 
-SEEDS = {"gqa": 3, "mqa": 3, "tied": 3, "linear_rope": 3, "yarn_rope": 3, "head_dim_40": 2, "head_dim_72_given": 2}
+SEEDS = {
+    "mistral_window": 1,
+    "gqa": 3,
+    "mqa": 3,
+    "tied": 3,
+    "linear_rope": 3,
+    "yarn_rope": 3,
+    "head_dim_40": 2,
+    "head_dim_72_given": 2,
+}
 """Chosen for their margins; 0 for the others."""
 
 # (chunk, block size): the whole prompt at once, chunks that straddle blocks, blocks larger than chunks, odd blocks.
@@ -67,12 +76,19 @@ def family(model_type: str, name: str, **fields: Any) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, "pad_token_id": 0, **fields}
 
 
+W, F = "sliding_attention", "full_attention"
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mistral": family("mistral", "Mistral", head_dim=24, sliding_window=None),
+    "mistral_window": family("mistral", "Mistral", sliding_window=33),
+    "ministral": family(
+        "ministral", "Ministral", head_dim=24, num_hidden_layers=3, sliding_window=100, layer_types=[W, F, W]
+    ),
     "qwen2": family("qwen2", "Qwen2", num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen2_window": family("qwen2", "Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1),
     "qwen3": family("qwen3", "Qwen3", head_dim=24),
     "smollm3": family("smollm3", "SmolLM3", num_hidden_layers=4, no_rope_layer_interval=2),
     "phi3": family("phi3", "Phi3"),
+    "phi3_window": family("phi3", "Phi3", sliding_window=50),
     "phi4_mini": family(
         "phi3",
         "Phi3",
@@ -142,7 +158,7 @@ def test_greedy_output_equals_transformers(shape: str, write_checkpoint: Any, ge
 
 @pytest.mark.parametrize("shape", FAMILY_SHAPES)
 def test_every_family_generates_as_transformers_does(shape: str, write_checkpoint: Any, generate: Any) -> None:
-    folder = write_checkpoint(**FAMILY_SHAPES[shape])
+    folder = write_checkpoint(seed=SEEDS.get(shape, 0), **FAMILY_SHAPES[shape])
     prompts = random_prompts(load_model_config(folder).vocab_size, 1, (1, 2, 17, 64, 129, 600))
     expected, margins = reference(folder, prompts)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"

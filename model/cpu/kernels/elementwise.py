@@ -36,14 +36,14 @@ def _normalise(x, weight, eps, out):
         total += widen(x[i]) * widen(x[i])
     scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[0]) + eps)
     for i in range(x.shape[0]):
-        store(out, i, widen(x[i]) * scale * widen(weight[i]))
+        store(out, i, widen(x[i]) * scale * weight[i])
 
 
 @Kernels
 def _rms_norm(words):
     """words: x, weight, out, hidden, eps."""
     rows, hidden, eps = words[1], words[6], float_of_bits(np.uint32(words[7]))
-    x, weight = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_stored(words, words[4]), (hidden,))
+    x, weight = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_floats(words[4]), (hidden,))
     out = carray(as_stored(words, words[5]), (rows, hidden))
     for row in taken(words, rows):
         _normalise(x[row], weight, eps, out[row])
@@ -54,7 +54,7 @@ def _add_rms_norm(words):
     """words: x (becomes the normalised sum), residual (becomes the sum), weight, hidden, eps."""
     rows, hidden, eps = words[1], words[6], float_of_bits(np.uint32(words[7]))
     x, residual = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_stored(words, words[4]), (rows, hidden))
-    weight = carray(as_stored(words, words[5]), (hidden,))
+    weight = carray(as_floats(words[5]), (hidden,))
     for row in taken(words, rows):
         for i in range(hidden):
             store(residual[row], i, widen(x[row, i]) + widen(residual[row, i]))
@@ -76,7 +76,7 @@ def _rope_and_write_kv(words):
     whether heads are normalised, their norms' weights and eps."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
-    q_norm, k_norm = carray(as_stored(words, words[16]), (dim,)), carray(as_stored(words, words[17]), (dim,))
+    q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
     qkv = carray(as_stored(words, words[3]), (rows, heads + 2 * kv_heads, dim))
     kv = carray(as_stored(words, words[4]), (words[13], 2, kv_heads, block_size, dim))
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
@@ -127,7 +127,7 @@ def _gate(words):
 
 
 def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x contiguous [T, hidden] -> the same shape and dtype."""
+    """x contiguous [T, hidden], weight fp32 [hidden] -> x's shape and dtype."""
     rows, hidden = x.shape
     out = launcher.empty((rows, hidden), x.dtype)
     launcher.run(_rms_norm.of(x.dtype), rows, _grain(hidden), x, weight, out, hidden, eps)
@@ -135,7 +135,10 @@ def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def add_rms_norm(launcher: Launcher, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Both contiguous [T, hidden] and overwritten: x becomes norm(x + residual), residual becomes the sum."""
+    """Both contiguous [T, hidden] and overwritten: x becomes norm(x + residual), residual becomes the sum.
+
+    weight fp32 [hidden].
+    """
     rows, hidden = x.shape
     launcher.run(_add_rms_norm.of(x.dtype), rows, _grain(hidden), x, residual, weight, hidden, eps)
     return x, residual

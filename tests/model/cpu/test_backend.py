@@ -26,7 +26,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_equal_the_reference(dtype: torch.dtype, shape: tuple[int, int], threads: int) -> None:
     torch.manual_seed(0)
-    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1])
     total = x + residual
     torch.set_num_threads(threads)
     try:
@@ -64,7 +64,7 @@ def test_rotation_and_kv_write_equal_the_reference(
     layout, num_blocks = make_layout([(1, 10), (1, 1), (21, 21), (8, 21)], block_size=5)
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
-    norms = HeadNorms(*torch.rand(2, dim).to(dtype), eps=1e-5) if has_norms else None
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
     close(
         BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms),

@@ -86,7 +86,7 @@ def test_a_program_of_nothing_does_nothing() -> None:
 def test_a_recording_computes_what_the_calls_do_at_every_replay(dtype: torch.dtype) -> None:
     backend = CpuBackend()
     x = torch.empty(6, 64, dtype=dtype)
-    weight, narrow = torch.randn(64).to(dtype), torch.randn(32).to(dtype)
+    weight, narrow = torch.randn(64), torch.randn(32)
 
     def layers() -> Tensor:
         wide = x
