@@ -176,7 +176,7 @@ class NormModule(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, backend: Backend):
         super().__init__()
-        self._weight = weight
+        self._weight = weight  # fp32
         self._eps = eps
         self._backend = backend
 
@@ -198,16 +198,16 @@ def _our_norm(module: nn.Module, backend: Backend) -> NormModule | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weights.keys() != {"weight"} or weights["weight"].dim() != 1 or not isinstance(eps, float):
         return None
-    weight = weights["weight"].detach()
+    weight = weights["weight"].detach().float().contiguous()
     x = torch.randn((3, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.device)
     with torch.inference_mode():
         try:
             expected = copy.deepcopy(module).float()(x)
         except (TypeError, ValueError, RuntimeError):
             return None  # it takes more than its input
-        for ours in (weight, weight.float() + 1):
-            if torch.allclose(backend.rms_norm(x, ours.float(), eps), expected, rtol=1e-4, atol=1e-5):
-                return NormModule(ours.to(weight.dtype).contiguous(), eps, backend)
+        for ours in (weight, weight + 1):
+            if torch.allclose(backend.rms_norm(x, ours, eps), expected, rtol=1e-4, atol=1e-5):
+                return NormModule(ours, eps, backend)
     return None
 
 
