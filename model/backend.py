@@ -37,6 +37,20 @@ class HeadNorms:
 
 
 @dataclass(frozen=True)
+class RowNorms:
+    """RMSNorms of all queries of a token together, and of all its keys, of this rank and the others.
+
+    A tensor-parallel rank knows the sums of squares of its own. Where ranks hold copies of KV heads, each head counts
+    as often as any other.
+    """
+
+    q: Tensor  # fp32 [H D], in the order of `rope.head_order`
+    k: Tensor  # fp32 [G D]
+    ranks: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class AttentionForm:
     """What becomes of a query's scores with its context's keys before they weigh the values."""
 
@@ -66,6 +80,21 @@ class Backend(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); may write into its inputs."""
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum, both [T, hidden]; may be written into either."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x [T, hidden] times a factor; may be written into x."""
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """fp32 [N, vocab] -> cap tanh(logits / cap); may be written into them."""
+
+    def square_sums(self, qkv: Tensor, norms: RowNorms) -> Tensor:
+        """fp32 [T, 2]: of a token's queries and of its keys, of this rank. qkv [T, (H + 2 G) D]."""
+
+    def norm_rows(self, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+        """qkv with its queries and keys normalised by the sums over all ranks; may be written into qkv."""
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None

@@ -54,17 +54,19 @@ class LayerSpec:
     more is one more field, which the families before leave out. Norms are RMSNorms.
     """
 
-    input_norm: str
+    input_norm: str | None  # None: the attention gets the residual as it is
     q: Projection
     k: Projection
     v: Projection
     output: Projection
-    mlp_norm: str
+    mlp_norm: str | None
     gate: Projection
     up: Projection
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
     k_norm: str | None = None
+    q_row_norm: str | None = None  # of all heads' queries of a token together, and of its keys
+    k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
     output_norm: str | None = None  # of what the MLP adds
 
@@ -79,6 +81,8 @@ class DecoderSpec:
     layer: LayerSpec
     final_norm: str
     lm_head: str  # where embeddings are not tied
+    norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
+    ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,18 @@ class ModelConfig(ModelShape):
     spec: DecoderSpec
     tie_word_embeddings: bool = False
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
+    local_rope: RopeConfig | None = None
+    local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
     soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
     activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the model's dtype
+    logits_scale: float = 1.0
+    logits_cap: float = 0.0  # as `soft_cap`, of logits
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """None: this layer turns nothing."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.local_rope if layer in self.local_layers else self.rope

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, HeadNorms
+from twostroke.model.backend import AttentionForm, HeadNorms, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Activation
 
@@ -25,6 +25,42 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """(norm(x + residual), x + residual): the sum is rounded to x's dtype, and the norm taken of what is kept."""
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps), total
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    """The sum, rounded once."""
+    return (x.float() + residual.float()).to(x.dtype)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x times a factor, rounded once."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """fp32 [N, vocab] -> cap tanh(logits / cap)."""
+    return cap * torch.tanh(logits / cap)
+
+
+def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
+    """fp32 [T, 2]: of all queries of a token, and of all its keys."""
+    parts = _queries_and_keys(qkv.float(), norms)
+    return torch.stack([part.square().sum(1) for part in parts], dim=1)
+
+
+def _queries_and_keys(qkv: Tensor, norms: RowNorms) -> tuple[Tensor, Tensor]:
+    q, k, _ = qkv.tensor_split((len(norms.q), len(norms.q) + len(norms.k)), dim=1)
+    return q, k
+
+
+def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+    """qkv [T, (H + 2 G) D] with queries and keys normalised: as `rms_norm`, by the sums of all ranks."""
+    out = qkv.clone()
+    parts = _queries_and_keys(out, norms)
+    for part, weight, total in zip(parts, (norms.q, norms.k), square_sums.unbind(1), strict=True):
+        mean = total.unsqueeze(1) / (norms.ranks * len(weight))
+        part.copy_(part.float() * torch.rsqrt(mean + norms.eps) * weight)
+    return out
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:

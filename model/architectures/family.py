@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
-from twostroke.model.config import DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
+from twostroke.model.config import Activation, DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
 from twostroke.protocol.errors import ConfigError
 
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
 _ROPE_TYPES = get_args(RopeType)
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Defaults:
     original_max_position: int | None = None  # before the rotation's scaling; None: max_position
     is_tied: bool = False  # the LM head to the embedding
     windows: "Windows | None" = None  # None: no layer has one, whatever is said of them
+    local_theta: float | None = None  # of the layers with windows, which turn by angles of their own; None: they don't
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
 
 
 @dataclass(frozen=True)
@@ -108,12 +112,15 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
     if fields.is_set("quantization_config"):
         raise fields.error("quantization_config", "quantised checkpoints are not supported")
-    activation = fields.text("hidden_act", default="silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu' is")
+    activation = fields.text(defaults.activation_field, default=defaults.activation)
+    if activation not in _ACTIVATIONS:
+        are = ", ".join(_ACTIVATIONS)
+        raise fields.error(defaults.activation_field, f"{activation!r} is not supported, only {are} are")
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
-    rope = _read_rope(fields, max_position, head_dim, defaults)
-    num_layers = fields.integer("num_hidden_layers")
+    rope, local_rope = _read_ropes(fields, max_position, head_dim, defaults)
+    num_layers, windows = fields.integer("num_hidden_layers"), defaults.windows
+    has_window = [False] * num_layers if windows is None else _window_layers(fields, num_layers, windows)
+    window = 0 if windows is None else _read_window(fields, max_position, windows)
     return ModelConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -127,28 +134,25 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         rope=rope,
         spec=spec,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=defaults.is_tied),
-        windows=_read_windows(fields, num_layers, max_position, defaults.windows),
+        windows=tuple(window if has_one else 0 for has_one in has_window) if window else (),
+        activation=_ACTIVATIONS[activation],
+        local_rope=local_rope,
+        local_layers=frozenset(layer for layer in range(num_layers) if local_rope is not None and has_window[layer]),
     )
 
 
-def _read_windows(
-    fields: "ConfigFields", num_layers: int, max_position: int, windows: Windows | None
-) -> tuple[int, ...]:
-    """Of each layer; () where none has one that any context is longer than."""
-    if windows is None:
-        return ()
+def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) -> int:
+    """Tokens; 0 where no context is longer, or nothing has one."""
     tokens = fields.integer("sliding_window", default=max_position)
     if not fields.is_given("sliding_window"):
-        tokens = windows.tokens or max_position
+        tokens = windows.tokens
     if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
-        tokens = max_position
-    if tokens >= max_position:
-        return ()
-    return tuple(tokens if has_one else 0 for has_one in window_layers(fields, num_layers, windows))
+        tokens = 0
+    return tokens if tokens < max_position else 0
 
 
-def window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> list[bool]:
-    """Of each layer whether it is one of those that have a window, where there is one. Raises ConfigError."""
+def _window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> list[bool]:
+    """Of each layer whether it is one of those that have a window, where there is one."""
     has_one = windows.has_one
     if has_one is None:
         return [True] * num_layers
@@ -159,11 +163,33 @@ def window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> 
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults) -> RopeConfig:
-    """Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
-    rope = top.object("rope_scaling" if top.has("rope_scaling") else "rope_parameters")
-    if rope.has_objects:
-        raise top.error("rope_parameters", "angles that differ by layer are not supported")
+def _read_ropes(
+    top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """All layers', or the full ones' and that of the layers with windows.
+
+    Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before).
+    """
+    said, scaling = top.object("rope_parameters"), top.object("rope_scaling")
+    theta = top.number("rope_theta", default=defaults.rope_theta)
+    if defaults.local_theta is None:
+        if said.has_objects:
+            raise top.error("rope_parameters", "angles that differ by layer are not supported for this family")
+        rope = scaling if top.has("rope_scaling") else said
+        return _read_rope(top, rope, theta, max_position, head_dim, defaults), None
+    if top.has("rope_parameters") and not said.has_objects:
+        raise top.error("rope_parameters", "expected objects named full_attention and sliding_attention")
+    full = scaling if top.has("rope_scaling") else said.object("full_attention")
+    local_theta = top.number("rope_local_base_freq", default=defaults.local_theta)
+    return (
+        _read_rope(top, full, theta, max_position, head_dim, defaults),
+        _read_rope(top, said.object("sliding_attention"), local_theta, max_position, head_dim, defaults),
+    )
+
+
+def _read_rope(
+    top: "ConfigFields", rope: "ConfigFields", theta: float, max_position: int, head_dim: int, defaults: Defaults
+) -> RopeConfig:
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     kind = defaults.rope_names.get(kind, kind)
     if kind not in _ROPE_TYPES:
@@ -176,7 +202,7 @@ def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: 
     if part > 1 or rotated % 2:
         raise top.error("partial_rotary_factor", f"{part} makes {rotated} dimensions of {head_dim}, not pairs of them")
     scaled = _read_scaling(top, rope, cast("RopeType", kind), max_position, rotated, defaults)
-    theta = rope.number("rope_theta", default=top.number("rope_theta", default=defaults.rope_theta))
+    theta = rope.number("rope_theta", default=theta)
     interleaves = top.boolean(INTERLEAVED, default=False)
     return replace(scaled, theta=theta, rotated=0 if rotated == head_dim else rotated, interleaves=interleaves)
 
@@ -269,6 +295,10 @@ class ConfigFields:
     def is_given(self, name: str) -> bool:
         """Whether it stands there, be it as null."""
         return name in self._raw
+
+    def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
+        """These fields, and those of `defaults` that are left out."""
+        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix)
 
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""

@@ -137,7 +137,9 @@ class Checkpoint:
             self._dtypes[name] = DTYPES[dtype]
         tied = f"{config.spec.lm_head}.weight" if config.tie_word_embeddings else None
         for name, path in self._files.items():
-            if name not in self.shapes and name != tied and not name.endswith(".rotary_emb.inv_freq"):
+            if name in self.shapes or name.startswith(config.spec.ignored):
+                continue
+            if name != tied and not name.endswith(".rotary_emb.inv_freq"):
                 raise ConfigError(
                     f"{path}: tensor {name} is none of a {config.spec.family} decoder as config.json describes it"
                 )
@@ -170,13 +172,16 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         (layer.up, inner, hidden),
         (layer.down, hidden, inner),
     )
-    head_norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
-    norms = [norm for norm in (layer.attention_norm, layer.output_norm) if norm is not None]
+    norms = (
+        *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
+        *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
+        (layer.q_row_norm, config.q_size),
+        (layer.k_row_norm, config.kv_size),
+    )
     shapes: dict[str, tuple[int, ...]] = {}  # within a layer
-    for norm in (layer.input_norm, layer.mlp_norm, *norms):
-        shapes[f"{norm}.weight"] = (hidden,)
-    for norm in head_norms:
-        shapes[f"{norm}.weight"] = (config.head_dim,)
+    for norm, width in norms:
+        if norm is not None:
+            shapes[f"{norm}.weight"] = (width,)
     for projection, rows, columns in projections:  # of those in one tensor the last one ends it
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
         if projection.has_bias:

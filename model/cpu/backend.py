@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import AttentionForm, HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, HeadNorms, Linear, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu import linears
@@ -34,6 +34,26 @@ class CpuBackend:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """As Backend.add_rms_norm; writes into both inputs."""
         return elementwise.add_rms_norm(self.launcher, x, residual, weight, eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """As Backend.add."""
+        return elementwise.add(self.launcher, x, residual)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """As Backend.scale."""
+        return elementwise.scale(self.launcher, x, factor)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """As Backend.soft_cap."""
+        return elementwise.soft_cap(self.launcher, logits, cap)
+
+    def square_sums(self, qkv: Tensor, norms: RowNorms) -> Tensor:
+        """As Backend.square_sums."""
+        return elementwise.square_sums(self.launcher, qkv, norms)
+
+    def norm_rows(self, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+        """As Backend.norm_rows, written into qkv."""
+        return elementwise.norm_rows(self.launcher, qkv, square_sums, norms)
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
