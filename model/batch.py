@@ -1,9 +1,9 @@
 """A step's batch as tensors: where its tokens stand in their sequences and in the cache, and which of them draw."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,29 @@ class Drawing:
 
     rows: Tensor  # int64 [N]: ascending, of T
     sequences: Tensor  # int64 [N]: theirs
+
+
+class StepDecoder(Protocol):
+    """Computes a step: model/architectures/decoder.py, and transformers_decoder.py for families of others."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits, on the rank that gathers them."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
+        drawing: Drawing,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
+        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
+
+        token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
+        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
+        another thread, while later layers are launched.
+        """
 
 
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:

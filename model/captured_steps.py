@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import BatchLayout, Drawing
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
 
@@ -87,7 +86,7 @@ class DecodeInputs:
         )
 
 
-def decode_step(decoder: Decoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
+def decode_step(decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
     """What computes the logits of the first `count` of `inputs`. It reads at the same places whenever it runs, and
     keeps all tensors that it reads alive."""
     token_ids, layouts = inputs.token_ids[:count], inputs.layouts(count)

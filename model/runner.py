@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, check_batch, make_layouts, place, take_drawn
+from twostroke.model.batch import Drawing, StepDecoder, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
@@ -102,7 +101,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         sampler: TokenSampler,
         kv_cache: KVCache,
         max_context: int,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import take_drawn
+from twostroke.model.batch import StepDecoder, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
@@ -57,7 +56,12 @@ class CudaGraphSteps:
     """Implements CapturedSteps. Used on the engine's thread, on its current stream."""
 
     def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, max_context: int, max_batch: int, recorder: Recorder | None = None
+        self,
+        decoder: StepDecoder,
+        kv_cache: KVCache,
+        max_context: int,
+        max_batch: int,
+        recorder: Recorder | None = None,
     ):
         """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
         self._device = kv_cache.tensors[0].device
@@ -116,7 +120,7 @@ class CudaGraphSteps:
         there.copy_(host, non_blocking=True)
         self._placed.block_tables[:, :size, :width].copy_(there)
 
-    def _step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
+    def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""
         run = decode_step(decoder, kv_cache, self._placed, size)
 
