@@ -92,8 +92,8 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
     backend = CpuBackend()
     weights = load_decoder_weights(checkpoint, config, dtype, CPU, length, backend, quantization)
     decoder = Decoder(config, weights, backend, SingleRank())
-    num_groups = config.kv_groups.count
-    blocks = range(-(-length // BLOCK_SIZE) * num_groups)
+    groups = config.kv_groups
+    blocks = range(-(-length // BLOCK_SIZE) * groups.count)
     cache = make_kv_cache(
         config, num_blocks=len(blocks), block_size=BLOCK_SIZE, dtype=dtype, device=CPU, model_digest="accuracy"
     )
@@ -103,7 +103,7 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
         with torch.inference_mode():
             for window in windows:
                 tokens = window[:-1].contiguous()
-                layouts = make_layouts([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU, num_groups)
+                layouts = make_layouts([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU, groups)
                 logits = decoder.forward(tokens, layouts, cache.tensors, every_row)
                 assert logits is not None  # every row draws
                 losses.append(functional.cross_entropy(logits, window[1:]).item())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.step import SequenceStep
-from twostroke.protocol.kv_layout import NO_BLOCK
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,10 @@ def take_drawn(token_ids: Tensor, steps: Sequence[SequenceStep], drawn: Tensor) 
 
 
 def check_batch(
-    batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int, num_groups: int = 1
+    batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int, groups: KVGroups = ONE_GROUP
 ) -> None:
     """Raises ValueError where following the batch would read or write where it must not."""
+    lowest = NO_BLOCK if groups.windowed else 0
     if not batch:
         raise ValueError("an engine step needs at least one sequence")
     for step in batch:
@@ -111,19 +112,19 @@ def check_batch(
             raise ValueError(f"a sequence step of {len(step.token_ids)} tokens at position {step.start}")
         if end > max_context:
             raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
-        if len(step.block_ids) * block_size < end * num_groups:
+        if len(step.block_ids) * block_size < end * groups.count:
             raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
-        if min(step.block_ids) < (NO_BLOCK if num_groups > 1 else 0) or max(step.block_ids) >= num_blocks:
+        if min(step.block_ids) < lowest or max(step.block_ids) >= num_blocks:
             raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
 
 
 def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:
     """The layout of a batch whose single-token sequences come first, where all layers are one group."""
-    return make_layouts(steps, block_size, device, 1)[0]
+    return make_layouts(steps, block_size, device, ONE_GROUP)[0]
 
 
 def make_layouts(
-    steps: Sequence[SequenceStep], block_size: int, device: torch.device, num_groups: int
+    steps: Sequence[SequenceStep], block_size: int, device: torch.device, groups: KVGroups
 ) -> tuple[BatchLayout, ...]:
     """Each group's layout of a batch whose single-token sequences come first.
 
@@ -133,9 +134,11 @@ def make_layouts(
     starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
     context_lens = starts + lengths
     rows = -(-context_lens // block_size)  # a table may hold more, for tokens to come
-    tables = np.zeros((num_groups, len(steps), int(rows.max())), np.int32)
-    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, (rows * num_groups).tolist(), strict=True))
-    blocks = np.fromiter(used, np.int32, int(rows.sum()) * num_groups).reshape(-1, num_groups)
+    tables = np.zeros((groups.count, len(steps), int(rows.max())), np.int32)
+    used = chain.from_iterable(
+        step.block_ids[:n] for step, n in zip(steps, (rows * groups.count).tolist(), strict=True)
+    )
+    blocks = np.fromiter(used, np.int32, int(rows.sum()) * groups.count).reshape(-1, groups.count)
     tables[:, np.arange(tables.shape[2]) < rows[:, None]] = blocks.T
 
     query_starts = np.zeros(len(steps) + 1, np.int64)
@@ -146,7 +149,7 @@ def make_layouts(
     slots = (
         blocks_of.astype(np.int64, order="C") * block_size + positions % block_size
     )  # kernels want each in one piece
-    if num_groups > 1:
+    if groups.windowed:
         if slots.min() < 0:
             raise ValueError("a block table has no block for a token of the step")
         np.maximum(tables, 0, out=tables)

@@ -263,8 +263,8 @@ class TransformersModel:
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self.shape.vocab_size, (count,), generator=generator)
         block_size = 16
-        num_groups = self.shape.kv_groups.count
-        blocks = list(range(-(-count // block_size) * num_groups))[::-1]
+        groups = self.shape.kv_groups
+        blocks = list(range(-(-count // block_size) * groups.count))[::-1]
         cache = make_kv_cache(
             self.shape,
             num_blocks=len(blocks),
@@ -285,7 +285,7 @@ class TransformersModel:
                     if not len(tokens):
                         break
                     step = SequenceStep(tokens.tolist(), start, blocks, None)
-                    layouts = make_layouts([step], block_size, device, num_groups)
+                    layouts = make_layouts([step], block_size, device, groups)
                     rows = torch.arange(len(tokens), device=device)
                     logits = decoder.forward(tokens.to(device), layouts, cache.tensors, Drawing(rows, rows * 0))
                     assert logits is not None  # all rows draw
