@@ -1,6 +1,7 @@
 # make serve      a server on this machine, until Ctrl-C
 # make tools      nginx, HAProxy and Prometheus from Debian, for the tests of deploy/; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
+# make test-models  the wide matrix of models, of which `make test` runs a thin slice
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
 # make test-gpu   the tests that need a CUDA device
@@ -24,7 +25,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu bench constraints clean
+.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -105,6 +106,10 @@ cluster-demo: $(STAMP)
 test-gpu: $(STAMP)
 	@echo "--> Tests that need a CUDA device"
 	@$(PYTEST) tests/gpu -m gpu
+
+test-models: $(STAMP)
+	@echo "--> The wide matrix of models"
+	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
 
 bench: $(STAMP)
 	@echo "--> Engine"

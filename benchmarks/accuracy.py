@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, make_layout
+from twostroke.model.batch import Drawing, make_layouts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -92,7 +92,8 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
     backend = CpuBackend()
     weights = load_decoder_weights(checkpoint, config, dtype, CPU, length, backend, quantization)
     decoder = Decoder(config, weights, backend, SingleRank())
-    blocks = range(-(-length // BLOCK_SIZE))
+    groups = config.kv_groups
+    blocks = range(-(-length // BLOCK_SIZE) * groups.count)
     cache = make_kv_cache(
         config, num_blocks=len(blocks), block_size=BLOCK_SIZE, dtype=dtype, device=CPU, model_digest="accuracy"
     )
@@ -102,8 +103,8 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
         with torch.inference_mode():
             for window in windows:
                 tokens = window[:-1].contiguous()
-                layout = make_layout([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU)
-                logits = decoder.forward(tokens, layout, cache.tensors, every_row)
+                layouts = make_layouts([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU, groups)
+                logits = decoder.forward(tokens, layouts, cache.tensors, every_row)
                 assert logits is not None  # every row draws
                 losses.append(functional.cross_entropy(logits, window[1:]).item())
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 
 if TYPE_CHECKING:
     from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -34,9 +34,33 @@ class Linear(Protocol):
 class HeadNorms:
     """RMSNorms of each head's queries and of its keys."""
 
-    q: Tensor  # [D], in the order of `rope.head_order`
-    k: Tensor  # [D]
+    q: Tensor  # fp32 [D], in the order of `rope.head_order`
+    k: Tensor  # fp32 [D]
     eps: float
+
+
+@dataclass(frozen=True)
+class RowNorms:
+    """RMSNorms of all queries of a token together, and of all its keys, of this rank and the others.
+
+    A tensor-parallel rank knows the sums of squares of its own. Where ranks hold copies of KV heads, each head counts
+    as often as any other.
+    """
+
+    q: Tensor  # fp32 [H D], in the order of `rope.head_order`
+    k: Tensor  # fp32 [G D]
+    ranks: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What becomes of a query's scores with its context's keys before they weigh the values."""
+
+    scale: float
+    window: int = 0  # the last positions that a query attends to, its own included; 0: all
+    soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
+    sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
 
 
 class Backend(Protocol):
@@ -61,10 +85,28 @@ class Backend(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 (Zhang & Sennrich 2019)."""
+        """x [T, hidden], weight fp32 [hidden] -> x / sqrt(mean(x^2) + eps) * weight, rounded once.
+
+        Statistics are fp32 (Zhang & Sennrich 2019).
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); may write into its inputs."""
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum, both [T, hidden]; may be written into either."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x [T, hidden] times a factor; may be written into x."""
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """fp32 [N, vocab] -> cap tanh(logits / cap); may be written into them."""
+
+    def square_sums(self, qkv: Tensor, norms: RowNorms) -> Tensor:
+        """fp32 [T, 2]: of a token's queries and of its keys, of this rank. qkv [T, (H + 2 G) D]."""
+
+    def norm_rows(self, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+        """qkv with its queries and keys normalised by the sums over all ranks; may be written into qkv."""
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
@@ -76,8 +118,11 @@ class Backend(Protocol):
         Returns the rotated Q, [T, H, D].
         """
 
-    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """Causal attention of each query over its sequence's cached KV, scale 1 / sqrt(D). Returns [T, H * D]."""
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
+        """Causal attention of each query over its sequence's cached KV. Returns [T, H * D].
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
+        Blocks that lie before the windows of all of a sequence's queries are never read: its table may name any there.
+        """
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """gate_up [T, 2 I], gate first -> activation(gate) * up, [T, I]."""

@@ -6,6 +6,8 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.protocol.kv_layout import KVGroups, group_layers
+
 Quantization = Literal["auto", "none", "int8", "int4"]
 """How the projections' weights are held. auto: as the checkpoint has them."""
 
@@ -33,6 +35,9 @@ class StoredQuantization:
     block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
     zero_shift: int = 0  # gptq: what is added to its zero points
 
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -76,17 +81,19 @@ class LayerSpec:
     more is one more field, which the families before leave out. Norms are RMSNorms.
     """
 
-    input_norm: str
+    input_norm: str | None  # None: the attention gets the residual as it is
     q: Projection
     k: Projection
     v: Projection
     output: Projection
-    mlp_norm: str
+    mlp_norm: str | None
     gate: Projection
     up: Projection
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
     k_norm: str | None = None
+    q_row_norm: str | None = None  # of all heads' queries of a token together, and of its keys
+    k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
     output_norm: str | None = None  # of what the MLP adds
 
@@ -101,11 +108,13 @@ class DecoderSpec:
     layer: LayerSpec
     final_norm: str
     lm_head: str  # where embeddings are not tied
+    norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
+    ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder: its shape, and what it is made of."""
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What memory, requests and transfers must know of a decoder, whatever computes it."""
 
     vocab_size: int
     hidden_size: int
@@ -115,12 +124,16 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
-    rms_norm_eps: float
-    rope: RopeConfig
-    spec: DecoderSpec
-    tie_word_embeddings: bool = False
-    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
-    stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
+    windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
+
+    def window(self, layer: int) -> int:
+        """Tokens; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def kv_groups(self) -> KVGroups:
+        """Which layers share block tables."""
+        return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
     def q_size(self) -> int:
@@ -131,3 +144,30 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of the keys (or the values) of one token."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A decoder of ours: its shape, and what it is made of."""
+
+    rms_norm_eps: float
+    rope: RopeConfig
+    spec: DecoderSpec
+    tie_word_embeddings: bool = False
+    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
+    local_rope: RopeConfig | None = None
+    local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the model's dtype
+    logits_scale: float = 1.0
+    logits_cap: float = 0.0  # as `soft_cap`, of logits
+    stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """None: this layer turns nothing."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.local_rope if layer in self.local_layers else self.rope

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import AttentionForm, HeadNorms, RowNorms
 from twostroke.model.batch import BatchLayout
+from twostroke.model.config import Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,6 +25,42 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """(norm(x + residual), x + residual): the sum is rounded to x's dtype, and the norm taken of what is kept."""
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps), total
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    """The sum, rounded once."""
+    return (x.float() + residual.float()).to(x.dtype)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x times a factor, rounded once."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """fp32 [N, vocab] -> cap tanh(logits / cap)."""
+    return cap * torch.tanh(logits / cap)
+
+
+def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
+    """fp32 [T, 2]: of all queries of a token, and of all its keys."""
+    parts = _queries_and_keys(qkv.float(), norms)
+    return torch.stack([part.square().sum(1) for part in parts], dim=1)
+
+
+def _queries_and_keys(qkv: Tensor, norms: RowNorms) -> tuple[Tensor, Tensor]:
+    q, k, _ = qkv.tensor_split((len(norms.q), len(norms.q) + len(norms.k)), dim=1)
+    return q, k
+
+
+def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+    """qkv [T, (H + 2 G) D] with queries and keys normalised: as `rms_norm`, by the sums of all ranks."""
+    out = qkv.clone()
+    parts = _queries_and_keys(out, norms)
+    for part, weight, total in zip(parts, (norms.q, norms.k), square_sums.unbind(1), strict=True):
+        mean = total.unsqueeze(1) / (norms.ranks * len(weight))
+        part.copy_(part.float() * torch.rsqrt(mean + norms.eps) * weight)
+    return out
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -58,14 +95,20 @@ def rope_and_write_kv(
 
 
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor
+    q: Tensor,
+    kv_layer: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    form: AttentionForm,
 ) -> Tensor:
     """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
 
     q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; the last of a sequence's queries stands at the last
-    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context are read.
+    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and the
+    queries' windows are read.
     """
-    _, heads, dim = q.shape
+    _, heads, _ = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     out = torch.zeros_like(q)
     starts = query_starts.tolist()
@@ -73,28 +116,40 @@ def paged_attention(
         start, end = starts[sequence], starts[sequence + 1]
         if context_len == 0 or start == end:
             continue
-        keys = torch.arange(context_len, device=q.device)
+        first = max(0, context_len - (end - start) - form.window + 1) if form.window else 0
+        keys = torch.arange(first, context_len, device=q.device)
         blocks = block_tables[sequence, keys // block_size].long()
         k, v = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2).unbind(1)
-        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) / math.sqrt(dim)
-        visible = keys <= torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * form.scale
+        if form.soft_cap:
+            scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+        positions = torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
+        visible = keys <= positions
+        if form.window:
+            visible &= keys > positions - form.window
+        scores = scores.masked_fill(~visible, -math.inf)
+        if form.sinks is not None:
+            scores = torch.cat((scores, form.sinks[:, None, None].expand(-1, end - start, 1)), dim=2)
+        weights = scores.softmax(-1)[:, :, : len(keys)]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out.flatten(1)
 
 
-def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
     """`paged_attention` of a layout's sequences."""
-    return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables)
+    return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables, form)
 
 
-def decode_attention(q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor, form: AttentionForm
+) -> Tensor:
     """`paged_attention` with one query a sequence: q [B, H, D] -> [B, H * D]; zeros for an empty context."""
     query_starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    return paged_attention(q, kv_layer, query_starts, context_lens, block_tables)
+    return paged_attention(q, kv_layer, query_starts, context_lens, block_tables, form)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I], gate first -> silu(gate) * up [T, I] (Shazeer 2020)."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016)."""
+    gates, up = gate_up.float().chunk(2, dim=-1)
+    active = functional.silu(gates) if activation == "silu" else functional.gelu(gates, approximate="tanh")
+    return (active * up).to(gate_up.dtype)

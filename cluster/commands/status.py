@@ -23,6 +23,7 @@ from rich.text import Text
 from twostroke.cluster.local.asking import endpoint, fetch_status
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
+from twostroke.router.text.generation_config import SamplingDefaults
 
 Numbers = Mapping[str, Any]
 """An answer of GET /status, or a part of one."""
@@ -169,6 +170,8 @@ def whole_view(
     Rates are of the time between the two answers, counters since the worker's start.
     """
     shown: list[RenderableType] = [headline(after)]
+    if defaults := str(SamplingDefaults.model_validate(after.get("sampling_defaults", {}))):
+        shown.append(Text(f"where a request says nothing: {defaults}"))
     shown += worker_tables(columns, worker_rows(columns, before, after, seconds), console)
     if classes := class_rows(after):
         shown.append(_table(_CLASS_HEADINGS, classes))

@@ -56,6 +56,30 @@ def served_name(model: ModelSection, folder: Path) -> str:
     return "twostroke-bundled" if model.path == BUNDLED_MODEL else folder.name
 
 
+def chat_template_text(model: ModelSection) -> str | None:
+    """Of `model.chat_template`, which is the text itself or a file's path; None where the model's own is to be taken.
+
+    Raises ConfigError.
+    """
+    given = model.chat_template
+    if given is None or _is_template(given):
+        return given
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"model.chat_template: {given} can't be read: {reason}: give a file's path, or a template's text"
+        ) from error
+    if not _is_template(text):
+        raise ConfigError(f"model.chat_template: {given} is no chat template: it has neither {{{{ nor {{%")
+    return text
+
+
+def _is_template(text: str) -> bool:
+    return "{%" in text or "{{" in text
+
+
 def _download(hub_id: str, patterns: Sequence[str]) -> Path:
     # Neither is needed, nor imported, for a folder.
     from httpx import HTTPError

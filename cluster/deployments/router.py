@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, published
 from twostroke.cluster.autoscaling.serve_policy import ROUTER
 from twostroke.cluster.config.config import ClusterConfig
-from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.config.model_folder import chat_template_text, resolve_model_folder, served_name
 from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
@@ -43,6 +43,7 @@ from twostroke.router.observe.scrape import RouterReading, no_other_routers
 from twostroke.router.observe.tracing import request_traces
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.text.generation_config import read_sampling_defaults
 from twostroke.router.text.tokenizer import TextTokenizer
 
 ANSWER_S = 1.0
@@ -90,6 +91,7 @@ class RouterSettings:
     router: RouterSection
     expected: dict[Role, int]  # how many workers of each role are to be there, to begin with
     least: dict[Role, int]  # and at any time
+    chat_template: str | None = None  # its text; None: the model's own
     scaling_interval_s: float | None = None  # between the autoscaler's decisions; None: the number of workers is fixed
     slo: SLOConfig = field(default_factory=SLOConfig)
     keys: tuple[KeyConfig, ...] = ()
@@ -97,11 +99,13 @@ class RouterSettings:
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "RouterSettings":
+        """Reads the file of a chat template, which only this machine needs to have. Raises ConfigError."""
         return cls(
             model=config.model,
             router=config.router,
             expected={role: counts.first for role, counts in config.counts.items()},
             least={role: counts.least for role, counts in config.counts.items()},
+            chat_template=chat_template_text(config.model),
             scaling_interval_s=config.autoscaling.interval_s if config.autoscaling.enabled else None,
             slo=config.slo,
             keys=config.auth.keys,
@@ -159,7 +163,8 @@ class RouterReplica:
                 router_id=peer.worker_id,
                 strict=settings.router.strict,
             ),
-            tokenizer=TextTokenizer.load(folder),
+            tokenizer=TextTokenizer.load(folder, settings.chat_template),
+            sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
             fleet=fleet,
             channels=channels,
             pipeline=Pipeline(

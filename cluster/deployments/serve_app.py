@@ -50,7 +50,9 @@ _SOUND = WorkerClasses()
 
 
 def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _SOUND) -> Application:
-    """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys."""
+    """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys or chat
+    template.
+    """
     config = with_keys_of_file(config)
     order = _scaling_order(config)
 

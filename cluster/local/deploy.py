@@ -15,6 +15,7 @@ from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDep
 
 from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION
 from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.model_folder import chat_template_text
 from twostroke.cluster.deployments.serve_app import application, cluster_secret
 from twostroke.cluster.local.ray import StartFailed
 from twostroke.protocol.errors import ConfigError
@@ -45,9 +46,13 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
 
 
 def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """For `build_app`: the settings with all keys that there are, of which none but hashes are known."""
-    auth = {"keys": [key.model_dump() for key in config.auth.keys]}
-    return {**settings, "auth": auth} if config.auth.keys else settings
+    """For `build_app`, in another folder: the settings with what files say, keys' hashes and the chat template."""
+    arguments = dict(settings)
+    if config.auth.keys:
+        arguments["auth"] = {"keys": [key.model_dump() for key in config.auth.keys]}
+    if config.model.chat_template is not None:
+        arguments["model"] = {**settings["model"], "chat_template": chat_template_text(config.model)}
+    return arguments
 
 
 def _deploy_as_config(arguments: dict[str, Any]) -> None:

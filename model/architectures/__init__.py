@@ -7,14 +7,19 @@ their tensors, and what its layers are made of, as data. decoder.py computes any
 from collections.abc import Mapping
 
 from twostroke.model.architectures.family import Family
+from twostroke.model.architectures.gemma import GEMMA2, GEMMA3, GEMMA3_OF_IMAGES
 from twostroke.model.architectures.glm import GLM, GLM4
+from twostroke.model.architectures.granite import GRANITE
 from twostroke.model.architectures.llama import LLAMA
-from twostroke.model.architectures.mistral import MISTRAL
+from twostroke.model.architectures.mistral import MINISTRAL, MISTRAL
+from twostroke.model.architectures.olmo import OLMO2, OLMO3
 from twostroke.model.architectures.phi3 import PHI3
 from twostroke.model.architectures.qwen import QWEN2, QWEN3
 from twostroke.model.architectures.smollm3 import SMOLLM3
 
-FAMILIES: Mapping[str, Family] = {
-    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, SMOLLM3)
-}
+_ALL = (
+    *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA3_OF_IMAGES),
+    *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
+)
+FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}
 """By what config.json's `architectures` names."""

@@ -1,35 +1,38 @@
-"""The decoder of all families, over loaded weights: pre-norm layers of grouped-query attention and a gated MLP.
+"""The decoder of all families, over loaded weights: layers of grouped-query attention and a gated MLP, with norms
+before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
-Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend.
+Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend,
+and norms' weights are fp32, too.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import Backend, HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing
-from twostroke.model.cache.kv_cache import layer_announcer
+from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; q, k, v and gate, up are fused by rows."""
+    """One decoder layer; q, k, v and gate, up are fused by rows. Norms are fp32."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor | None  # [hidden]; None: none
     qkv: Linear  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: Tensor | None  # [hidden]
     gate_up: Linear  # hidden -> 2 I
     down: Linear  # I -> hidden: this rank's summand
     cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
     head_norms: HeadNorms | None
+    row_norms: RowNorms | None
+    attention: AttentionForm
     attention_norm: Tensor | None  # [hidden]
     output_norm: Tensor | None  # [hidden]
 
@@ -38,19 +41,22 @@ class LayerWeights:
 class DecoderWeights:
     """All of a decoder, of one rank, on its device."""
 
+    dtype: torch.dtype  # of activations
     embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
+    embedding_scale: float
     first_token: int  # of this rank's vocabulary
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
+    final_norm: Tensor  # fp32 [hidden]
     lm_head: Linear  # hidden -> this rank's vocabulary
 
 
 class Decoder:
-    """Runs a step's tokens through the layers, writing their KV into the cache on the way."""
+    """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
         """`weights` are those of `parallel.shard`."""
         self._config = config
+        self._groups = config.kv_groups
         self._weights = weights
         self._backend = backend
         self._parallel = parallel
@@ -63,44 +69,41 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
-        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
-
-        token_ids int64 [T]; kv_layers [num_blocks, 2, G, block_size, D] each.
-        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
-        another thread, while later layers are launched.
-        """
-        if on_layer is None or not kv_layers[0].is_cuda:
-            return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
-        device = kv_layers[0].device
-        stream = torch.cuda.current_stream(device)
-        with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
-            return self._forward(
-                token_ids, layout, kv_layers, drawing, lambda layer: announce(layer, stream.record_event())
-            )
+        """As StepDecoder.forward."""
+        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
+            return self._forward(token_ids, layouts, kv_tensors, drawing, announce)
 
     def _forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor | None:
         """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
         backend, weights, parallel = self._backend, self._weights, self._parallel
-        eps, dtype = self._config.rms_norm_eps, weights.final_norm.dtype
-        residual = backend.embed(token_ids, weights.embedding, weights.first_token, dtype)
+        eps = self._config.rms_norm_eps
+        residual = backend.embed(token_ids, weights.embedding, weights.first_token, weights.dtype)
         residual = parallel.all_reduce(residual)
-        x = backend.rms_norm(residual, weights.layers[0].input_norm, eps)
+        if weights.embedding_scale != 1:
+            residual = backend.scale(residual, weights.embedding_scale)
+        first_norm = weights.layers[0].input_norm
+        x = residual if first_norm is None else backend.rms_norm(residual, first_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            kv_layer = kv_layers[index]
-            q = backend.rope_and_write_kv(layer.qkv(x), layer.cos_sin, kv_layer, layout, layer.head_norms)
+            layout = layouts[self._groups.of_layer[index]]
+            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
+            qkv = layer.qkv(x)
+            if layer.row_norms is not None:
+                square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
+                qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
+            q = backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
             if on_layer is not None:
                 on_layer(index)
             if index == last and drawing.rows.numel() < token_ids.numel():
@@ -109,13 +112,23 @@ class Decoder:
                     return None
                 q, residual = q[drawing.rows], residual[drawing.rows]
                 layout = layout.of_last_tokens(drawing)
-            x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout)))
+            x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout, layer.attention)))
             if layer.attention_norm is not None:
                 x = backend.rms_norm(x, layer.attention_norm, eps)
-            x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = parallel.all_reduce(layer.down(backend.silu_mul(layer.gate_up(x))))
+            x, residual = self._add_and_norm(x, residual, layer.mlp_norm)
+            x = parallel.all_reduce(layer.down(backend.gate(layer.gate_up(x), self._config.activation)))
             if layer.output_norm is not None:
                 x = backend.rms_norm(x, layer.output_norm, eps)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
-            x, residual = backend.add_rms_norm(x, residual, following, eps)
-        return parallel.gather_logits(weights.lm_head(x, out_dtype=torch.float32), self._config.vocab_size)
+            x, residual = self._add_and_norm(x, residual, following)
+        logits = weights.lm_head(x, out_dtype=torch.float32)
+        if self._config.logits_cap:
+            logits = backend.soft_cap(logits, self._config.logits_cap)
+        return parallel.gather_logits(logits, self._config.vocab_size)
+
+    def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What goes into the next sublayer, and the new residual."""
+        if norm is None:
+            total = self._backend.add(x, residual)
+            return total, total
+        return self._backend.add_rms_norm(x, residual, norm, self._config.rms_norm_eps)

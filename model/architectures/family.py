@@ -4,17 +4,18 @@ Everything that would make us compute something else than transformers is refuse
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
-from twostroke.model.config import DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
+from twostroke.model.config import Activation, DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
 from twostroke.protocol.errors import ConfigError
 
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
 _ROPE_TYPES = get_args(RopeType)
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,19 @@ class Defaults:
     max_position: int = 2048
     original_max_position: int | None = None  # before the rotation's scaling; None: max_position
     is_tied: bool = False  # the LM head to the embedding
-    window: int | None = None  # tokens, where nothing is said of `sliding_window`
-    switches_window: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
+    windows: "Windows | None" = None  # None: no layer has one, whatever is said of them
+    local_theta: float | None = None  # of the layers with windows, which turn by angles of their own; None: they don't
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Of a family whose layers may attend to the last tokens alone, as many as `sliding_window` says."""
+
+    tokens: int = 0  # where nothing is said of `sliding_window`; 0: none
+    are_switched: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
+    has_one: Callable[[int], bool] | None = None  # a layer, where `layer_types` does not say; None: all, always
 
 
 def decoder_spec(
@@ -98,38 +110,86 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
     head_dim = fields.integer("head_dim", default=defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
-    activation = fields.text("hidden_act", default="silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu' is")
+    if fields.is_set("quantization_config"):
+        raise fields.error("quantization_config", "quantised checkpoints are not supported")
+    activation = fields.text(defaults.activation_field, default=defaults.activation)
+    if activation not in _ACTIVATIONS:
+        are = ", ".join(_ACTIVATIONS)
+        raise fields.error(defaults.activation_field, f"{activation!r} is not supported, only {are} are")
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
-    rope = _read_rope(fields, max_position, head_dim, defaults)
-    # Within its window a layer attends to everything: contexts of that length are exact, and longer ones not served.
-    window = fields.integer("sliding_window", default=max_position)
-    if defaults.window is not None and not fields.is_given("sliding_window"):
-        window = defaults.window
-    if defaults.switches_window and not fields.boolean("use_sliding_window", default=False):
-        window = max_position
+    rope, local_rope = _read_ropes(fields, max_position, head_dim, defaults)
+    num_layers, windows = fields.integer("num_hidden_layers"), defaults.windows
+    has_window = [False] * num_layers if windows is None else _window_layers(fields, num_layers, windows)
+    window = 0 if windows is None else _read_window(fields, max_position, windows)
     return ModelConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=min(max_position, window),
+        max_position=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
         rope=rope,
         spec=spec,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=defaults.is_tied),
+        windows=tuple(window if has_one else 0 for has_one in has_window) if window else (),
+        activation=_ACTIVATIONS[activation],
+        local_rope=local_rope,
+        local_layers=frozenset(layer for layer in range(num_layers) if local_rope is not None and has_window[layer]),
     )
 
 
-def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults) -> RopeConfig:
-    """Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
-    rope = top.object("rope_scaling" if top.has("rope_scaling") else "rope_parameters")
-    if rope.has_objects:
-        raise top.error("rope_parameters", "angles that differ by layer are not supported")
+def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) -> int:
+    """Tokens; 0 where no context is longer, or nothing has one."""
+    tokens = fields.integer("sliding_window", default=max_position)
+    if not fields.is_given("sliding_window"):
+        tokens = windows.tokens
+    if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
+        tokens = 0
+    return tokens if tokens < max_position else 0
+
+
+def _window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> list[bool]:
+    """Of each layer whether it is one of those that have a window, where there is one."""
+    has_one = windows.has_one
+    if has_one is None:
+        return [True] * num_layers
+    usual = ["sliding_attention" if has_one(layer) else "full_attention" for layer in range(num_layers)]
+    kinds = fields.texts("layer_types", usual)
+    if len(kinds) != num_layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+        raise fields.error("layer_types", f"expected {num_layers} times 'sliding_attention' or 'full_attention'")
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def _read_ropes(
+    top: "ConfigFields", max_position: int, head_dim: int, defaults: Defaults
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """All layers', or the full ones' and that of the layers with windows.
+
+    Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before).
+    """
+    said, scaling = top.object("rope_parameters"), top.object("rope_scaling")
+    theta = top.number("rope_theta", default=defaults.rope_theta)
+    if defaults.local_theta is None:
+        if said.has_objects:
+            raise top.error("rope_parameters", "angles that differ by layer are not supported for this family")
+        rope = scaling if top.has("rope_scaling") else said
+        return _read_rope(top, rope, theta, max_position, head_dim, defaults), None
+    if top.has("rope_parameters") and not said.has_objects:
+        raise top.error("rope_parameters", "expected objects named full_attention and sliding_attention")
+    full = scaling if top.has("rope_scaling") else said.object("full_attention")
+    local_theta = top.number("rope_local_base_freq", default=defaults.local_theta)
+    return (
+        _read_rope(top, full, theta, max_position, head_dim, defaults),
+        _read_rope(top, said.object("sliding_attention"), local_theta, max_position, head_dim, defaults),
+    )
+
+
+def _read_rope(
+    top: "ConfigFields", rope: "ConfigFields", theta: float, max_position: int, head_dim: int, defaults: Defaults
+) -> RopeConfig:
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     kind = defaults.rope_names.get(kind, kind)
     if kind not in _ROPE_TYPES:
@@ -142,7 +202,7 @@ def _read_rope(top: "ConfigFields", max_position: int, head_dim: int, defaults: 
     if part > 1 or rotated % 2:
         raise top.error("partial_rotary_factor", f"{part} makes {rotated} dimensions of {head_dim}, not pairs of them")
     scaled = _read_scaling(top, rope, cast("RopeType", kind), max_position, rotated, defaults)
-    theta = rope.number("rope_theta", default=top.number("rope_theta", default=defaults.rope_theta))
+    theta = rope.number("rope_theta", default=theta)
     interleaves = top.boolean(INTERLEAVED, default=False)
     return replace(scaled, theta=theta, rotated=0 if rotated == head_dim else rotated, interleaves=interleaves)
 
@@ -241,6 +301,10 @@ class ConfigFields:
         """Whether it stands there, be it as null."""
         return name in self._raw
 
+    def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
+        """These fields, and those of `defaults` that are left out."""
+        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix)
+
     def is_minus_one(self, name: str) -> bool:
         """As files write "all of it"."""
         return self._raw.get(name) == -1
@@ -248,6 +312,11 @@ class ConfigFields:
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""
         return bool(self._raw.get(name))
+
+    def count(self, name: str, default: int) -> int:
+        """An integer that is not negative."""
+        value = self._get(name, default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
@@ -286,9 +355,8 @@ class ConfigFields:
             raise self.error(name, f"expected a list of {len(default)} times 0 or 1")
         return [bool(value) for value in values]
 
-    def texts(self, name: str) -> list[str]:
-        """None where it is not set."""
-        values = self._get(name, [])
+    def texts(self, name: str, default: Sequence[str] = ()) -> list[str]:
+        values = self._get(name, list(default))
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise self.error(name, "expected a list of strings")
         return values

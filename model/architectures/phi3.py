@@ -4,6 +4,7 @@ from twostroke.model.architectures.family import (
     ConfigFields,
     Defaults,
     Family,
+    Windows,
     decoder_spec,
     read_decoder,
     with_one_gate_up,
@@ -20,6 +21,7 @@ def read_config(fields: ConfigFields) -> ModelConfig:
         original_max_position=4096,
         rotated_part=1.0,
         rope_names={"su": "longrope", "yarn": "longrope"},  # earlier files' names of it
+        windows=Windows(),
     )
     return with_one_qkv(with_one_gate_up(read_decoder(fields, decoder_spec("Phi-3"), defaults)))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights
 from twostroke.model.architectures.rope import cos_sin_table, head_order
-from twostroke.model.backend import Backend, HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
 from twostroke.model.checkpoint.quantization import (
     QuantizedWeight,
     common_form,
@@ -77,8 +77,12 @@ def load_decoder_weights(
             return linear(torch.cat(plain), torch.cat(biases) if biases else None)
         return linear(together, torch.cat(biases) if biases else None)
 
-    def kept_norm(prefix: str, name: str | None) -> Tensor | None:
-        return None if name is None else kept(f"{prefix}{name}.weight")
+    def norm(name: str, rows: slice = WHOLE) -> Tensor:
+        weight = checkpoint.tensor(f"{name}.weight", rows).to(device=device, dtype=torch.float32, copy=True)
+        return weight.add_(1) if spec.norms_add_one else weight
+
+    def norm_if_any(prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else norm(f"{prefix}{name}")
 
     def by_columns(prefix: str, projection: Projection, columns: slice) -> Linear:
         """This rank's summand; the bias counts once among them."""
@@ -93,14 +97,23 @@ def load_decoder_weights(
     inner, vocabulary = shard.part(config.intermediate_size), shard.vocabulary(config.vocab_size)
     spec, parts = config.spec, config.spec.layer
     order = head_order(config.rope, config.head_dim)
-    turning = cos_sin_table(config.rope, config.head_dim, max_context).to(device)
-    still = cos_sin_table(None, config.head_dim, max_context).to(device) if config.unrotated_layers else turning
+    tables = {
+        rope: cos_sin_table(rope, config.head_dim, max_context).to(device)
+        for rope in {config.rope_of(index) for index in range(config.num_layers)}
+    }
 
     def head_norms(prefix: str) -> HeadNorms | None:
         if parts.q_norm is None:
             return None
-        q, k = (in_order(kept(f"{prefix}{name}.weight")) for name in (parts.q_norm, parts.k_norm))
+        q, k = (in_order(norm(f"{prefix}{name}")) for name in (parts.q_norm, parts.k_norm))
         return HeadNorms(q, k, config.rms_norm_eps)
+
+    def row_norms(prefix: str) -> RowNorms | None:
+        if parts.q_row_norm is None or parts.k_row_norm is None:
+            return None
+        named = ((parts.q_row_norm, query_rows), (parts.k_row_norm, kv_rows))
+        q, k = (in_order(norm(f"{prefix}{name}", rows)) for name, rows in named)
+        return RowNorms(q, k, shard.size, config.rms_norm_eps)
 
     def table(name: str) -> Tensor | Linear:
         found = checkpoint.weight(name, vocabulary)
@@ -108,27 +121,36 @@ def load_decoder_weights(
             return kept(name, vocabulary)
         return linear(found.to(device), None) if quantization == "auto" else found.dequantized(dtype).to(device)
 
+    scale = config.attention_scale or config.head_dim**-0.5
+
     def layer(index: int) -> LayerWeights:
         prefix = f"{spec.layers}.{index}."
         return LayerWeights(
-            input_norm=kept(f"{prefix}{parts.input_norm}.weight"),
+            input_norm=norm_if_any(prefix, parts.input_norm),
             qkv=by_rows(prefix, {parts.q: query_rows, parts.k: kv_rows, parts.v: kv_rows}),
             output=by_columns(prefix, parts.output, query_rows),
-            mlp_norm=kept(f"{prefix}{parts.mlp_norm}.weight"),
+            mlp_norm=norm_if_any(prefix, parts.mlp_norm),
             gate_up=by_rows(prefix, {parts.gate: inner, parts.up: inner}),
             down=by_columns(prefix, parts.down, inner),
-            cos_sin=still if index in config.unrotated_layers else turning,
+            cos_sin=tables[config.rope_of(index)],
             head_norms=head_norms(prefix),
-            attention_norm=kept_norm(prefix, parts.attention_norm),
-            output_norm=kept_norm(prefix, parts.output_norm),
+            row_norms=row_norms(prefix),
+            attention=AttentionForm(scale, config.window(index), config.soft_cap),
+            attention_norm=norm_if_any(prefix, parts.attention_norm),
+            output_norm=norm_if_any(prefix, parts.output_norm),
         )
 
     lm_head = linear(weight(_head(config), vocabulary), None, of_lm_head(quantization))
+    embedding_scale = config.embedding_scale
+    if config.rounds_embedding_scale:
+        embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
     return DecoderWeights(
+        dtype=dtype,
         embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
+        embedding_scale=embedding_scale,
         first_token=vocabulary.start,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=kept(f"{spec.final_norm}.weight"),
+        final_norm=norm(spec.final_norm) * config.logits_scale,
         lm_head=lm_head,
     )
 
@@ -139,7 +161,7 @@ def weight_bytes(
     quantization: Quantization,
     forms: Mapping[str, WeightForm] | None = None,
 ) -> int:
-    """Of all ranks together, once the model is loaded in `dtype`.
+    """Of all ranks together, once the model is loaded in `dtype`; that norms are fp32 is nothing beside the rest.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
@@ -163,7 +185,7 @@ def weight_bytes(
     return total
 
 
-def held_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
+def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
     """How quantised weights are held, for people; None: as all others."""
     if quantization != "auto":
         return None if quantization == "none" else quantization

@@ -25,7 +25,7 @@ from twostroke.protocol.errors import ConfigError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -52,7 +52,9 @@ class _SafetensorsFile:
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         try:
             whole: Tensor = self._file.get_tensor(name)
-            return whole[(rows, columns)[: whole.dim()]]
+            if whole.dim() == 2:
+                return whole[rows, columns]
+            return whole[rows] if whole.dim() else whole
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path}: tensor {name} can't be read: {error}") from error
 
@@ -72,8 +74,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: ModelConfig):
         self._folder = folder
-        self._paths = _tensor_files(folder)
-        files = {path: _open(path) for path in sorted(set(self._paths.values()))}
+        self._paths = tensor_files(folder)
+        files = {path: open_file(path) for path in sorted(set(self._paths.values()))}
         for name, path in self._paths.items():
             if name not in files[path].names():
                 raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
@@ -150,7 +152,7 @@ class Checkpoint:
         if config.tie_word_embeddings:
             known.add(f"{config.spec.lm_head}.weight")
         for name, path in self._paths.items():
-            if name in known or name.endswith(".rotary_emb.inv_freq"):
+            if name in known or name.endswith(".rotary_emb.inv_freq") or name.startswith(config.spec.ignored):
                 continue
             if self._stored and (name.endswith(NOT_READ) or self._is_empty_bias(name)):
                 continue
@@ -164,9 +166,9 @@ class Checkpoint:
         path, found, dtype = self._paths[name], self._files[name].shape(name), self._files[name].dtype(name)
         if found != shape:
             raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
-        if dtype not in _DTYPES:
-            raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(_DTYPES)} are supported")
-        self._dtypes[name] = _DTYPES[dtype]
+        if dtype not in DTYPES:
+            raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(DTYPES)} are supported")
+        self._dtypes[name] = DTYPES[dtype]
 
     def _find_stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight | None:
         """None for what is not quantised, whatever quantization_config says: its tensors say it themselves."""
@@ -176,7 +178,7 @@ class Checkpoint:
             return found
         config = self._config
         is_table = name == f"{config.spec.embedding}.weight"
-        if config.stored is None or len(shape) != 2 or is_table or (file is not None and file.dtype(name) in _DTYPES):
+        if config.stored is None or len(shape) != 2 or is_table or (file is not None and file.dtype(name) in DTYPES):
             return None
         return stored_weight(config.stored, name, (shape[0], shape[1]), self._files, str(self._folder))
 
@@ -212,13 +214,16 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         (layer.up, inner, hidden),
         (layer.down, hidden, inner),
     )
-    head_norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
-    norms = [norm for norm in (layer.attention_norm, layer.output_norm) if norm is not None]
+    norms = (
+        *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
+        *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
+        (layer.q_row_norm, config.q_size),
+        (layer.k_row_norm, config.kv_size),
+    )
     shapes: dict[str, tuple[int, ...]] = {}  # within a layer
-    for norm in (layer.input_norm, layer.mlp_norm, *norms):
-        shapes[f"{norm}.weight"] = (hidden,)
-    for norm in head_norms:
-        shapes[f"{norm}.weight"] = (config.head_dim,)
+    for norm, width in norms:
+        if norm is not None:
+            shapes[f"{norm}.weight"] = (width,)
     for projection, rows, columns in projections:  # of those in one tensor the last one ends it
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
         if projection.has_bias:
@@ -228,14 +233,14 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{spec.layers}.{index}.{name}", shape
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index = folder / INDEX_FILE
     if index.exists():
         return _indexed_files(index)
     for single in (folder / SINGLE_FILE, folder / GGUF_FILE):
         if single.exists():
-            return dict.fromkeys(_open(single).names(), single)
+            return dict.fromkeys(open_file(single).names(), single)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ConfigError(
@@ -266,7 +271,7 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     return files
 
 
-def _open(path: Path) -> TensorFile:
+def open_file(path: Path) -> TensorFile:
     if path.name != GGUF_FILE:
         return _SafetensorsFile(path)
     from twostroke.model.checkpoint.gguf_file import GgufFile  # imports `gguf`, which takes a while

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, HeadNorms, Linear, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.kernels import attention, elementwise, gemm
 from twostroke.model.cpu.kernels.program import Launcher
@@ -42,22 +42,42 @@ class CpuBackend:
         """As Backend.add_rms_norm; writes into both inputs."""
         return elementwise.add_rms_norm(self.launcher, x, residual, weight, eps)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """As Backend.add."""
+        return elementwise.add(self.launcher, x, residual)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """As Backend.scale."""
+        return elementwise.scale(self.launcher, x, factor)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """As Backend.soft_cap."""
+        return elementwise.soft_cap(self.launcher, logits, cap)
+
+    def square_sums(self, qkv: Tensor, norms: RowNorms) -> Tensor:
+        """As Backend.square_sums."""
+        return elementwise.square_sums(self.launcher, qkv, norms)
+
+    def norm_rows(self, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+        """As Backend.norm_rows, written into qkv."""
+        return elementwise.norm_rows(self.launcher, qkv, square_sums, norms)
+
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
     ) -> Tensor:
         """As Backend.rope_and_write_kv; norms write into qkv."""
         return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms)
 
-    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         """As Backend.attention."""
         rows, heads, dim = q.shape
         out = self.launcher.empty((rows, heads, dim), q.dtype)
         if layout.num_decodes:
-            attention.decode_attention(self.launcher, q, kv_layer, layout, out)
+            attention.decode_attention(self.launcher, q, kv_layer, layout, form, out)
         if layout.num_decodes < layout.context_lens.numel():
-            attention.prefill_attention(q, kv_layer, layout, out)
+            attention.prefill_attention(q, kv_layer, layout, form, out)
         return out.view(rows, heads * dim)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """As Backend.silu_mul."""
-        return elementwise.silu_mul(self.launcher, gate_up)
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """As Backend.gate."""
+        return elementwise.gate(self.launcher, gate_up, activation)

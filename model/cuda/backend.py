@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import HeadNorms, Linear
+from twostroke.model import reference
+from twostroke.model.backend import AttentionForm, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 from twostroke.model.cuda.kernels import elementwise
 from twostroke.model.cuda.kernels.attention import (
     PrefillConfig,
@@ -162,27 +163,38 @@ class CudaBackend:
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
-    silu_mul = staticmethod(elementwise.silu_mul)
+    # What few families need, and few times a layer: torch's launches, and no kernels of our own.
+    add = staticmethod(torch.add)
+    scale = staticmethod(torch.mul)
+    soft_cap = staticmethod(reference.soft_cap)
+    square_sums = staticmethod(reference.square_sums)
+    norm_rows = staticmethod(reference.norm_rows)
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
     ) -> Tensor:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
 
-    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        self._compile_once(q, kv_layer)
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return elementwise.gate(gate_up, activation)
+
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
+        self._compile_once(q, kv_layer, form)
         out = _rows_like(q)
         if layout.num_decodes:
-            self._attend_decodes(q, kv_layer, layout, out)
+            self._attend_decodes(q, kv_layer, layout, form, out)
         if len(q) > layout.num_decodes:
             config = self._prefill_config(q, kv_layer, layout.max_query_len)
-            self._attend_chunks(q, kv_layer, layout, out, config)
+            self._attend_chunks(q, kv_layer, layout, form, out, config)
         return out
 
-    def _attend_decodes(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+    def _attend_decodes(
+        self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
+    ) -> None:
         groups, dim = kv_layer.shape[2], q.shape[2]
-        config = decode_config(self._target, dim, q.dtype, groups, layout.num_decodes, layout.max_context_len)
-        decode_attention(q, kv_layer, layout, out, config)
+        most_keys = min(layout.max_context_len, form.window or layout.max_context_len)
+        config = decode_config(self._target, dim, q.dtype, groups, layout.num_decodes, most_keys)
+        decode_attention(q, kv_layer, layout, form, out, config)
 
     def _prefill_config(self, q: Tensor, kv_layer: Tensor, max_query_len: int) -> PrefillConfig | TmaPrefillConfig:
         """The kernel and its tiles for the GPU, the cache's layout and the longest chunk."""
@@ -193,20 +205,26 @@ class CudaBackend:
         )
 
     def _attend_chunks(
-        self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: PrefillConfig | TmaPrefillConfig
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        layout: BatchLayout,
+        form: AttentionForm,
+        out: Tensor,
+        config: PrefillConfig | TmaPrefillConfig,
     ) -> None:
         if isinstance(config, TmaPrefillConfig):
-            tma_prefill_attention(q, kv_layer, layout, out, self._target, config)
+            tma_prefill_attention(q, kv_layer, layout, form, out, self._target, config)
         else:
-            prefill_attention(q, kv_layer, layout, out, config)
+            prefill_attention(q, kv_layer, layout, form, out, config)
 
-    def _compile_once(self, q: Tensor, kv_layer: Tensor) -> None:
-        """Compile every variant of the attention kernels for these shapes, by launching each on an empty sequence.
+    def _compile_once(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> None:
+        """Compile every variant of the attention kernels for shapes and form, by launching each on an empty sequence.
 
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
         seconds for a compiler.
         """
-        key = (q.dtype, q.shape[1:], kv_layer.shape[1:])
+        key = (q.dtype, q.shape[1:], kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
         if key in self._compiled:
             return
         self._compiled.add(key)
@@ -224,9 +242,9 @@ class CudaBackend:
             max_context_len=1,
         )
         for longest in (1, _MANY):
-            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), out)
+            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
         for config in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
-            self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), out, config)
+            self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), form, out, config)
 
 
 def _rows_like(q: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ from twostroke.router.slo.classes import (
     TTFT_HEADER,
     promise_of,
 )
+from twostroke.router.text.generation_config import SamplingDefaults
 
 _JSON_LINES = "application/x-ndjson"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -190,6 +191,8 @@ class ModelCard(TypedDict):
     owned_by: Literal["twostroke"]
     max_model_len: int | None  # tokens, prompt and output together; None until a decode worker is known
     vocab_size: int  # all token ids are below it
+    sampling_defaults: SamplingDefaults  # where a request says nothing
+    end_token_ids: list[int]  # that end an answer, unless ignore_eos
 
 
 class ModelList(TypedDict):
@@ -213,6 +216,8 @@ async def models(service: Service) -> ModelList:
         "owned_by": "twostroke",
         "max_model_len": max_context,
         "vocab_size": service.tokenizer.vocab_size,
+        "sampling_defaults": service.sampling_defaults,
+        "end_token_ids": list(service.tokenizer.eos_token_ids),
     }
     return {"object": "list", "data": [card]}
 

@@ -29,6 +29,7 @@ from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
+from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class RouterService:
     fleet: Fleet
     channels: TokenChannels
     pipeline: Pipeline
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     slo: SLOConfig = field(default_factory=SLOConfig)
     admission: Admission | None = None
     tenants: Tenants | None = None
@@ -79,7 +81,7 @@ class RouterService:
         )
         self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
-        self.jobs = JobMaker(self.tokenizer)
+        self.jobs = JobMaker(self.tokenizer, self.sampling_defaults)
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.started_at = int(self.wall_clock())
@@ -151,6 +153,8 @@ class RouterService:
             "model": self.config.model_name,
             "version": self.config.version,
             "ready": not self.missing(),
+            "sampling_defaults": self.sampling_defaults.model_dump(),
+            "end_token_ids": self.tokenizer.eos_token_ids,
             "places_held": self.pipeline.in_flight,
             "slo_classes": [
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
@@ -164,10 +168,13 @@ class RouterService:
                     "node": info.token_address.host,
                     "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
+                    "dtype": info.layout.dtype,
+                    "quantization": info.quantization,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,
+                    "full_contexts": round(info.full_contexts, 2),
                     "stats": msgspec.to_builtins(self.channels.stats(info.peer)),
                 }
                 for info in self.fleet.workers()

@@ -10,6 +10,7 @@ import msgspec
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -38,10 +39,11 @@ class Terms:
 
 
 class JobMaker:
-    """Makes jobs for the model that `tokenizer` belongs to."""
+    """Makes jobs for the model that `tokenizer` and `defaults` belong to."""
 
-    def __init__(self, tokenizer: TextTokenizer):
+    def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults):
         self._tokenizer = tokenizer
+        self._defaults = defaults
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
@@ -136,14 +138,16 @@ class JobMaker:
     def _sampling(self, asked: GenerationFields, logprobs: int | None) -> SamplingParams:
         biases = {int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()}
         self._check_vocabulary(tuple(biases), "logit_bias")
+        asked_for = asked.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
+        drawn = self._defaults.model_copy(update=asked_for)
         return SamplingParams(
-            temperature=1.0 if asked.temperature is None else float(asked.temperature),
-            top_k=min(max(0, asked.top_k or 0), self._tokenizer.vocab_size),
-            top_p=1.0 if asked.top_p is None else max(float(asked.top_p), _LEAST_TOP_P),
-            min_p=float(asked.min_p or 0.0),
+            temperature=float(drawn.temperature),
+            top_k=min(max(0, drawn.top_k), self._tokenizer.vocab_size),
+            top_p=max(float(drawn.top_p), _LEAST_TOP_P),
+            min_p=float(drawn.min_p),
             presence_penalty=float(asked.presence_penalty or 0.0),
             frequency_penalty=float(asked.frequency_penalty or 0.0),
-            repetition_penalty=1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
+            repetition_penalty=float(drawn.repetition_penalty),
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
             seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),

@@ -16,6 +16,8 @@ from twostroke.router.text.chat_template import ChatTemplate
 OFF_LOOP_CHARS = 4096
 """Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""
 
+GENERATION_CONFIG = "generation_config.json"
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -54,8 +56,11 @@ class TextTokenizer:
         """What a token of a byte-level vocabulary adds to the text, as bytes; empty for special and unknown ones."""
 
     @classmethod
-    def load(cls, folder: Path) -> "TextTokenizer":
-        """The tokenizer of a Hugging Face model folder. Raises ConfigError naming the file and the field."""
+    def load(cls, folder: Path, chat_template: str | None = None) -> "TextTokenizer":
+        """The tokenizer of a Hugging Face model folder; the text of a chat template goes before the folder's own.
+
+        Raises ConfigError naming the file, or the setting, and the field.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} is missing: a model folder needs the fast tokenizer's file")
@@ -70,7 +75,9 @@ class TextTokenizer:
             tokenizer,
             vocab_size=_vocab_size(folder, tokenizer),
             eos_token_ids=_eos_token_ids(folder, tokenizer, special),
-            chat_template=_chat_template(folder, special),
+            chat_template=_chat_template(folder, special)
+            if chat_template is None
+            else ChatTemplate(chat_template, origin="model.chat_template", special_tokens=special),
         )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -152,7 +159,7 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
     return decoder.get("type") == "ByteLevel"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty where there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -169,7 +176,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens; those of special_tokens_map.json count where tokenizer_config.json has none."""
     found: dict[str, str] = {}
     for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
-        values = _read_json(path)
+        values = read_json(path)
         for name in _SPECIAL_TOKENS:
             value = values.get(name)
             if isinstance(value, dict):
@@ -186,7 +193,7 @@ def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
     """The model's, which may be padded beyond the tokenizer's."""
     known = int(tokenizer.get_vocab_size(with_added_tokens=True))
     path = folder / "config.json"
-    size = _read_json(path).get("vocab_size", known)
+    size = read_json(path).get("vocab_size", known)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"{path}: vocab_size must be a positive integer, found {size!r}")
     return size
@@ -195,8 +202,8 @@ def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
     """From generation_config.json, else config.json, and always the tokenizer's own eos_token."""
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        given = _read_json(folder / name).get("eos_token_id")
+    for name in (GENERATION_CONFIG, "config.json"):
+        given = read_json(folder / name).get("eos_token_id")
         if given is None:
             continue
         ids = given if isinstance(given, list) else [given]
@@ -222,7 +229,7 @@ def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | N
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} can't be read: {error}") from error
     path = folder / "tokenizer_config.json"
-    source = _read_json(path).get("chat_template")
+    source = read_json(path).get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")

@@ -94,15 +94,22 @@ def test_every_node_serves_http(cluster: Cluster) -> None:
 
 
 def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cluster: Cluster) -> None:
-    answers: list[Answer] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(cluster.site.url, LONG, prompt=2)))
-    asking.start()
-
     def busy() -> list[Worker]:
         return [worker for worker in cluster.workers("decode") if worker.num_running]
 
-    cluster.site.await_that("a decode worker answers", lambda: bool(busy()))
-    (victim,) = busy()
+    # Workers' numbers lag behind: the last one may still tell of another test's request.
+    cluster.site.await_that("no decode worker is busy", lambda: not busy())
+    answers: list[Answer] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(cluster.site.url, LONG, prompt=2)))
+    asking.start()
+    answering: list[Worker] = []
+
+    def one_answers() -> bool:
+        answering[:] = busy()
+        return bool(answering)
+
+    cluster.site.await_that("a decode worker answers", one_answers)
+    (victim,) = answering
     (node,) = [node for node in cluster.nodes if node.address == victim.node]
     node.machine.kill()
     successor = cluster.rays.add(labelled("decode"))

@@ -43,6 +43,9 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
     dims = {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
         assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
+    for name in names(kernels):
+        windows = {kernel["window"] for kernel in kernels if kernel["kernel"] == name}
+        assert len(windows) > 1, name
     for kernel in kernels:
         prefill = kernel["kernel"].endswith("prefill_attention_kernel")
         assert kernel["tma"] == (kernel["kernel"] in by_tma), kernel
@@ -62,7 +65,7 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 @pytest.mark.parametrize("capability", [80, 90])
 def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
     kernels = compiled("elementwise", capability, tmp_path)
-    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "silu_mul_kernel"}
+    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"}
     for kernel in kernels:
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 

@@ -195,7 +195,7 @@ def test_inputs_are_those_of_a_layout() -> None:
     for size in (64, 3, 17, 1):
         batch = decodes(rng, size)
         inputs.fill(batch)
-        mine, expected = inputs.layout(size), make_layout(batch, BLOCK_SIZE, CPU)
+        (mine,), expected = inputs.layouts(size), make_layout(batch, BLOCK_SIZE, CPU)
         for name in ("positions", "slots", "query_starts", "context_lens"):
             assert torch.equal(getattr(mine, name), getattr(expected, name)), name
             assert getattr(mine, name).dtype == getattr(expected, name).dtype, name

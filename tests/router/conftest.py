@@ -53,6 +53,7 @@ from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
 
 SECRET = b"the cluster's secret"
@@ -387,6 +388,7 @@ def site_of(fleet_of, tokenizer):
         listen: bool = False,
         slo=SLOConfig(),  # noqa: B008  (frozen)
         tenants=None,
+        defaults=SamplingDefaults(),  # noqa: B008  (frozen)
         scaling=lambda: None,
         **config,
     ) -> AsyncIterator[Site]:
@@ -399,6 +401,7 @@ def site_of(fleet_of, tokenizer):
                 pipeline=rig.pipeline,
                 slo=slo,
                 tenants=tenants,
+                sampling_defaults=defaults,
                 scaling=scaling,
             )
             doctor = Doctor(fleet=rig.fleet, stats=rig.channels.stats, secret=SECRET, expected=dict)

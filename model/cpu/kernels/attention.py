@@ -8,17 +8,27 @@ gathered context.
 Reference: model/reference.py.
 """
 
+import math
+
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import decode as tiled_decode
 from twostroke.model.cpu.kernels import prefill as tiled_prefill
-from twostroke.model.cpu.kernels.decode import combine, keep, num_segments, segment_tokens
-from twostroke.model.cpu.kernels.floats import exponential, fits_tiles, prefetch, widen
+from twostroke.model.cpu.kernels.decode import (
+    combine,
+    keep,
+    most_segments,
+    num_segments,
+    segment_tokens,
+    token_range,
+)
+from twostroke.model.cpu.kernels.floats import exponential, fits_tiles, hyperbolic_tangent, prefetch, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernels,
     as_short_integers,
@@ -28,6 +38,8 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+
+PLAIN_ROWS = 64  # of queries, whose scores are in memory at a time
 
 
 @compiled
@@ -42,9 +54,9 @@ def _read(tokens, count, rounded, wide):
 
 
 @compiled
-def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, weight_sum):
-    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32; tokens `begin`, which begins a block,
-    to `context`. Results fp32: sums [R, D], maxima and sums of weights [R].
+def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, best, weight_sum):
+    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32; tokens `begin` to `context`; `cap` is
+    0 where there is none. Results fp32: sums [R, D], maxima and sums of weights [R].
 
     Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
     """
@@ -64,6 +76,7 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
             for line in range(0, run_bytes, 64):
                 prefetch(following + line)
                 prefetch(following + kv.shape[2] * run_bytes + line)
+        outside = max(0, begin - index * block_size)
         count = min(block_size, context - index * block_size)
         rounded = (count + 3) // 4 * 4
         _read(kv[block, 0, head], count, rounded, wide)
@@ -81,8 +94,11 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
                 scores[query, token + 2] = third
                 scores[query, token + 3] = fourth
         for query in range(group):
+            if cap > 0:
+                for token in range(outside, count):
+                    scores[query, token] = cap * hyperbolic_tangent(scores[query, token] / cap)
             highest = best[query]
-            for token in range(count):
+            for token in range(outside, count):
                 highest = max(highest, scores[query, token])
             if highest > best[query]:
                 shrink = exponential(best[query] - highest)
@@ -91,11 +107,13 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
                 for i in range(dim):
                     mixed[query, i] *= shrink
             total = np.float32(0)
-            for token in range(count):
+            for token in range(outside, count):
                 probability = exponential(scores[query, token] - highest)
                 scores[query, token] = probability
                 total += probability
             weight_sum[query] += total
+            for token in range(outside):
+                scores[query, token] = np.float32(0)
             for token in range(count, rounded):
                 scores[query, token] = np.float32(0)
         _read(kv[block, 1, head], count, rounded, wide)
@@ -114,35 +132,38 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
 
 @Kernels
 def _decode(words):
-    """words: as those of tiled_decode.decode, but the last."""
+    """words: as those of tiled_decode.decode; an item has one KV head."""
     heads, kv_heads, dim, block_size, sequences = words[8], words[9], words[10], words[11], words[15]
-    tokens, most, group = words[16], words[17], heads // kv_heads
-    scale = float_of_bits(np.uint32(words[14]))
+    tokens, most, window, group = words[16], words[17], words[19], heads // kv_heads
+    scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
     q = carray(as_stored(words, words[3]), (sequences, heads, dim))
     kv = carray(as_stored(words, words[4]), (words[12], 2, kv_heads, block_size, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     queries, mixed = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
     best, weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
-    segments = num_segments(contexts, tokens)
+    segments = num_segments(contexts, window, tokens)
     for item in taken(words, sequences * kv_heads * segments):
         pair, segment = item // segments, item % segments
         sequence, head = pair // kv_heads, pair % kv_heads
-        begin, end = segment * tokens, min((segment + 1) * tokens, np.int64(contexts[sequence]))
+        begin, end = token_range(np.int64(contexts[sequence]), window, tokens, segment)
         if begin < end:
             for query in range(group):
                 for i in range(dim):
                     queries[query, i] = widen(q[sequence, head * group + query, i]) * scale
-            _attend(queries, kv, head, tables[sequence], begin, end, block_size, mixed, best, weight_sum)
+            _attend(queries, kv, head, tables[sequence], begin, end, block_size, cap, mixed, best, weight_sum)
             keep(words[5], pair * most + segment, group, dim, mixed, best, weight_sum)
 
 
-def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+def decode_attention(
+    launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
+) -> None:
     """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous."""
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
     count, heads = layout.num_decodes, q.shape[1]
     tokens = segment_tokens(block_size)
-    segments = -(-layout.max_context_len // tokens)
+    segments = most_segments(layout.max_context_len, form.window, tokens)
+    window = form.window or layout.max_context_len
     partials = launcher.empty((count * kv_heads, segments, heads // kv_heads, dim + 2), torch.float32)
     use_tiles = q.dtype == torch.bfloat16 and fits_tiles(dim, block_size)
     enough = count >= tiled_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
@@ -152,13 +173,13 @@ def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: Ba
         count * kv_heads // heads_together * segments,
         1,
         *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
-        *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], dim**-0.5),
-        *(count, tokens, segments, heads_together),
+        *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.scale),
+        *(count, tokens, segments, heads_together, window, form.soft_cap),
     )
-    combine(launcher, partials, layout.context_lens, kv_heads, block_size, out[:count])
+    combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form.sinks, out[:count])
 
 
-def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
     """The rows of q [T, H, D] after the decodes into those of out, one prefill chunk after the other."""
     _, _, kv_heads, block_size, dim = kv_layer.shape
     starts = layout.query_starts[layout.num_decodes :].tolist()
@@ -166,27 +187,60 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Ten
     tables = layout.block_tables[layout.num_decodes :]
     use_tiles = q.dtype == torch.bfloat16 and fits_tiles(dim, block_size)
     for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
+        # To a chunk the context begins with the block in which its first query's window does.
+        outside = max(0, context - (end - begin) + 1 - form.window) // block_size if form.window else 0
+        seen, tokens = table[outside : -(-context // block_size)], context - outside * block_size
         if use_tiles:
-            tiled_prefill.attend(q[begin:end], kv_layer, table, context, out[begin:end])
+            tiled_prefill.attend(q[begin:end], kv_layer, seen, tokens, form, out[begin:end])
             continue
-        blocks = kv_layer[table[: -(-context // block_size)].long()]
-        # [blocks, 2, G, block_size, D] -> [2, G, context, D]
-        keys, values = blocks.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :context]
-        _attend_by_torch(q[begin:end], keys, values, out[begin:end])
+        # [blocks, 2, G, block_size, D] -> [2, G, tokens, D]
+        blocks = kv_layer[seen.long()].permute(1, 2, 0, 3, 4)
+        keys, values = blocks.reshape(2, kv_heads, -1, dim)[:, :, :tokens]
+        if form.soft_cap or form.sinks is not None:
+            _attend_plainly(q[begin:end], keys, values, form, out[begin:end])
+        else:
+            _attend_by_torch(q[begin:end], keys, values, form, out[begin:end])
 
 
-def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:
     """q, out [rows, H, D]; keys, values [G, tokens, D]."""
     rows, tokens = q.shape[0], keys.shape[1]
     mask = None
-    if rows < tokens:  # torch's is_causal aligns the diagonal to the top left
-        mask = torch.ones(rows, tokens, dtype=torch.bool).tril_(tokens - rows)
+    if rows < tokens or 0 < form.window < tokens:  # torch's is_causal aligns the diagonal to the top left
+        mask = _visible(tokens - rows, tokens, tokens, form.window)
     mixed = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         keys.unsqueeze(0),
         values.unsqueeze(0),
         attn_mask=mask,
         is_causal=mask is None,
+        scale=form.scale,
         enable_gqa=q.shape[1] != keys.shape[0],
     )
     out.copy_(mixed[0].transpose(0, 1))
+
+
+def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:
+    """As `_attend_by_torch`, with what torch's attention knows nothing of, some rows at a time."""
+    rows, heads, dim = q.shape
+    groups, tokens, _ = keys.shape
+    keys, values = keys.float().transpose(1, 2), values.float()
+    for first in range(0, rows, PLAIN_ROWS):
+        part = q[first : first + PLAIN_ROWS].float().transpose(0, 1)  # [H, part, D]
+        count = part.shape[1]
+        scores = part.reshape(groups, -1, dim) @ keys * form.scale
+        if form.soft_cap:
+            scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+        begin = tokens - rows + first
+        hidden = ~_visible(begin, begin + count, tokens, form.window)
+        scores = scores.view(heads, count, tokens).masked_fill(hidden, -math.inf)
+        if form.sinks is not None:
+            scores = torch.cat((scores, form.sinks[:, None, None].expand(-1, count, 1)), dim=2)
+        weights = scores.softmax(-1)[:, :, :tokens].reshape(groups, -1, tokens)
+        out[first : first + count] = (weights @ values).view(heads, count, dim).transpose(0, 1)
+
+
+def _visible(begin: int, end: int, tokens: int, window: int) -> Tensor:
+    """bool [end - begin, tokens]: which keys the queries at these positions attend to."""
+    visible = torch.ones(end - begin, tokens, dtype=torch.bool).tril_(begin)
+    return visible.triu_(begin - window + 1) if window else visible

@@ -8,6 +8,8 @@ In bf16 on AVX512-BF16, a segment is FlashAttention's online softmax (Dao et al.
 query heads of a KV head together, so that every key and value is read from memory once. Where there are enough
 sequences, a thread takes all KV heads of one and reads whole blocks.
 
+Segments lie where they do whatever the window is; of those that it does not reach nothing is read.
+
 Reference: model/reference.py.
 """
 
@@ -46,13 +48,33 @@ def segment_tokens(block_size: int) -> int:
     return -(-SEGMENT_TOKENS // block_size) * block_size
 
 
+def most_segments(context: int, window: int, tokens: int) -> int:
+    """That a context up to this long can have within its window (0: all of it), wherever that begins."""
+    return min(-(-context // tokens), (window + tokens - 2) // tokens + 1 if window else context)
+
+
 @compiled
-def num_segments(contexts, tokens):
-    """Of the longest."""
-    longest = np.int64(1)
+def segment_range(context, window, tokens):
+    """Of a sequence: its first segment that has tokens within the window, and the one behind its last."""
+    return max(np.int64(0), context - window) // tokens, (context + tokens - 1) // tokens
+
+
+@compiled
+def num_segments(contexts, window, tokens):
+    """Of the sequence that has the most."""
+    most = np.int64(1)
     for i in range(contexts.shape[0]):
-        longest = max(longest, np.int64(contexts[i]))
-    return (longest + tokens - 1) // tokens
+        first, end = segment_range(np.int64(contexts[i]), window, tokens)
+        most = max(most, end - first)
+    return most
+
+
+@compiled
+def token_range(context, window, tokens, index):
+    """The tokens of a sequence's `index`-th segment that are within the window; none where there is no such segment."""
+    first, _ = segment_range(context, window, tokens)
+    begin = (first + index) * tokens
+    return max(begin, context - window), min(begin + tokens, context)
 
 
 @compiled
@@ -67,9 +89,11 @@ def keep(partials, index, group, dim, mixed, best, weight_sum):
 
 @Kernels
 def _combine(words):
-    """words: partials, out, contexts, heads, KV heads, head dim, segment tokens, segments; items are query heads."""
+    """words: partials, out, contexts, heads, KV heads, head dim, segment tokens, segments, window, sinks or 0; items
+    are query heads."""
     items, heads, kv_heads, dim, tokens, segments = words[1], words[6], words[7], words[8], words[9], words[10]
-    sequences, group = items // heads, heads // kv_heads
+    sequences, group, window, has_sinks = items // heads, heads // kv_heads, words[11], words[12] != 0
+    sinks = carray(as_floats(words[12]), (heads,))
     partials = carray(as_floats(words[3]), (sequences * kv_heads, segments, group, dim + 2))
     out = carray(as_stored(words, words[4]), (items, dim))
     contexts = carray(as_short_integers(words[5]), (sequences,))
@@ -78,7 +102,10 @@ def _combine(words):
         pair, row = item // group, item % group
         mixed[:] = np.float32(0)
         best, weight_sum = np.float32(-np.inf), np.float32(0)
-        for segment in range((np.int64(contexts[item // heads]) + tokens - 1) // tokens):
+        if has_sinks:
+            best, weight_sum = sinks[item % heads], np.float32(1)
+        first, end = segment_range(np.int64(contexts[item // heads]), window, tokens)
+        for segment in range(end - first):
             part = partials[pair, segment, row]
             highest = max(best, part[dim])
             shrink, grow = exponential(best - highest), exponential(part[dim] - highest)
@@ -90,12 +117,23 @@ def _combine(words):
 
 
 def combine(
-    launcher: Launcher, partials: Tensor, contexts: Tensor, kv_heads: int, block_size: int, out: Tensor
+    launcher: Launcher,
+    partials: Tensor,
+    contexts: Tensor,
+    kv_heads: int,
+    block_size: int,
+    window: int,
+    sinks: Tensor | None,
+    out: Tensor,
 ) -> None:
-    """out [B, H, D] of fp32 [B KV heads, segments, heads of a group, D + 2]: sums, maximum, sum of weights."""
+    """out [B, H, D] of fp32 [B KV heads, segments, heads of a group, D + 2]: sums, maximum, sum of weights.
+
+    `window` is at least the longest context where all of it is seen.
+    """
     sequences, heads, dim = out.shape
-    sizes = heads, kv_heads, dim, segment_tokens(block_size), partials.shape[1]
-    launcher.run(_combine.of(out.dtype), sequences * heads, 4, partials, out, contexts, *sizes)
+    sizes = heads, kv_heads, dim, segment_tokens(block_size), partials.shape[1], window
+    extra = 0 if sinks is None else sinks
+    launcher.run(_combine.of(out.dtype), sequences * heads, 4, partials, out, contexts, *sizes, extra)
 
 
 CHUNK_TOKENS = 128  # packed values of a chunk: one head's stay in the L1 cache, all heads' in L2
@@ -163,12 +201,12 @@ def _attend(words, tables, item, begin, end, scratch, state):
     heads, dim = words[8], words[10]
     group, rows, table = scores.shape[1], mixed.shape[1], tables[sequence]
     queries = words[3] + (sequence * heads + first_head * group) * dim * 2
-    scale = float_of_bits(np.uint32(words[14]))
+    scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
     mixed[:] = np.float32(0)
     best[:] = np.float32(-np.inf)
     weight_sum[:] = np.float32(0)
-    for start in range(begin, end, CHUNK_TOKENS):
-        count = min(CHUNK_TOKENS, end - start)
+    for start in range(begin // LANES * LANES, end, CHUNK_TOKENS):
+        count, outside = min(CHUNK_TOKENS, end - start), max(0, begin - start)
         width = (count + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING
         _score_and_pack(words, queries, table, first_head, num_heads, start, start + count, scores, packed, nothing)
         for part in range(num_heads):
@@ -176,9 +214,11 @@ def _attend(words, tables, item, begin, end, scratch, state):
             for row in range(group):
                 best[part, row], weight_sum[part, row] = soften(
                     scores[part].ctypes.data + 4 * CHUNK_TOKENS * row,
+                    outside,
                     count,
                     width,
                     scale,
+                    cap,
                     best[part, row],
                     weight_sum[part, row],
                     target + 4 * dim * row,
@@ -191,9 +231,9 @@ def _attend(words, tables, item, begin, end, scratch, state):
 @Kernel
 def decode(words):
     """words: q, KV layer, partials, tables, contexts, heads, KV heads, head dim, block size, blocks, table width,
-    scale, sequences, segment tokens, segments that there is room for, KV heads of an item."""
+    scale, sequences, segment tokens, segments that there is room for, KV heads of an item, window, cap or 0."""
     heads, kv_heads, dim, sequences, tokens = words[8], words[9], words[10], words[15], words[16]
-    most, together, group = words[17], words[18], heads // kv_heads
+    most, together, window, group = words[17], words[18], words[19], heads // kv_heads
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     rows = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
@@ -206,11 +246,11 @@ def decode(words):
     mixed = np.empty((together, rows, dim), np.float32)
     best, weight_sum = np.empty((together, group), np.float32), np.empty((together, group), np.float32)
     shares = kv_heads // together  # of a sequence
-    segments = num_segments(contexts, tokens)
+    segments = num_segments(contexts, window, tokens)
     for index in taken(words, sequences * shares * segments):
         share, segment = index // segments, index % segments
         sequence, first_head = share // shares, share % shares * together
-        begin, end = segment * tokens, min((segment + 1) * tokens, np.int64(contexts[sequence]))
+        begin, end = token_range(np.int64(contexts[sequence]), window, tokens, segment)
         if begin < end:
             _attend(words, tables, (sequence, first_head, together), begin, end, scratch, (mixed, best, weight_sum))
             for part in range(together):

@@ -1,16 +1,21 @@
-"""Norms, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
+"""Norms, sums, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
 
 Reference: model/reference.py.
 """
 
+import math
+
 import numpy as np
+import torch
 from numba import carray
 from torch import Tensor
 
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import HeadNorms, RowNorms
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cpu.kernels.floats import exponential, store, widen
+from twostroke.model.config import Activation
+from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, store, widen
 from twostroke.model.cpu.kernels.launch import (
+    Kernel,
     Kernels,
     as_floats,
     as_integers,
@@ -22,23 +27,32 @@ from twostroke.model.cpu.kernels.launch import (
 from twostroke.model.cpu.kernels.program import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
+LOGITS = 4096  # as many, where one row can be more
+_GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # of twice what tanh is taken of (Hendrycks & Gimpel 2016)
+_GELU_CUBIC = 0.044715 * _GELU_LINEAR
+
+
+@compiled
+def _square_sum(x):
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += widen(x[i]) * widen(x[i])
+    return total
 
 
 @compiled
 def _normalise(x, weight, eps, out):
-    total = np.float32(0)
-    for i in range(x.shape[0]):
-        total += widen(x[i]) * widen(x[i])
+    total = _square_sum(x)
     scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[0]) + eps)
     for i in range(x.shape[0]):
-        store(out, i, widen(x[i]) * scale * widen(weight[i]))
+        store(out, i, widen(x[i]) * scale * weight[i])
 
 
 @Kernels
 def _rms_norm(words):
     """words: x, weight, out, hidden, eps."""
     rows, hidden, eps = words[1], words[6], float_of_bits(np.uint32(words[7]))
-    x, weight = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_stored(words, words[4]), (hidden,))
+    x, weight = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_floats(words[4]), (hidden,))
     out = carray(as_stored(words, words[5]), (rows, hidden))
     for row in taken(words, rows):
         _normalise(x[row], weight, eps, out[row])
@@ -49,11 +63,76 @@ def _add_rms_norm(words):
     """words: x (becomes the normalised sum), residual (becomes the sum), weight, hidden, eps."""
     rows, hidden, eps = words[1], words[6], float_of_bits(np.uint32(words[7]))
     x, residual = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_stored(words, words[4]), (rows, hidden))
-    weight = carray(as_stored(words, words[5]), (hidden,))
+    weight = carray(as_floats(words[5]), (hidden,))
     for row in taken(words, rows):
         for i in range(hidden):
             store(residual[row], i, widen(x[row, i]) + widen(residual[row, i]))
         _normalise(residual[row], weight, eps, x[row])
+
+
+@Kernels
+def _square_sums(words):
+    """words: qkv, out, its columns, those of queries, those of keys."""
+    rows, columns, of_q, of_k = words[1], words[5], words[6], words[7]
+    qkv = carray(as_stored(words, words[3]), (rows, columns))
+    sums = carray(as_floats(words[4]), (rows, 2))
+    for row in taken(words, rows):
+        sums[row, 0] = _square_sum(qkv[row, :of_q])
+        sums[row, 1] = _square_sum(qkv[row, of_q : of_q + of_k])
+
+
+@compiled
+def _normalise_by(x, total, count, weight, eps):
+    scale = np.float32(1) / np.sqrt(total / np.float32(count) + eps)
+    for i in range(x.shape[0]):
+        store(x, i, widen(x[i]) * scale * weight[i])
+
+
+@Kernels
+def _norm_rows(words):
+    """words: qkv, square sums, weights of queries and of keys, qkv's columns, those of queries and of keys, ranks,
+    eps."""
+    rows, columns, of_q, of_k, ranks = words[1], words[7], words[8], words[9], words[10]
+    eps = float_of_bits(np.uint32(words[11]))
+    qkv = carray(as_stored(words, words[3]), (rows, columns))
+    sums = carray(as_floats(words[4]), (rows, 2))
+    q_weight, k_weight = carray(as_floats(words[5]), (of_q,)), carray(as_floats(words[6]), (of_k,))
+    for row in taken(words, rows):
+        _normalise_by(qkv[row, :of_q], sums[row, 0], of_q * ranks, q_weight, eps)
+        _normalise_by(qkv[row, of_q : of_q + of_k], sums[row, 1], of_k * ranks, k_weight, eps)
+
+
+@Kernels
+def _add(words):
+    """words: x, residual (becomes the sum), columns."""
+    rows, columns = words[1], words[5]
+    x = carray(as_stored(words, words[3]), (rows, columns))
+    residual = carray(as_stored(words, words[4]), (rows, columns))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(residual[row], i, widen(x[row, i]) + widen(residual[row, i]))
+
+
+@Kernels
+def _scale(words):
+    """words: x (becomes the product), columns, factor."""
+    rows, columns, factor = words[1], words[4], float_of_bits(np.uint32(words[5]))
+    x = carray(as_stored(words, words[3]), (rows, columns))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(x[row], i, widen(x[row, i]) * factor)
+
+
+@Kernel
+def _soft_cap(words):
+    """words: fp32 logits (become the capped ones), columns, cap; items are runs of LOGITS of a row."""
+    columns, cap = words[4], float_of_bits(np.uint32(words[5]))
+    runs = (columns + LOGITS - 1) // LOGITS
+    logits = carray(as_floats(words[3]), (words[1] // runs, columns))
+    for item in taken(words, words[1]):
+        row, first = item // runs, item % runs * LOGITS
+        for i in range(first, min(first + LOGITS, columns)):
+            logits[row, i] = cap * hyperbolic_tangent(logits[row, i] / cap)
 
 
 @compiled
@@ -71,7 +150,7 @@ def _rope_and_write_kv(words):
     whether heads are normalised, their norms' weights and eps."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
-    q_norm, k_norm = carray(as_stored(words, words[16]), (dim,)), carray(as_stored(words, words[17]), (dim,))
+    q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
     qkv = carray(as_stored(words, words[3]), (rows, heads + 2 * kv_heads, dim))
     kv = carray(as_stored(words, words[4]), (words[13], 2, kv_heads, block_size, dim))
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
@@ -92,23 +171,37 @@ def _rope_and_write_kv(words):
                 place[i] = value[i]
 
 
+@compiled
+def _gate_by_silu(gate, up, out):
+    for i in range(out.shape[0]):
+        value = widen(gate[i])
+        store(out, i, value / (np.float32(1) + exponential(-value)) * widen(up[i]))
+
+
+@compiled
+def _gate_by_gelu(gate, up, out):
+    """(1 + tanh(x)) / 2 is 1 / (1 + e^-2x)."""
+    for i in range(out.shape[0]):
+        value = widen(gate[i])
+        twice = value * (np.float32(_GELU_LINEAR) + np.float32(_GELU_CUBIC) * value * value)
+        store(out, i, value / (np.float32(1) + exponential(-twice)) * widen(up[i]))
+
+
 @Kernels
-def _silu_mul(words):
-    """words: gate_up, out, inner size."""
-    rows, inner = words[1], words[5]
-    gate_up, out = (
-        carray(as_stored(words, words[3]), (rows, 2 * inner)),
-        carray(as_stored(words, words[4]), (rows, inner)),
-    )
+def _gate(words):
+    """words: gate_up, out, inner size, whether by GELU."""
+    rows, inner, by_gelu = words[1], words[5], words[6] != 0
+    gate_up = carray(as_stored(words, words[3]), (rows, 2, inner))
+    out = carray(as_stored(words, words[4]), (rows, inner))
     for row in taken(words, rows):
-        for i in range(inner):
-            gate = widen(gate_up[row, i])
-            sigmoid = np.float32(1) / (np.float32(1) + exponential(-gate))
-            store(out[row], i, gate * sigmoid * widen(gate_up[row, inner + i]))
+        if by_gelu:
+            _gate_by_gelu(gate_up[row, 0], gate_up[row, 1], out[row])
+        else:
+            _gate_by_silu(gate_up[row, 0], gate_up[row, 1], out[row])
 
 
 def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x contiguous [T, hidden] -> the same shape and dtype."""
+    """x contiguous [T, hidden], weight fp32 [hidden] -> x's shape and dtype."""
     rows, hidden = x.shape
     out = launcher.empty((rows, hidden), x.dtype)
     launcher.run(_rms_norm.of(x.dtype), rows, _grain(hidden), x, weight, out, hidden, eps)
@@ -116,10 +209,54 @@ def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def add_rms_norm(launcher: Launcher, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Both contiguous [T, hidden] and overwritten: x becomes norm(x + residual), residual becomes the sum."""
+    """Both contiguous [T, hidden] and overwritten: x becomes norm(x + residual), residual becomes the sum.
+
+    weight fp32 [hidden].
+    """
     rows, hidden = x.shape
     launcher.run(_add_rms_norm.of(x.dtype), rows, _grain(hidden), x, residual, weight, hidden, eps)
     return x, residual
+
+
+def add(launcher: Launcher, x: Tensor, residual: Tensor) -> Tensor:
+    """Both contiguous [T, hidden]; residual becomes the sum, and is returned."""
+    rows, hidden = x.shape
+    launcher.run(_add.of(x.dtype), rows, _grain(hidden), x, residual, hidden)
+    return residual
+
+
+def scale(launcher: Launcher, x: Tensor, factor: float) -> Tensor:
+    """x contiguous [T, hidden], which becomes the product, and is returned."""
+    rows, hidden = x.shape
+    launcher.run(_scale.of(x.dtype), rows, _grain(hidden), x, hidden, factor)
+    return x
+
+
+def soft_cap(launcher: Launcher, logits: Tensor, cap: float) -> Tensor:
+    """logits contiguous fp32 [N, vocab], which become the capped ones, and are returned."""
+    rows, columns = logits.shape
+    launcher.run(_soft_cap, rows * -(-columns // LOGITS), 1, logits, columns, cap)
+    return logits
+
+
+def square_sums(launcher: Launcher, qkv: Tensor, norms: RowNorms) -> Tensor:
+    """qkv contiguous [T, (H + 2 G) D] -> fp32 [T, 2]."""
+    rows, width = qkv.shape
+    sums = launcher.empty((rows, 2), torch.float32)
+    launcher.run(_square_sums.of(qkv.dtype), rows, _grain(width), qkv, sums, width, len(norms.q), len(norms.k))
+    return sums
+
+
+def norm_rows(launcher: Launcher, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+    """qkv contiguous [T, (H + 2 G) D], whose queries and keys become the normalised ones, and which is returned."""
+    rows, width = qkv.shape
+    launcher.run(
+        _norm_rows.of(qkv.dtype),
+        rows,
+        _grain(width),
+        *(qkv, square_sums, norms.q, norms.k, width, len(norms.q), len(norms.k), norms.ranks, norms.eps),
+    )
+    return qkv
 
 
 def rope_and_write_kv(
@@ -149,11 +286,12 @@ def rope_and_write_kv(
     return out
 
 
-def silu_mul(launcher: Launcher, gate_up: Tensor) -> Tensor:
+def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up contiguous [T, 2 I] -> [T, I]."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = launcher.empty((rows, inner), gate_up.dtype)
-    launcher.run(_silu_mul.of(gate_up.dtype), rows, _grain(inner), gate_up, out, inner)
+    by_gelu = int(activation == "gelu_tanh")
+    launcher.run(_gate.of(gate_up.dtype), rows, _grain(inner), gate_up, out, inner, by_gelu)
     return out
 
 

@@ -19,6 +19,7 @@ from numba import carray, types
 from numba.core import cgutils
 from torch import Tensor
 
+from twostroke.model.backend import AttentionForm
 from twostroke.model.cpu.kernels import amx, floats
 from twostroke.model.cpu.kernels.floats import (
     FLOATS,
@@ -28,6 +29,7 @@ from twostroke.model.cpu.kernels.floats import (
     BFloat,
     call,
     exponential,
+    hyperbolic_tangent,
     in_all_lanes,
     interleave,
     store,
@@ -151,15 +153,22 @@ def _weigh(builder, scores, width, scale, highest, probabilities):
 
 
 @compiled
-def soften(scores, visible, width, scale, best, weight_sum, mixed, dim, probabilities):
-    """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed [dim]; returns new best and
-    sum.
+def soften(scores, first, visible, width, scale, cap, best, weight_sum, mixed, dim, probabilities):
+    """One row: scores [width] to bf16 probabilities, 0 before `first` and from `visible` on; rescales mixed [dim];
+    returns new best and sum. `cap` is 0 where there is none.
 
     Arrays are given by address, since numba counts references to them. `width` is a multiple of KEY_PADDING.
     """
-    hidden = carray(as_floats(scores), (width,))
+    values = carray(as_floats(scores), (width,))
+    if cap > 0:
+        inner = scale / cap
+        for i in range(first, visible):
+            values[i] = cap * hyperbolic_tangent(values[i] * inner)
+        scale = np.float32(1)
+    for i in range(first):
+        values[i] = np.float32(-np.inf)
     for i in range(visible, width):
-        hidden[i] = np.float32(-np.inf)
+        values[i] = np.float32(-np.inf)
     highest = max(best, _highest(scores, width) * scale)
     if highest > best:
         shrink = exponential(best - highest)
@@ -169,8 +178,10 @@ def soften(scores, visible, width, scale, best, weight_sum, mixed, dim, probabil
             sums[i] *= shrink
     total = _weigh(scores, width, scale, highest, probabilities)
     nothing = carray(as_halves(probabilities), (width,))
-    for i in range(visible, width):
+    for i in range(first):
         nothing[i] = 0  # the 2^-126 of these adds nothing to the sum
+    for i in range(visible, width):
+        nothing[i] = 0
     return highest, weight_sum + total
 
 
@@ -179,8 +190,8 @@ def _make_prefill(multiply: Any) -> Any:
 
     @compiled
     def prefill(words):
-        """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, tokens, padded tokens, scale, and how
-        many heads share tiles.
+        """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, tokens, padded tokens, scale, how many
+        heads share tiles, window, cap or 0, and sinks or 0.
 
         A tile's rows are its queries' heads: query by query, head by head.
         """
@@ -193,6 +204,8 @@ def _make_prefill(multiply: Any) -> Any:
             words[12],
         )
         scale, together = float_of_bits(np.uint32(words[13])), words[14]
+        window, cap, has_sinks = words[15], float_of_bits(np.uint32(words[16])), words[17] != 0
+        sinks = carray(as_floats(words[17]), (heads,))
         q, out = carray(as_halves(words[3]), (rows, heads, dim)), carray(as_halves(words[6]), (rows, heads, dim))
         queries = np.zeros((QUERY_TILE, dim), np.uint16)
         scores = np.empty((QUERY_TILE, KEY_TILE), np.float32)
@@ -211,21 +224,27 @@ def _make_prefill(multiply: Any) -> Any:
             mixed[:] = np.float32(0)
             best[:] = np.float32(-np.inf)
             weight_sum[:] = np.float32(0)
+            if has_sinks:
+                for row in range(used):
+                    best[row], weight_sum[row] = sinks[head + row % together], np.float32(1)
             head_bytes = dim * padded_tokens * 2
             group = head * kv_heads // heads
             keys, values = words[4] + group * head_bytes, words[5] + group * head_bytes
             seen = tokens - rows + first  # keys before this tile's first query
-            for start in range(0, seen + count, KEY_TILE):
+            # Whole vectors before the first query's window; the others' begin within the first tile of keys, too.
+            hidden = max(0, seen + 1 - window) // KEY_PADDING * KEY_PADDING
+            for start in range(hidden, seen + count, KEY_TILE):
                 width = min(KEY_TILE, (seen + count - start + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING)
                 place, stride = keys + 4 * start, 4 * padded_tokens
                 target = scores.ctypes.data
                 multiply(used, queries.ctypes.data, 2 * dim, place, stride, dim // 2, target, 4 * KEY_TILE, width, 0)
                 for row in range(used):
-                    visible = max(0, min(width, seen + row // together + 1 - start))
+                    behind = seen + row // together + 1 - start  # this row's own key
+                    visible, outside = max(0, min(width, behind)), max(0, behind - window)
                     place = scores.ctypes.data + 4 * KEY_TILE * row
                     sums, weights = mixed.ctypes.data + 4 * dim * row, probabilities.ctypes.data + 2 * KEY_TILE * row
                     best[row], weight_sum[row] = soften(
-                        place, visible, width, scale, best[row], weight_sum[row], sums, dim, weights
+                        place, outside, visible, width, scale, cap, best[row], weight_sum[row], sums, dim, weights
                     )
                 place, stride = values + 2 * start * dim, 4 * dim
                 source = probabilities.ctypes.data
@@ -285,10 +304,10 @@ def _pack(words):
                 packed_values[head, tokens // 2, i] &= np.int32(0xFFFF)  # the second of a pair is the upper half
 
 
-def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, out: Tensor) -> None:
+def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: AttentionForm, out: Tensor) -> None:
     """Causal attention of the last rows of a context of `tokens`, all in contiguous bf16, of a shape that `fits_tiles`.
 
-    q and out [rows, H, D]; kv_layer [blocks, 2, G, block_size, D]; table int32, contiguous.
+    q and out [rows, H, D]; kv_layer [blocks, 2, G, block_size, D]; table int32, contiguous. All of the table is read.
     """
     rows, heads, dim = q.shape
     _, _, kv_heads, block_size, _ = kv_layer.shape
@@ -303,7 +322,8 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, out: Tensor)
         heads // together * _num_tiles(rows, together),
         1,
         *(q, keys, values, out),
-        *(rows, heads, kv_heads, dim, tokens, padded_tokens, dim**-0.5, together),
+        *(rows, heads, kv_heads, dim, tokens, padded_tokens, form.scale, together),
+        *(form.window or tokens, form.soft_cap, 0 if form.sinks is None else form.sinks),
     )
 
 

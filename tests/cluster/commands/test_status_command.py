@@ -71,6 +71,13 @@ def test_once_it_shows_a_row_for_each_worker(capsys):
     assert shown[-6:] == ["11", "12", "14", "15", "16", "9"]
 
 
+@pytest.mark.parametrize(("defaults", "told"), [({"temperature": 1.0}, False), ({"temperature": 0.6}, True)])
+def test_the_models_sampling_defaults_are_told_where_there_are_any(defaults, told):
+    look, console = status(worker(), sampling_defaults=defaults), Console(width=120, file=io.StringIO())
+    console.print(whole_view(STATUS, look, look, 1.0, console))
+    assert ("where a request says nothing: temperature 0.6" in console.file.getvalue()) == told
+
+
 @pytest.mark.parametrize("count", [1, 4, 20])
 def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side(count):
     workers = [worker(preemptions=16) | {"worker_id": f"worker{i:02}", "epoch": str(i)} for i in range(count)]

@@ -1,12 +1,14 @@
 """What `twostroke serve` checks before anything starts, and what it hands to Ray Serve; and its console's
 news of workers that go and come."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from twostroke.cluster.config.config import read_config, with_keys_of_file
+from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.cluster.local.deploy import arguments_of
 from twostroke.cluster.local.preflight import check_model
 from twostroke.cluster.local.server import FleetWatch, with_own_key
@@ -40,6 +42,17 @@ def test_how_large_caches_of_no_said_size_get_is_told(monkeypatch: pytest.Monkey
     assert len(check_model(said, BUNDLED_MODEL_DIR)) == 1
 
 
+def test_how_each_role_holds_the_model_is_told() -> None:
+    sizes = {"num_blocks": 64}
+    config = read_config({"model": {"dtype": "float32"}, "prefill": sizes, "decode": sizes | {"quantization": "int8"}})
+    (told,) = check_model(config, BUNDLED_MODEL_DIR)
+    assert told.endswith(
+        "parameters, float32 at prefill workers and float32 with int8 weights at decode workers on cpu"
+    )
+    alike = read_config({"model": {"dtype": "float32"}, "prefill": sizes, "decode": sizes})
+    assert check_model(alike, BUNDLED_MODEL_DIR)[0].endswith("parameters, float32 on cpu")
+
+
 def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{name: bob, sha256: {'cd' * 32}, requests_per_minute: 60}}]")
@@ -52,6 +65,37 @@ def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path)
     assert read_config(arguments_of(config, settings)) == config
     with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
         with_own_key(config)
+
+
+def test_a_chat_template_goes_along_as_text_and_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    path, text = tmp_path / "template.jinja", "{{ messages[0].content }}"
+    for chat_template in (str(path), text):
+        settings = {"model": {"path": "bundled", "chat_template": chat_template}}
+        path.write_text(text)
+        config = read_config(settings)
+        assert RouterSettings.of(config).chat_template == text
+        sent = read_config(arguments_of(config, settings))
+        assert sent.model.chat_template == text
+        assert sent.model.path == "bundled"
+    for content, complaint in ((None, "can't be read"), ("static", "is no chat template"), ("{% if %}", "is broken")):
+        if content is None:
+            path.unlink()
+        else:
+            path.write_text(content)
+        with pytest.raises(ConfigError, match=rf"^model\.chat_template: .*{complaint}"):
+            check_model(read_config({"model": {"chat_template": str(path)}}), BUNDLED_MODEL_DIR)
+
+
+def test_the_models_sampling_defaults_are_told_and_can_be_turned_off(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL_DIR, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    told = "Sampling where a request says nothing, by generation_config.json: temperature 0.6, top_k 20"
+    assert told in check_model(read_config({}), folder)
+    assert told not in check_model(read_config({"model": {"generation_config": "none"}}), folder)
+    (folder / "generation_config.json").write_text('{"temperature": 6}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature: .* set model.generation_config to n"):
+        check_model(read_config({}), folder)
 
 
 def test_settings_without_keys_go_as_they_are() -> None:

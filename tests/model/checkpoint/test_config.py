@@ -18,6 +18,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+MINISTRAL = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9}
 
 
 def test_fields_left_out_have_transformers_defaults() -> None:
@@ -59,6 +60,8 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"architectures": ["GlmForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
+        (MINISTRAL | {"layer_types": ["full_attention"]}, "layer_types"),
+        (MINISTRAL | {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -76,20 +79,33 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
     assert parse_model_config(both, "c").rope.type == "linear", "as transformers reads it"
 
 
+W, F = "sliding_attention", "full_attention"
+
+
 @pytest.mark.parametrize(
-    ("fields", "longest"),
+    ("family", "fields", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, 128),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 8192),
-        ({"architectures": ["MistralForCausalLM"]}, 4096),  # transformers' own default
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128, "use_sliding_window": False}, 128),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}, 8192),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True}, 128),
+        ("Mistral", {"sliding_window": 128}, (128,) * 4),
+        ("Mistral", {"sliding_window": None}, ()),
+        ("Mistral", {}, (4096,) * 4),  # transformers' own default
+        ("Mistral", {"sliding_window": 128, "layer_types": [F] * 4}, (128,) * 4),  # it reads no types
+        ("Mistral", {"sliding_window": 8192}, ()),  # no context is longer
+        ("Ministral", {"sliding_window": 128, "layer_types": [W, F, F, W]}, (128, 0, 0, 128)),
+        ("Qwen2", {"sliding_window": 128}, ()),
+        ("Qwen2", {"sliding_window": 128, "use_sliding_window": True}, (0,) * 4),  # from layer 28 on
+        ("Qwen2", {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 128)),
+        ("Qwen3", {"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        ("Phi3", {}, ()),
+        ("Phi3", {"sliding_window": 2047}, (2047,) * 4),
+        ("SmolLM3", {"sliding_window": 9, "use_sliding_window": True, "no_rope_layer_interval": 2}, (0, 9, 0, 9)),
+        ("Llama", {"sliding_window": 128}, ()),  # not a field of its
     ],
 )
-def test_contexts_end_where_a_window_would_hide_their_beginning(fields: dict[str, Any], longest: int) -> None:
-    raw = LLAMA | {"max_position_embeddings": 8192} | fields
-    assert parse_model_config(raw, "config.json").max_position == longest
+def test_windows_are_those_of_transformers(family: str, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
+    shape = {"max_position_embeddings": 8192, "num_hidden_layers": 4, "architectures": [f"{family}ForCausalLM"]}
+    config = parse_model_config(LLAMA | shape | fields, "config.json")
+    assert config.windows == windows
+    assert config.max_position == 8192
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Decode and prefill attention over paged KV against the plain torch reference; what no kernel may read is NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import PagedCase, paged_case
 from twostroke.model import reference
+from twostroke.model.backend import AttentionForm
+from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import attention as cpu_attention
 from twostroke.model.cpu.kernels.program import Launcher
 
@@ -13,14 +17,42 @@ SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def decoded(case: PagedCase) -> Tensor:
+def plain(case: PagedCase) -> AttentionForm:
+    return AttentionForm(case.q.shape[2] ** -0.5)
+
+
+def sinks(heads: int) -> Tensor:
+    return torch.linspace(-3.0, 4.0, heads)
+
+
+def forgetful(case: PagedCase, window: int) -> BatchLayout:
+    """The case's layout, whose tables name block 0, which is full of NaN, for what lies before the windows."""
+    layout, block_size = case.layout, case.kv_layer.shape[3]
+    tables = layout.block_tables.clone()
+    lengths = layout.query_starts.diff()
+    for row, (context, length) in enumerate(zip(layout.context_lens.tolist(), lengths.tolist(), strict=True)):
+        tables[row, : max(0, context - length + 1 - window) // block_size] = 0
+    return replace(layout, block_tables=tables)
+
+
+def decoded(case: PagedCase, form: AttentionForm | None = None) -> Tensor:
+    form = form or plain(case)
     out = torch.empty_like(case.q)
-    cpu_attention.decode_attention(Launcher(), case.q, case.kv_layer, case.layout, out)
+    layout = forgetful(case, form.window) if form.window else case.layout
+    cpu_attention.decode_attention(Launcher(), case.q, case.kv_layer, layout, form, out)
     return out
 
 
-def check(out: Tensor, case: PagedCase) -> None:
-    expected = reference.attention(case.q, case.kv_layer, case.layout).view_as(case.q)
+def prefilled(case: PagedCase, form: AttentionForm | None = None) -> Tensor:
+    form = form or plain(case)
+    out = torch.empty_like(case.q)
+    layout = forgetful(case, form.window) if form.window else case.layout
+    cpu_attention.prefill_attention(case.q, case.kv_layer, layout, form, out)
+    return out
+
+
+def check(out: Tensor, case: PagedCase, form: AttentionForm | None = None) -> None:
+    expected = reference.attention(case.q, case.kv_layer, case.layout, form or plain(case)).view_as(case.q)
     tolerance = 2e-5 if case.q.dtype == torch.float32 else 1e-2 if case.layout.num_decodes else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
@@ -72,9 +104,7 @@ def test_prefill_after_a_cached_prefix_equals_the_reference(
     dtype: torch.dtype, heads: int, groups: int, dim: int, start: int, count: int
 ) -> None:
     case = paged_case([(count, start + count), (20, 25)], heads=heads, groups=groups, dim=dim, dtype=dtype)
-    out = torch.empty_like(case.q)
-    cpu_attention.prefill_attention(case.q, case.kv_layer, case.layout, out)
-    check(out, case)
+    check(prefilled(case), case)
 
 
 @pytest.mark.usefixtures("on_each_unit")
@@ -88,6 +118,63 @@ def test_short_chunks_whose_heads_share_tiles_equal_the_reference_and_write_noth
     case = paged_case([(count, start + count)], dtype=torch.bfloat16, **shape)
     around = torch.full((count + 2, heads, dim), 7.0, dtype=torch.bfloat16)
     out = around[1:-1]
-    cpu_attention.prefill_attention(case.q, case.kv_layer, case.layout, out)
+    cpu_attention.prefill_attention(case.q, case.kv_layer, case.layout, plain(case), out)
     check(out, case)
     assert (around[[0, -1]] == 7.0).all()
+
+
+WINDOWS = [1, 2, 15, 16, 17, 64, 100, 513, 5000]
+FORMED_SHAPES = [(4, 2, 64), (6, 1, 40), (15, 3, 96), (7, 1, 128)]
+FORMS = [(0.0, False), (50.0, False), (0.0, True), (5.0, True)]
+
+
+def form_of(case: PagedCase, window: int, cap: float, has_sinks: bool) -> AttentionForm:
+    return AttentionForm(0.2, window, cap, sinks(case.q.shape[1]) if has_sinks else None)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "groups", "dim"), FORMED_SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_sees_its_window_alone_and_reads_no_block_before_it(
+    dtype: torch.dtype, heads: int, groups: int, dim: int, window: int
+) -> None:
+    lengths = [(1, context) for context in (1, 16, 17, 100, 512, 513, 1100)]
+    for block_size in (16, 48):
+        case = paged_case(lengths, heads=heads, groups=groups, dim=dim, block_size=block_size, dtype=dtype)
+        form = form_of(case, window, 0.0, False)
+        check(decoded(case, form), case, form)
+
+
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "groups", "dim"), FORMED_SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_sees_its_windows_alone_and_reads_no_block_before_them(
+    dtype: torch.dtype, heads: int, groups: int, dim: int, window: int
+) -> None:
+    """Chunks at the beginning and in the middle of a context; those with few queries share tiles between heads."""
+    lengths = [(5, 5), (150, 150), (64, 128), (3, 700), (70, 1100)]
+    for block_size in (16, 33):
+        case = paged_case(lengths, heads=heads, groups=groups, dim=dim, block_size=block_size, dtype=dtype)
+        form = form_of(case, window, 0.0, False)
+        check(prefilled(case, form), case, form)
+
+
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize(("cap", "has_sinks"), FORMS)
+@pytest.mark.parametrize(("heads", "groups", "dim"), FORMED_SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_caps_and_sinks_equal_the_reference(
+    dtype: torch.dtype, heads: int, groups: int, dim: int, cap: float, has_sinks: bool, window: int
+) -> None:
+    shape = {"heads": heads, "groups": groups, "dim": dim}
+    decodes = paged_case([(1, context) for context in (1, 40, 600)], dtype=dtype, **shape)
+    chunks = paged_case([(5, 5), (40, 90), (3, 700)], dtype=dtype, **shape)
+    for case, computed in ((decodes, decoded), (chunks, prefilled)):
+        case.q.mul_(3)  # scores that caps are felt by
+        form = form_of(case, window, cap, has_sinks)
+        check(computed(case, form), case, form)
+        if cap or has_sinks:
+            without = reference.attention(case.q, case.kv_layer, case.layout, form_of(case, window, 0.0, False))
+            assert (computed(case, form).flatten(1) - without).abs().max() > 0.02, "the form makes no difference here"

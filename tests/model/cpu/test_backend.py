@@ -6,7 +6,8 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import make_layout, paged_case
 from twostroke.model import reference
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import AttentionForm, HeadNorms
+from twostroke.model.config import Activation
 from twostroke.model.cpu.backend import CpuBackend
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -25,7 +26,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_equal_the_reference(dtype: torch.dtype, shape: tuple[int, int], threads: int) -> None:
     torch.manual_seed(0)
-    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1])
     total = x + residual
     torch.set_num_threads(threads)
     try:
@@ -37,17 +38,20 @@ def test_norms_equal_the_reference(dtype: torch.dtype, shape: tuple[int, int], t
     close(normed, reference.rms_norm(total, weight, 1e-5))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gated_activation_equals_the_reference(dtype: torch.dtype) -> None:
+def test_the_gated_activation_equals_the_reference(dtype: torch.dtype, activation: Activation) -> None:
     torch.manual_seed(0)
     gate_up = (torch.randn(70, 2 * 51) * 10).to(dtype)
-    close(BACKEND.silu_mul(gate_up), reference.silu_mul(gate_up))
+    close(BACKEND.gate(gate_up, activation), reference.gate(gate_up, activation))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("gate", [-1e30, -200.0, -90.0, 0.0, 90.0, 1e30])
-def test_the_gated_activation_stays_finite_at_the_ends(gate: float) -> None:
+def test_the_gated_activation_stays_finite_at_the_ends(gate: float, activation: Activation) -> None:
     gate_up = torch.tensor([[gate, 2.0]])
-    torch.testing.assert_close(BACKEND.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-5, atol=1e-7)
+    actual, expected = BACKEND.gate(gate_up, activation), reference.gate(gate_up, activation)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 40), (3, 1, 72)])
@@ -60,7 +64,7 @@ def test_rotation_and_kv_write_equal_the_reference(
     layout, num_blocks = make_layout([(1, 10), (1, 1), (21, 21), (8, 21)], block_size=5)
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
-    norms = HeadNorms(*torch.rand(2, dim).to(dtype), eps=1e-5) if has_norms else None
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
     close(
         BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms),
@@ -72,6 +76,8 @@ def test_rotation_and_kv_write_equal_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mixed_batch_attends_as_the_reference_does(dtype: torch.dtype) -> None:
     case = paged_case([(1, 41), (1, 1), (30, 30), (9, 26)], heads=6, dim=24, block_size=8, dtype=dtype)
+    form = AttentionForm(24**-0.5, window=11, soft_cap=2.0, sinks=torch.linspace(-1.0, 1.0, 6))
     close(
-        BACKEND.attention(case.q, case.kv_layer, case.layout), reference.attention(case.q, case.kv_layer, case.layout)
+        BACKEND.attention(case.q, case.kv_layer, case.layout, form),
+        reference.attention(case.q, case.kv_layer, case.layout, form),
     )

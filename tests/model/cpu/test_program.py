@@ -86,14 +86,14 @@ def test_a_program_of_nothing_does_nothing() -> None:
 def test_a_recording_computes_what_the_calls_do_at_every_replay(dtype: torch.dtype) -> None:
     backend = CpuBackend()
     x = torch.empty(6, 64, dtype=dtype)
-    weight, narrow = torch.randn(64).to(dtype), torch.randn(32).to(dtype)
+    weight, narrow = torch.randn(64), torch.randn(32)
 
     def layers() -> Tensor:
         wide = x
         for _ in range(4):
             normed = backend.rms_norm(wide, weight, 1e-5)
             wide, _ = backend.add_rms_norm(normed, backend.rms_norm(normed, weight, 1e-6), weight, 1e-5)
-        return backend.rms_norm(backend.silu_mul(wide), narrow, 1e-5)
+        return backend.rms_norm(backend.gate(wide, "silu"), narrow, 1e-5)
 
     with backend.launcher.recording() as program:
         out = layers()

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 
+from twostroke.router.text.generation_config import SamplingDefaults
+
 
 async def complete(site, **asked):
     response = await site.http.post(
@@ -37,6 +39,8 @@ async def test_the_app_says_what_it_is(site_of):
         assert models["data"][0]["id"] == "fake"
         assert models["data"][0]["max_model_len"] == 512
         assert models["data"][0]["vocab_size"] == site.service.tokenizer.vocab_size
+        assert models["data"][0]["sampling_defaults"] == site.service.sampling_defaults.model_dump()
+        assert models["data"][0]["end_token_ids"] == list(site.service.tokenizer.eos_token_ids)
         assert (await site.http.get("/v1/models/fake")).json() == models["data"][0]
         assert (await site.http.get("/v1/models/other/name")).status_code == 404
 
@@ -65,6 +69,19 @@ async def test_status_lists_the_workers_and_their_numbers(site_of, until):
         assert [worker["role"] for worker in status["workers"]] == ["prefill", "decode"]
         assert [worker["node"] for worker in status["workers"]] == ["127.0.0.1", "127.0.0.1"]
         assert status["workers"][1]["stats"]["total_blocks"] == 100
+
+
+async def test_the_models_sampling_defaults_reach_the_workers_and_are_told(site_of, until):
+    defaults = SamplingDefaults(temperature=0.25, top_k=20)
+    async with site_of(1, 1, defaults=defaults) as site:
+        await until(lambda: not site.service.missing())
+        await complete(site)
+        await complete(site, temperature=0.5)
+        drawn = [request.sampling for request in site.rig["d0"].seen]
+        assert [(one.temperature, one.top_k) for one in drawn] == [(0.25, 20), (0.5, 20)]
+        status = (await site.http.get("/status")).json()
+        (card,) = (await site.http.get("/v1/models")).json()["data"]
+        assert status["sampling_defaults"] == card["sampling_defaults"] == defaults.model_dump()
 
 
 async def test_metrics_count_requests_and_show_the_workers(site_of, until):

@@ -4,11 +4,12 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
 from twostroke.router.openai.jobs import JobMaker, Terms
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
+from twostroke.router.text.generation_config import SamplingDefaults
 
 
 @pytest.fixture
 def maker(tokenizer):
-    return JobMaker(tokenizer)
+    return JobMaker(tokenizer, SamplingDefaults())
 
 
 TERMS = Terms(max_context=100, promise=Promise())
@@ -59,6 +60,29 @@ async def test_what_is_not_given_has_openais_defaults(maker):
     assert (await only(maker, top_k=-1)).sampling.top_k == 0
     assert (await only(maker, ignore_eos=True)).stop_token_ids == ()
     assert (await only(maker, temperature=0)).sampling.temperature == 0
+
+
+MODELS_OWN = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.02, repetition_penalty=1.1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "drawn"),
+    [
+        ({}, (0.6, 0.95, 20, 0.02, 1.1)),
+        ({"temperature": 0, "top_p": None}, (0.0, 0.95, 20, 0.02, 1.1)),
+        ({"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}, (1.0, 1.0, 0, 0.0, 1.0)),
+        ({"top_k": -1}, (0.6, 0.95, 0, 0.02, 1.1)),
+    ],
+)
+async def test_the_models_defaults_fill_what_a_request_leaves_out(tokenizer, asked, drawn):
+    sampling = (await only(JobMaker(tokenizer, MODELS_OWN), **asked)).sampling
+    assert drawn == (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.min_p,
+        sampling.repetition_penalty,
+    )
 
 
 async def test_choices_of_a_prompt_have_seeds_of_their_own_that_do_not_depend_on_the_other_prompts(maker):

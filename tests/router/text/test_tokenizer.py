@@ -65,6 +65,13 @@ def test_the_template_may_stand_in_the_tokenizer_config(folder):
     assert TextTokenizer.load(folder).render_chat([]) == "y"
 
 
+def test_another_template_goes_before_the_folders(folder):
+    tokenizer = TextTokenizer.load(folder, "{{ bos_token }}{{ messages[0].content }}!")
+    assert tokenizer.render_chat([{"role": "user", "content": "a"}]) == "<|begin|>a!"
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        TextTokenizer.load(folder, "{% if %}")
+
+
 def test_a_model_without_a_template_refuses_chats(folder):
     (folder / "chat_template.jinja").unlink()
     change(folder / "tokenizer_config.json", chat_template=None)

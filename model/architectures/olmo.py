@@ -1,0 +1,39 @@
+"""OLMo 2 and 3: norms behind the sublayers instead of before, and of all heads' queries and keys together (OLMo et al.
+2025). OLMo 3 has windows in three layers of four, which turn by angles without scaling."""
+
+from dataclasses import replace
+
+from twostroke.model.architectures.family import ConfigFields, Defaults, Family, Windows, decoder_spec, read_decoder
+from twostroke.model.config import ModelConfig
+
+
+def _read(fields: ConfigFields, family: str, defaults: Defaults) -> ModelConfig:
+    bias = fields.boolean("attention_bias", default=False)
+    config = read_decoder(fields, decoder_spec(family, qkv_bias=bias, output_bias=bias), defaults)
+    layer = replace(
+        config.spec.layer,
+        input_norm=None,
+        mlp_norm=None,
+        attention_norm="post_attention_layernorm",
+        output_norm="post_feedforward_layernorm",
+        q_row_norm="self_attn.q_norm",
+        k_row_norm="self_attn.k_norm",
+    )
+    return replace(config, spec=replace(config.spec, layer=layer))
+
+
+def read_olmo2_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    return _read(fields, "OLMo 2", Defaults(rms_norm_eps=1e-5))
+
+
+def read_olmo3_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    windows = Windows(4096, has_one=lambda layer: (layer + 1) % 4 != 0)
+    return _read(
+        fields, "OLMo 3", Defaults(rms_norm_eps=1e-5, rope_theta=500_000.0, local_theta=500_000.0, windows=windows)
+    )
+
+
+OLMO2 = Family("Olmo2ForCausalLM", model_type="olmo2", read_config=read_olmo2_config)
+OLMO3 = Family("Olmo3ForCausalLM", model_type="olmo3", read_config=read_olmo3_config)
