@@ -6,8 +6,35 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
-Quantization = Literal["none", "int8", "int4"]
-"""How the projections' weights are held."""
+from twostroke.protocol.kv_layout import KVGroups, group_layers
+
+Quantization = Literal["auto", "none", "int8", "int4"]
+"""How the projections' weights are held. auto: as the checkpoint has them."""
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How a quantised weight is held: all that its bytes follow from."""
+
+    kind: Literal["int8", "int4", "fp8"]
+    group_size: int | None  # columns that share a scale; None: a row's
+    has_offsets: bool = False  # each group's, beside its scale
+
+    @property
+    def bits(self) -> Literal[8, 4]:
+        return 4 if self.kind == "int4" else 8
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How a checkpoint's projections lie in its files, where those are quantised by several tensors each."""
+
+    method: Literal["fp8", "int8", "packed", "awq", "gptq"]
+    form: WeightForm  # what they are held in
+    left: tuple[str, ...] = ()  # modules that are not quantised: their names, parts of those, and `re:` patterns
+    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
+    zero_shift: int = 0  # gptq: what is added to its zero points
+
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
@@ -104,6 +131,11 @@ class ModelShape:
         return self.windows[layer] if self.windows else 0
 
     @property
+    def kv_groups(self) -> KVGroups:
+        """Which layers share block tables."""
+        return group_layers(self.windows or (0,) * self.num_layers)
+
+    @property
     def q_size(self) -> int:
         """Width of the queries of one token."""
         return self.num_heads * self.head_dim
@@ -132,6 +164,7 @@ class ModelConfig(ModelShape):
     rounds_embedding_scale: bool = False  # to the model's dtype
     logits_scale: float = 1.0
     logits_cap: float = 0.0  # as `soft_cap`, of logits
+    stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """None: this layer turns nothing."""

@@ -29,7 +29,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Quantization = "none"  # of the projections' weights
+    quantization: Quantization = "auto"  # of the projections' weights
     tensor_parallel: int = 1  # ranks that share the model
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
@@ -97,7 +97,8 @@ def resolve_num_blocks(
         if config.device == "cuda":
             return None
         one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
-        context = -(-(config.max_context or model.max_position) // config.block_size) * one
+        longest = config.max_context or model.max_position
+        context = model.kv_groups.blocks_of(longest, config.block_size, config.bounds.max_tokens) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
         size = cache_bytes_on_host(free, config.host_ranks, needed=needed, full_context=context)
     return blocks_in(size, config, model, dtype)
@@ -108,7 +109,9 @@ def resolve_max_context(config: EngineConfig, model: ModelShape, num_blocks: int
 
     Raises ConfigError for more than the model or the cache takes.
     """
-    room = model.max_position if num_blocks is None else num_blocks * config.block_size
+    room = model.max_position
+    if num_blocks is not None:
+        room = model.kv_groups.tokens_in(num_blocks, config.block_size, config.bounds.max_tokens)
     if config.max_context is None:
         return min(model.max_position, room)
     if config.max_context > model.max_position:

@@ -25,8 +25,8 @@ class Fit:
     weight_bytes: int
     step_bytes: int
     cache_bytes: int  # what is left for KV; negative where weights and steps don't fit
-    kv_bytes_per_token: int
-    kv_window_bytes: int  # of what a request keeps of layers with a window; none has one so far
+    kv_bytes_per_token: int  # of layers that keep all
+    kv_window_bytes: int  # of what a request keeps at most of layers with a window, while it decodes
     max_context: int  # tokens
     max_requests: int  # of that context at once
 
@@ -51,17 +51,17 @@ def fit(
     weights = -(-model.weight_bytes(dtype, quantization) // ranks)
     step = step_bytes_on_cpu(shape, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
-    of_token = kv_block_bytes(shape, 1, dtype, ranks)
-    tokens = max(0, cache // of_token)
-    context = min(shape.max_position, tokens)
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, dtype, ranks)
+    rows = max(0, cache // of_row)  # of one token and one group
+    context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(
         parameters=model.num_parameters,
         active_parameters=model.num_active_parameters,
         weight_bytes=weights,
         step_bytes=step,
         cache_bytes=cache,
-        kv_bytes_per_token=of_token,
-        kv_window_bytes=0,
+        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)),
+        kv_window_bytes=of_row * sum(groups.most_rows(group, 1, 1) for group in groups.windowed),
         max_context=context,
-        max_requests=tokens // context if context else 0,
+        max_requests=rows // groups.blocks_of(context, 1, bounds.max_tokens) if context else 0,
     )

@@ -103,7 +103,10 @@ class LoadedEngine:
                 f"and {config.bounds.max_sequences} sequences: lower kv_cache_gib, max_step_tokens or max_batch, "
                 f"quantise, or take a smaller model ({said})"
             ) from error
-        _log.info("%s", describe_cache(self.num_blocks, config.block_size, block, self.max_context))
+        requests = self.num_blocks / model.kv_groups.blocks_of(
+            self.max_context, config.block_size, config.bounds.max_tokens
+        )
+        _log.info("%s", describe_cache(self.num_blocks, config.block_size, block, requests, self.max_context))
 
     @property
     def num_blocks(self) -> int:
@@ -142,7 +145,7 @@ class LoadedEngine:
         self.max_context = resolve_max_context(config, model, blocks)
         captured = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space)
-        _warm_up(runner, config.block_size, self.max_context)
+        _warm_up(runner, self.kv_cache, self.max_context)
         return runner
 
 
@@ -183,7 +186,7 @@ def _captured_steps(
 
 
 def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
-    num_blocks = config.swap_bytes // (kv_cache.block_bytes * kv_cache.num_layers)
+    num_blocks = config.swap_bytes // (kv_cache.block_bytes * len(kv_cache.tensors))
     if num_blocks == 0:
         return None
     free = available_bytes(torch.device("cpu"))
@@ -216,12 +219,14 @@ def measure_gpu(
         return torch.cuda.max_memory_reserved(device) - weights
 
     # With log-probabilities the sampler is another one.
-    peak_step = max(peak(largest_batch(bounds, block_size, max_context, logprobs)) for logprobs in (None, 20))
+    batch_of = partial(largest_batch, block_size=block_size, max_context=max_context, num_groups=kv_cache.groups.count)
+    peak_step = max(peak(batch_of(bounds, logprobs=logprobs)) for logprobs in (None, 20))
     graphs = 0
     if config.captures_decodes:
-        inputs = 2 * bounds.max_sequences * -(-max_context // block_size) * torch.int32.itemsize  # block tables
+        width = -(-max_context // block_size) * kv_cache.groups.count
+        inputs = 2 * bounds.max_sequences * width * torch.int32.itemsize  # block tables
         logits = bounds.max_sequences * decoder.vocab_size * torch.float32.itemsize
-        decodes = largest_batch(replace(bounds, max_tokens=bounds.max_sequences), block_size, max_context, None)
+        decodes = batch_of(replace(bounds, max_tokens=bounds.max_sequences))
         graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
     kv_cache.close()
     torch.cuda.empty_cache()
@@ -230,7 +235,7 @@ def measure_gpu(
 
 
 def largest_batch(
-    bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None
+    bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None, num_groups: int = 1
 ) -> list[SequenceStep]:
     """As many sequences as a step may have, with all the tokens that it may have, each drawing at random."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
@@ -244,22 +249,24 @@ def largest_batch(
             SequenceStep(
                 token_ids=[0] * length,
                 start=0,
-                block_ids=[0] * -(-length // block_size),
+                block_ids=[0] * (-(-length // block_size) * num_groups),
                 draw=Draw(sampling, history=[0] * length, num_prompt_tokens=length),
             )
         )
     return batch
 
 
-def _warm_up(runner: ModelRunner, block_size: int, max_context: int) -> None:
+def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     """Run each kind of work once, so that no request waits for a kernel to be compiled.
 
     The blocks written are nobody's yet, and what they hold then is as good as zeros.
     """
-    length = min(max_context - 1, 2 * block_size + 1)
+    length = min(max_context - 1, 2 * kv_cache.block_size + 1)
     if length < 1:
         return
-    table = range(-(-(length + 1) // block_size))
+    # Of few blocks all groups share one, as they share tensors.
+    rows = range(-(-(length + 1) // kv_cache.block_size))
+    table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
     draw = Draw(SamplingParams(temperature=0.0), history=[0] * (length + 1), num_prompt_tokens=length)
     prompt = SequenceStep([0] * length, start=0, block_ids=table, draw=draw)
     following = SequenceStep([0], start=length, block_ids=table, draw=draw)

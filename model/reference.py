@@ -105,8 +105,8 @@ def paged_attention(
     """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
 
     q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; the last of a sequence's queries stands at the last
-    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and its window
-    count: what else the blocks hold must be finite.
+    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and the
+    queries' windows are read.
     """
     _, heads, _ = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -116,7 +116,8 @@ def paged_attention(
         start, end = starts[sequence], starts[sequence + 1]
         if context_len == 0 or start == end:
             continue
-        keys = torch.arange(context_len, device=q.device)
+        first = max(0, context_len - (end - start) - form.window + 1) if form.window else 0
+        keys = torch.arange(first, context_len, device=q.device)
         blocks = block_tables[sequence, keys // block_size].long()
         k, v = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2).unbind(1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * form.scale
@@ -129,7 +130,7 @@ def paged_attention(
         scores = scores.masked_fill(~visible, -math.inf)
         if form.sinks is not None:
             scores = torch.cat((scores, form.sinks[:, None, None].expand(-1, end - start, 1)), dim=2)
-        weights = scores.softmax(-1)[:, :, :context_len]
+        weights = scores.softmax(-1)[:, :, : len(keys)]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out.flatten(1)
 

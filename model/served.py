@@ -1,5 +1,6 @@
 """A model's folder as an engine sees it, whichever way it is served: by a decoder of ours, or through transformers."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
@@ -10,9 +11,9 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import Backend
 from twostroke.model.batch import StepDecoder
 from twostroke.model.checkpoint.config_file import is_native, load_model_config, read_config_file
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, weight_bytes
-from twostroke.model.checkpoint.weights import Checkpoint, num_parameters
-from twostroke.model.config import ModelShape, Quantization
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms, weight_bytes, weights_as
+from twostroke.model.checkpoint.weights import Checkpoint, has_weights, num_parameters
+from twostroke.model.config import ModelShape, Quantization, WeightForm
 from twostroke.model.parallel.tensor_parallel import TensorParallel, check_size
 
 Way = Literal["native", "transformers"]
@@ -45,6 +46,9 @@ class ServedModel(Protocol):
 
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
         """Of all ranks together, once the model is loaded in `dtype`."""
+
+    def weights_as(self, quantization: Quantization) -> str | None:
+        """How quantised weights are held, for people; None: as all others."""
 
     def check_ranks(self, size: int) -> None:
         """Raises ConfigError where `size` ranks can't share the model."""
@@ -96,11 +100,19 @@ class NativeModel:
         return Checkpoint(self._folder, self.shape)
 
     @property
+    def _forms(self) -> Mapping[str, WeightForm]:
+        """Of a hub's model its configuration alone may be here."""
+        return self._checkpoint.forms if has_weights(self._folder) else stored_forms(self.shape)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._checkpoint.dtype
 
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        return weight_bytes(self.shape, dtype, quantization)
+        return weight_bytes(self.shape, dtype, quantization, self._forms)
+
+    def weights_as(self, quantization: Quantization) -> str | None:
+        return weights_as(quantization, self._forms)
 
     def check_ranks(self, size: int) -> None:
         check_size(self.shape, size)

@@ -20,6 +20,7 @@ from twostroke.benchmarks.gpu.kernels import (
     measure_prefix,
     measure_sampling,
     measure_start,
+    measure_windows,
 )
 from twostroke.benchmarks.gpu.limits import CudaClock, GpuLimits, GpuPlace, Measure, Row, Sizes, measure_limits
 from twostroke.benchmarks.gpu.steps import measure_quantized, measure_steps
@@ -31,6 +32,7 @@ MEASURES: Mapping[str, Measure] = {
     "attention": measure_prefill_attention,
     "prefix": measure_prefix,
     "decode-attention": measure_decode_attention,
+    "windows": measure_windows,
     "packing": measure_packing,
     "sampling": measure_sampling,
     "steps": measure_steps,

@@ -1,7 +1,7 @@
 """Parts of serving on a GPU: attention, packing KV, drawing tokens, and the start of a worker.
 
 Attention of prompts is held against torch's, of scattered blocks and cached prefixes against that of blocks in order,
-of decodes against the bandwidth.
+of decodes against the bandwidth, within windows against attention to all of a context.
 """
 
 import math
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import make_layout
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
@@ -61,6 +62,29 @@ def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -
     return rows
 
 
+def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """What a window leaves: of a prompt the rate of a whole one's, of decodes the time over contexts as short.
+
+    A tile of 128 queries multiplies up to 255 keys more than count, so 0.8 to 0.89 of the rate is left at 1,024.
+    """
+    window, prompt = sizes.window, [(sizes.windowed_prompt, sizes.windowed_prompt)]
+    rates = []
+    for seen in (0, window):
+        operations = _operations(sizes, 0, sizes.windowed_prompt)
+        operations -= _operations(sizes, 0, sizes.windowed_prompt - seen) if seen else 0.0
+        rates.append(operations / place.clock.seconds(_ours(sizes, place, prompt, False, seen)))
+    name, figure = f"prefill attention, {sizes.windowed_prompt}, window {window}", f"{rates[1] / 1e12:.0f} TFLOP/s"
+    rows = [Row(name, rates[1] / rates[0], 0.75, figure, "no window")]
+    for batch, context in sizes.windowed_decodes:
+        ours_s = place.clock.seconds(_ours(sizes, place, [(1, context)] * batch, True, window))
+        short_s = place.clock.seconds(_ours(sizes, place, [(1, window)] * batch, True))
+        read = batch * window * 2 * sizes.model.kv_size * 2 / ours_s
+        name = f"decode attention, {batch} x {context}, window {window}"
+        rows.append(Row(name, short_s / ours_s, 0.9, f"{read / 1e12:.2f} TB/s", f"contexts of {window}"))
+        rows.append(Row(f"{name}, bytes", read / limits.read, None, f"{ours_s * 1e6:.0f} us", "read bandwidth"))
+    return rows
+
+
 def _against_torch(sizes: Sizes, place: GpuPlace, length: int) -> Row:
     config, batch = sizes.model, max(1, sizes.attention_tokens // length)
     ours_s = place.clock.seconds(_ours(sizes, place, [(length, length)] * batch, False))
@@ -86,7 +110,7 @@ def _fastest(place: GpuPlace, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, flo
 
 
 def _ours(
-    sizes: Sizes, place: GpuPlace, lengths: Sequence[tuple[int, int]], is_scattered: bool
+    sizes: Sizes, place: GpuPlace, lengths: Sequence[tuple[int, int]], is_scattered: bool, window: int = 0
 ) -> Callable[[], Tensor]:
     """Attention of sequences (query length, context length) over a cache of random values."""
     config, size = sizes.model, sizes.block_size
@@ -101,8 +125,8 @@ def _ours(
     kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_()
     tokens = sum(query for query, _ in lengths)
     q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
-    backend = CudaBackend(place.target)
-    return lambda: backend.attention(q, kv_layer, layout)
+    backend, form = CudaBackend(place.target), AttentionForm(config.head_dim**-0.5, window)
+    return lambda: backend.attention(q, kv_layer, layout, form)
 
 
 def _operations(sizes: Sizes, first: int, end: int) -> float:

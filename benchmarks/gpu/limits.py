@@ -114,6 +114,12 @@ class Sizes:
     decode_context: int = 1024
     decode_steps: int = 32
     long_decodes: tuple[tuple[int, int], ...] = ((32, 4096), (32, 16384), (128, 4096))  # batch, context
+    window: int = 1024  # tokens; Gemma 3's
+    windowed_prompt: int = 8192
+    windowed_decodes: tuple[tuple[int, int], ...] = (
+        (1, 32800),
+        (32, 32800),
+    )  # batch, context; windows begin within a step
     sampled_rows: tuple[int, ...] = (1, 32, 256)
     pack_blocks: tuple[int, ...] = (16, 32, 64, 128)
     pack_bytes: int = 2**28

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from twostroke.cluster.config.config import read_config, with_keys_of_file
+from twostroke.cluster.config.config import lay_over, read_config, with_keys_of_file
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import BUNDLED_MODEL, TransportChoice
@@ -106,8 +106,6 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     overrides = {
         ("model", "path"): path,
         ("model", "name"): name,
-        ("model", "dtype"): arguments.dtype,
-        ("model", "quantization"): arguments.quantization,
         ("prefill", "replicas"): arguments.prefill,
         ("decode", "replicas"): arguments.decode,
         ("kv_transfer", "transport"): arguments.transport,
@@ -115,6 +113,7 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     for (section, key), value in overrides.items():
         if value is not None:
             raw[section] = {**(raw.get(section) or {}), key: value}
+    lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
     read_config(raw)
     return raw
 

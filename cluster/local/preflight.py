@@ -6,6 +6,7 @@ from pathlib import Path
 
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.cluster.config.model_folder import chat_template_text
+from twostroke.cluster.config.sections import held_as
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
 
@@ -57,16 +58,18 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     TextTokenizer.load(folder, chat_template_text(config.model))
     defaults = read_sampling_defaults(folder, config.model.generation_config)
     device = torch.device(config.device)
-    dtype = resolve_dtype(config.model.dtype, found.dtype, device)
     free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
     caches: list[str] = []  # of roles for which nobody says a size
+    held: dict[str, str] = {}  # how each role holds the model
     for role, section in config.roles.items():
         most = config.counts[role].most
         if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
+        dtype = resolve_dtype(engine.dtype, found.dtype, device)
+        held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
         weights = found.weight_bytes(dtype, engine.quantization)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
@@ -94,10 +97,11 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     if device.type == "cpu":
         rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         check_memory_of_all(needs, rest, free)
-    held = str(dtype).removeprefix("torch.")
-    if config.model.quantization != "none":
-        held += f" with {config.model.quantization} weights"
-    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
+    if len(set(held.values())) == 1:
+        told = held["decode"]
+    else:
+        told = " and ".join(f"{how} at {role} workers" for role, how in held.items())
+    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {told} on {device.type}"]
     if str(defaults):
         lines.append(f"Sampling where a request says nothing, by generation_config.json: {defaults}")
     if caches:

@@ -56,6 +56,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
         """`weights` are those of `parallel.shard`."""
         self._config = config
+        self._groups = config.kv_groups
         self._weights = weights
         self._backend = backend
         self._parallel = parallel
@@ -68,20 +69,20 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
         """As StepDecoder.forward."""
-        with layer_announcing(on_layer, kv_layers[0].device) as announce:
-            return self._forward(token_ids, layout, kv_layers, drawing, announce)
+        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
+            return self._forward(token_ids, layouts, kv_tensors, drawing, announce)
 
     def _forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor | None:
@@ -96,7 +97,8 @@ class Decoder:
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            kv_layer = kv_layers[index]
+            layout = layouts[self._groups.of_layer[index]]
+            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
             qkv = layer.qkv(x)
             if layer.row_norms is not None:
                 square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))

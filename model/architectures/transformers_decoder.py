@@ -22,6 +22,7 @@ from twostroke.model.architectures.rope import cos_sin_table
 from twostroke.model.backend import AttentionForm, Backend, Linear
 from twostroke.model.batch import BatchLayout, Drawing
 from twostroke.model.cache.kv_cache import layer_announcing
+from twostroke.model.config import ModelShape
 from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
 
 ATTENTION = "twostroke"
@@ -215,8 +216,8 @@ def _our_norm(module: nn.Module, backend: Backend) -> NormModule | None:
 class _Step:
     """What all layers' attention needs of the step under way."""
 
-    layout: BatchLayout
-    kv_layers: Sequence[Tensor]
+    layouts: Sequence[BatchLayout]
+    kv_tensors: Sequence[Tensor]
     on_layer: Callable[[int], None] | None
 
 
@@ -227,7 +228,7 @@ class TransformersDecoder:
         self,
         model: Any,
         calls: Sequence[AttentionCall],
-        vocab_size: int,
+        shape: ModelShape,
         max_context: int,
         device: torch.device,
         backend: Backend,
@@ -235,7 +236,8 @@ class TransformersDecoder:
     ):
         """`calls` are the trace of one forward pass of `model`: a layer each."""
         self._model = model
-        self._vocab_size = vocab_size
+        self._vocab_size = shape.vocab_size
+        self._groups = shape.kv_groups
         self._backend = backend
         self._shard = shard
         self._step: _Step | None = None
@@ -253,15 +255,15 @@ class TransformersDecoder:
     def forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
         """As StepDecoder.forward. The last layer computes all of its rows."""
-        with layer_announcing(on_layer, kv_layers[0].device) as announce:
-            self._step = _Step(layout, kv_layers, announce)
-            logits = _logits(self._model, token_ids, layout.positions, drawing.rows)
+        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
+            self._step = _Step(layouts, kv_tensors, announce)
+            logits = _logits(self._model, token_ids, layouts[0].positions, drawing.rows)
             self._step = None
         return logits.float() if drawing.rows.numel() else None
 
@@ -281,7 +283,8 @@ class TransformersDecoder:
         if step is None:
             raise RuntimeError("attention outside of a step")
         index = self._layers[call.module]
-        kv_layer = step.kv_layers[index]
+        layout = step.layouts[self._groups.of_layer[index]]
+        kv_layer = step.kv_tensors[self._groups.tensor_of_layer[index]]
         query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
         tokens, all_heads, dim = query.shape
         heads = slice(None)
@@ -292,14 +295,14 @@ class TransformersDecoder:
         if narrow < dim:
             value = functional.pad(value, (0, dim - narrow))
         qkv = torch.cat((query, key, value), dim=1).view(tokens, -1)
-        q = self._backend.rope_and_write_kv(qkv, self._still, kv_layer, step.layout)
+        q = self._backend.rope_and_write_kv(qkv, self._still, kv_layer, layout)
         if step.on_layer is not None:
             step.on_layer(index)
         form = self._forms.get(index)
         if form is None:
             sinks = None if call.sinks is None else call.sinks.detach().float().reshape(-1)[heads].contiguous()
             form = self._forms[index] = AttentionForm(call.scale, call.window, call.soft_cap, sinks)
-        own = self._backend.attention(q, kv_layer, step.layout, form).view(tokens, -1, dim)[..., :narrow]
+        own = self._backend.attention(q, kv_layer, layout, form).view(tokens, -1, dim)[..., :narrow]
         if own.shape[1] == all_heads:
             return own[None]
         out = own.new_zeros((1, tokens, all_heads, narrow))

@@ -135,9 +135,8 @@ def check_memory_of_all(needs: Sequence[MemoryNeed], rest: int, free: int) -> No
         )
 
 
-def describe_cache(num_blocks: int, block_size: int, block_bytes: int, max_context: int) -> str:
-    """For people: how much a cache holds. `block_bytes` are of all layers."""
-    requests = num_blocks * block_size / max_context
+def describe_cache(num_blocks: int, block_size: int, block_bytes: int, requests: float, max_context: int) -> str:
+    """For people: how much a cache holds. `requests` of the full context."""
     return (
         f"KV cache {gibibytes(num_blocks * block_bytes)}: {num_blocks} blocks of {block_size} tokens, room for "
         f"{requests:.1f} requests of the full context of {max_context} tokens"

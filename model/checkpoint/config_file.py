@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from twostroke.model.architectures import FAMILIES
 from twostroke.model.architectures.family import ConfigFields, Family
+from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -46,7 +48,8 @@ def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         found = raw.get("architectures") or f"model_type {raw.get('model_type')!r}"
         are = "is" if len(FAMILIES) == 1 else "are"
         raise ConfigError(f"{source}: architectures: {found} is not supported, only {', '.join(FAMILIES)} {are}")
-    return family.read_config(ConfigFields(raw, source))
+    fields = ConfigFields(raw, source)
+    return replace(family.read_config(fields), stored=read_stored_quantization(fields))
 
 
 def _family(raw: Mapping[str, Any]) -> Family | None:

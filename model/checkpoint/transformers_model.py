@@ -31,12 +31,13 @@ from twostroke.model.architectures.transformers_decoder import (
     trace,
 )
 from twostroke.model.backend import Backend
-from twostroke.model.batch import Drawing, make_layout
+from twostroke.model.batch import Drawing, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
-from twostroke.model.checkpoint.quantization import of_lm_head, tensor_bytes
+from twostroke.model.checkpoint.decoder_weights import weights_as
+from twostroke.model.checkpoint.quantization import form_of, of_lm_head, tensor_bytes
+from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
-from twostroke.model.checkpoint.weights import WHOLE
 from twostroke.model.config import ModelShape, Quantization
 from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel, check_size
 from twostroke.model.step import SequenceStep
@@ -116,8 +117,12 @@ class TransformersModel:
             held: Quantization = quantization if name in linears else "none"
             if name == f"{self._head}.weight" or (self.is_tied and name == f"{self._embedding}.weight"):
                 held = of_lm_head(quantization)
-            total += tensor_bytes(tuple(tensor.shape), dtype, held)
+            total += tensor_bytes(tuple(tensor.shape), dtype, form_of(held, None))
         return total
+
+    def weights_as(self, quantization: Quantization) -> str | None:
+        """As ServedModel.weights_as."""
+        return weights_as(quantization, {})
 
     def check_ranks(self, size: int) -> None:
         """Raises ConfigError where `size` ranks can't share the model."""
@@ -148,7 +153,7 @@ class TransformersModel:
         _Loading(self, model, styles, dtype, device, backend, quantization, parallel).run(self._head, self._embedding)
         replace_norms(model, backend)
         shape = self.shape
-        decoder = TransformersDecoder(model, calls, shape.vocab_size, max_context, device, backend, parallel.shard)
+        decoder = TransformersDecoder(model, calls, shape, max_context, device, backend, parallel.shard)
         self._dry_run(decoder, dtype, device, parallel.shard)
         return decoder
 
@@ -270,7 +275,8 @@ class TransformersModel:
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self.shape.vocab_size, (count,), generator=generator)
         block_size = 16
-        blocks = list(range(-(-count // block_size)))[::-1]
+        groups = self.shape.kv_groups
+        blocks = list(range(-(-count // block_size) * groups.count))[::-1]
         cache = make_kv_cache(
             self.shape,
             num_blocks=len(blocks),
@@ -290,9 +296,10 @@ class TransformersModel:
                     tokens = token_ids[start : min(start + length, count)]
                     if not len(tokens):
                         break
-                    layout = make_layout([SequenceStep(tokens.tolist(), start, blocks, None)], block_size, device)
+                    step = SequenceStep(tokens.tolist(), start, blocks, None)
+                    layouts = make_layouts([step], block_size, device, groups)
                     rows = torch.arange(len(tokens), device=device)
-                    logits = decoder.forward(tokens.to(device), layout, cache.tensors, Drawing(rows, rows * 0))
+                    logits = decoder.forward(tokens.to(device), layouts, cache.tensors, Drawing(rows, rows * 0))
                     assert logits is not None  # all rows draw
                     ours.append(logits)
                     start += len(tokens)
@@ -365,7 +372,7 @@ class _Loading:
             if bias is not None:
                 self._keep(before, f"{head}.bias", "bias")
             return
-        linear = self._backend.make_linear(self._read(name, rows), bias, of_lm_head(self._quantization))
+        linear = self._backend.make_linear(self._read(name, rows), bias, of_lm_head(self._quantization), self._dtype)
         model.set_submodule(head, HeadModule(linear, self._parallel, before.out_features))
         if type(table) is not nn.Embedding:
             self._keep(table, f"{embedding}.weight", "weight")
@@ -387,7 +394,7 @@ class _Loading:
         sums = style in ("by columns", "split")
         has_bias = module.bias is not None and not (sums and shard.rank)  # it counts once among the summands
         bias = self._read(f"{name}.bias", rows) if has_bias else None
-        linear = self._backend.make_linear(weight, bias, self._quantization)
+        linear = self._backend.make_linear(weight, bias, self._quantization, self._dtype)
         return ProjectionModule(linear, self._parallel, sums=sums, splits=style == "split", gathers=style == "gathered")
 
     def _tensor_size(self, name: str) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from twostroke.model.checkpoint.weights import DTYPES, WHOLE, TensorFile, open_file, tensor_files
+from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile
+from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
 from twostroke.protocol.errors import ConfigError
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")

@@ -28,7 +28,7 @@ class CpuCapturedSteps:
         self._launcher = launcher
         self._kv_cache = kv_cache
         self._max_batch = min(MAX_BATCH, kv_cache.num_blocks)
-        self._inputs = DecodeInputs(self._max_batch, max_context, kv_cache.block_size)
+        self._inputs = DecodeInputs(self._max_batch, max_context, kv_cache.block_size, groups=kv_cache.groups)
         self._programs: dict[int, tuple[Program, Tensor]] = {}
         try:
             self._record(self._max_batch)

@@ -39,7 +39,7 @@ def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None =
     decoder = model.decoder(torch.float32, CPU, MAX_CONTEXT, CpuBackend(), "none", parallel)
     cache = make_kv_cache(
         model.shape,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=NUM_BLOCKS * model.shape.kv_groups.count,
         block_size=BLOCK_SIZE,
         dtype=torch.float32,
         device=CPU,
@@ -56,6 +56,7 @@ class Ranks:
 
     def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
         self._runners = runners
+        self.groups = runners[0].groups
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
@@ -109,7 +110,7 @@ async def disaggregated(
     before: what both engines' full blocks hold of that is neither computed nor sent again.
     """
     (prefill, source), (decode, target) = make_engine(folder, way), make_engine(folder, way)
-    width = NUM_BLOCKS // len(turns[0])
+    width = NUM_BLOCKS // len(turns[0]) * prefill.groups.count
     answers: list[list[list[int]]] = []
     async with make_pair(source=source, target=target) as pair:  # type: ignore[arg-type]
         known = [0] * len(turns[0])  # tokens in full blocks on both sides
@@ -117,7 +118,7 @@ async def disaggregated(
             histories = [list(prompt) for prompt in prompts]
             for row, prompt in enumerate(prompts):
                 here = [row * width + i for i in range(width)]
-                there = [NUM_BLOCKS - 1 - block for block in here]
+                there = [target.num_blocks - 1 - block for block in here]
                 histories[row].append(
                     await _hand_over(pair, prefill, prompt, known[row], (here, there), f"{number}-{row}", chunk)
                 )
@@ -126,7 +127,7 @@ async def disaggregated(
                     SequenceStep(
                         [history[-1]],
                         len(history) - 1,
-                        [NUM_BLOCKS - 1 - row * width - i for i in range(width)],
+                        [target.num_blocks - 1 - row * width - i for i in range(width)],
                         Draw(GREEDY, history, len(prompts[row])),
                     )
                     for row, history in enumerate(histories)
@@ -151,7 +152,7 @@ async def _hand_over(
     chunk: int,
 ) -> int:
     """The first token of a prompt, whose KV is at the decode engine then."""
-    here, there = (table[: -(-len(prompt) // BLOCK_SIZE)] for table in tables)
+    here, there = (table[: -(-len(prompt) // BLOCK_SIZE) * prefill.groups.count] for table in tables)
     ticket = pair.ticket(name)
     incoming = pair.receiver.expect(ticket, there, len(prompt), known)
     outgoing = pair.sender.open(ticket, len(prompt), here, known)

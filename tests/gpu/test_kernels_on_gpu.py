@@ -1,6 +1,7 @@
 """The CUDA backend's kernels, projections and embeddings against their references, on the GPU at hand."""
 
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tests.kernels.paged_cases import ReferenceBackend, make_layout, paged_case
 from twostroke.model.backend import Backend
 from twostroke.model.checkpoint.quantization import quantize
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 
 pytestmark = pytest.mark.gpu
 REFERENCES = ReferenceBackend()
@@ -46,9 +47,12 @@ def test_norms_equal_their_references(backend: Backend, rows: int, hidden: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 48), (7, 14336), (300, 1025)])
-def test_silu_mul_equals_its_reference(backend: Backend, rows: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gate_equals_its_reference(
+    backend: Backend, activation: Activation, rows: int, width: int, dtype: torch.dtype
+) -> None:
     gate_up = 4 * randn(rows, 2 * width, dtype=dtype)
-    assert_near(backend.silu_mul(gate_up), REFERENCES.silu_mul(gate_up))
+    assert_near(backend.gate(gate_up, activation), REFERENCES.gate(gate_up, activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,29 +81,45 @@ def test_attention_equals_its_reference(
 ) -> None:
     lengths = [(1, 1), (1, 17), (1, 700), (1, 3001), (3, 40), (2, 2), (130, 130), (257, 1300), (64, 2048)]
     case = paged_case(lengths, heads=heads, groups=groups, dim=dim, block_size=block_size, dtype=dtype, device="cuda")
-    actual = backend.attention(case.q, case.kv_layer, case.layout)
-    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout))
+    actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (64, 128), (80, 64), (128, 64), (256, 64)])
+@pytest.mark.parametrize(
+    "form", [{"window": 1000}, {"window": 128, "has_sinks": True}, {"window": 300, "soft_cap": 5.0}], ids=str
+)
+def test_attention_of_every_form_equals_its_reference(
+    backend: Backend, form: dict[str, Any], dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = [(1, 1), (1, 700), (1, 3001), (3, 40), (130, 130), (257, 1300), (64, 2048)]
+    case = paged_case(lengths, heads=8, groups=2, dim=dim, block_size=block_size, dtype=dtype, device="cuda", **form)
+    actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_of_short_chunks_equals_its_reference(backend: Backend, dtype: torch.dtype) -> None:
     case = paged_case([(5, 5), (16, 300), (9, 129)], heads=8, groups=2, dim=128, dtype=dtype, device="cuda")
-    actual = backend.attention(case.q, case.kv_layer, case.layout)
-    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout))
+    actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
 
 
-def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend) -> None:
+@pytest.mark.parametrize("window", [0, 500])
+def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend, window: int) -> None:
     case = paged_case([(1, 900), (1, 2000), (1, 40)], heads=8, groups=2, dim=128, dtype=torch.bfloat16, device="cuda")
+    form = replace(case.form, window=window)
     layout = replace(case.layout, context_lens=case.layout.context_lens.clone(), max_context_len=4096)
-    backend.attention(case.q, case.kv_layer, layout)  # compiles
+    backend.attention(case.q, case.kv_layer, layout, form)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attention(case.q, case.kv_layer, layout)
+        out = backend.attention(case.q, case.kv_layer, layout, form)
     for contexts in ([1, 2, 3], [900, 2000, 40], [0, 513, 0]):
         layout.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))
         graph.replay()
-        assert_near(out, REFERENCES.attention(case.q, case.kv_layer, layout))
+        assert_near(out, REFERENCES.attention(case.q, case.kv_layer, layout, form))
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
@@ -110,8 +130,8 @@ def test_prefill_over_long_contexts_equals_its_reference(
     backend: Backend, lengths: list[tuple[int, int]], block_size: int
 ) -> None:
     case = paged_case(lengths, heads=4, groups=1, dim=128, block_size=block_size, dtype=torch.bfloat16, device="cuda")
-    actual = backend.attention(case.q, case.kv_layer, case.layout)
-    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout))
+    actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
 
 
 QUANTIZATIONS: list[Quantization] = ["none", "int8", "int4"]
@@ -139,7 +159,7 @@ def test_linears_equal_their_reference(
     backend: Backend, rows: int, columns: int, quantization: Quantization, dtype: torch.dtype
 ) -> None:
     _, weight, bias = case(1, rows, columns, dtype)
-    linear = backend.make_linear(weight, bias, quantization)
+    linear = backend.make_linear(weight, bias, quantization, dtype)
     for tokens in (1, 2, 16, 17, 32, 40, 64, 65, 200, 1111):
         x = case(tokens, rows, columns, dtype)[0]
         expected = x.float() @ computed_with(weight, quantization).T + bias.float()
@@ -154,7 +174,7 @@ def test_linears_equal_their_reference(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_splits_give_the_same_bits_every_time_beside_any_rows(backend: Backend, quantization: Quantization) -> None:
     x, weight, _ = case(13, 1024, 14336, torch.bfloat16)
-    linear = backend.make_linear(weight, None, quantization)
+    linear = backend.make_linear(weight, None, quantization, weight.dtype)
     first = linear(x, torch.float32)
     for _ in range(200):
         assert torch.equal(linear(x, torch.float32), first)
@@ -171,7 +191,7 @@ def test_captured_linears_that_share_a_workspace_stay_right(
 ) -> None:
     x, up, _ = case(tokens, 1536, 1024, torch.bfloat16)
     _, down, _ = case(tokens, 1024, 1536, torch.bfloat16)
-    first, second = (backend.make_linear(weight, None, quantization) for weight in (up, down))
+    first, second = (backend.make_linear(weight, None, quantization, weight.dtype) for weight in (up, down))
     second(first(x), torch.float32)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -190,7 +210,7 @@ def test_captured_linears_that_share_a_workspace_stay_right(
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_embeddings_look_up_the_slice_of_a_rank(backend: Backend, quantization: Quantization) -> None:
     _, weight, _ = case(1, 500, 1030, torch.bfloat16)
-    linear = backend.make_linear(weight, None, quantization)
+    linear = backend.make_linear(weight, None, quantization, weight.dtype)
     token_ids = torch.tensor([1000, 999, 1499, 1500, 0, 1234, 2**40], device="cuda")
     rows = linear.embed(token_ids, 1000, torch.bfloat16)
     assert torch.equal(rows[[0, 2, 5]], computed_with(weight, quantization)[[0, 499, 234]].bfloat16())

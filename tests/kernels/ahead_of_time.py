@@ -25,10 +25,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import AttentionForm, HeadNorms
 from twostroke.model.batch import BatchLayout
-from twostroke.model.checkpoint.quantization import quantize
-from twostroke.model.cuda.backend import CudaBackend, CudaLinear
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
+from twostroke.model.config import Activation
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
@@ -46,48 +47,66 @@ from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 
 
-# Head dimension and block size: on each GPU every row of its launch tables, and large blocks as well as small ones.
+HEADS = 32
+PLAIN, WINDOWED, SUNK, CAPPED = (
+    AttentionForm(scale=0.1),
+    AttentionForm(scale=0.1, window=1024),
+    AttentionForm(scale=0.1, window=128, sinks=torch.empty(HEADS, device="meta")),
+    AttentionForm(scale=0.1, window=4096, soft_cap=50.0),
+)
+# Head dimension, block size and form: on each GPU every row of its launch tables, large blocks as well as small ones.
 _ATTENTION_SHAPES = {
-    80: ((64, 16), (80, 128), (96, 32), (128, 16), (256, 64)),
-    89: ((128, 16), (256, 32)),
-    90: ((64, 128), (80, 128), (96, 64), (128, 16), (128, 128), (256, 64)),
-    100: ((64, 64), (80, 16), (96, 128), (128, 64), (256, 32)),
+    80: ((64, 16, PLAIN), (80, 128, WINDOWED), (96, 32, SUNK), (128, 16, PLAIN), (256, 64, CAPPED)),
+    89: ((128, 16, PLAIN), (256, 32, CAPPED)),
+    90: (
+        (64, 128, PLAIN),
+        (80, 128, WINDOWED),
+        (96, 64, SUNK),
+        (128, 16, PLAIN),
+        (128, 128, PLAIN),
+        (256, 64, CAPPED),
+    ),
+    100: ((64, 64, SUNK), (80, 16, PLAIN), (96, 128, PLAIN), (128, 64, CAPPED), (256, 32, WINDOWED)),
 }
 
 
 def attention(capability: int) -> None:
     """What the backend compiles before it first attends, and a step of decodes and chunks, in bf16 and once in fp32."""
-    for head_dim, block_size in _ATTENTION_SHAPES[capability]:
-        run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16)
+    for head_dim, block_size, form in _ATTENTION_SHAPES[capability]:
+        run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form)
     if capability == 80:
-        run_attention(TARGETS[capability], 128, 16, torch.float32)
+        run_attention(TARGETS[capability], 128, 16, torch.float32, PLAIN)
 
 
-def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-    heads, groups = 32, 8
+def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.dtype, form: AttentionForm) -> None:
+    groups = 8
     layout = _layout(tokens=1003, block_size=block_size)
-    q = torch.empty((1003, heads, head_dim), dtype=dtype, device="meta")
+    q = torch.empty((1003, HEADS, head_dim), dtype=dtype, device="meta")
     kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=dtype, device="meta")
-    CudaBackend(target).attention(q, kv_layer, layout)
+    CudaBackend(target).attention(q, kv_layer, layout, form)
 
 
 def elementwise(capability: int) -> None:
-    """Norms, rotary embedding (after norms of heads, too) with the write into the cache, gated activation, in bf16."""
+    """Norms, rotary embedding (after norms of heads, too) with the write into the cache, gated activations, in bf16."""
     tokens, groups, block_size = 1003, 8, 16
     backend = CudaBackend(TARGETS[capability])
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for heads, head_dim in ((32, 80), (32, 128), (16, 256)):
+    def gains(size: int) -> torch.Tensor:
+        return empty(size, dtype=torch.float32)
+
+    shapes: tuple[tuple[int, int, Activation], ...] = ((32, 80, "silu"), (32, 128, "silu"), (16, 256, "gelu_tanh"))
+    for heads, head_dim, activation in shapes:
         hidden = heads * head_dim
-        x = backend.rms_norm(empty(tokens, hidden), empty(hidden), 1e-5)
-        backend.add_rms_norm(x, empty(tokens, hidden), empty(hidden), 1e-5)
+        x = backend.rms_norm(empty(tokens, hidden), gains(hidden), 1e-5)
+        backend.add_rms_norm(x, empty(tokens, hidden), gains(hidden), 1e-5)
         cos_sin = empty(8192, head_dim, dtype=torch.float32)
         qkv, kv_layer = empty(tokens, (heads + 2 * groups) * head_dim), empty(4096, 2, groups, block_size, head_dim)
-        for norms in (None, HeadNorms(empty(head_dim), empty(head_dim), 1e-6)):
+        for norms in (None, HeadNorms(gains(head_dim), gains(head_dim), 1e-6)):
             backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size), norms)
-        backend.silu_mul(empty(tokens, 2 * 4 * hidden))
+        backend.gate(empty(tokens, 2 * 4 * hidden), activation)
 
 
 def _layout(tokens: int, block_size: int) -> BatchLayout:
@@ -155,6 +174,19 @@ def projections(capability: int) -> None:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
+def grouped_projections(capability: int) -> None:
+    """Every kind of weight that checkpoints have in groups, bf16 in, in every tile; embeddings on sm_90."""
+    for kind, group, has_offsets in (("int8", 32, False), ("int4", 128, True), ("int4", 16, True), ("fp8", 128, False)):
+        values = torch.zeros((1024, 256), dtype=torch.float8_e4m3fn if kind == "fp8" else torch.int8)
+        scales = torch.ones((1024, 256 // group))
+        offsets = torch.ones_like(scales) if has_offsets else None
+        weight = QuantizedWeight(values, scales, group, 4 if kind == "int4" else 8, offsets)
+        linear = GroupedCudaLinear(weight, None)
+        linear(torch.zeros((1, 256), dtype=torch.bfloat16))
+        if capability == 90:
+            linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
+
+
 def sampling(capability: int) -> None:
     """Drawing from a large vocabulary."""
     del capability
@@ -177,6 +209,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
     "elementwise": elementwise,
     "projections": projections,
+    "grouped_projections": grouped_projections,
     "sampling": sampling,
     "transfer": transfer,
 }

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from twostroke.model import reference
-from twostroke.model.backend import HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
 
@@ -19,8 +20,9 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 @dataclass(frozen=True)
 class PagedCase:
     q: Tensor  # [T, H, D]
-    kv_layer: Tensor  # [num_blocks, 2, G, block_size, D]; NaN but for the contexts' slots
+    kv_layer: Tensor  # [num_blocks, 2, G, block_size, D]; NaN but for slots that are read, or may be
     layout: BatchLayout
+    form: AttentionForm
 
 
 def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
@@ -68,25 +70,39 @@ def paged_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    window: int = 0,
+    soft_cap: float = 0.0,
+    has_sinks: bool = False,
 ) -> PagedCase:
-    """Random queries, and keys and values for every context slot."""
+    """Random queries, and keys and values for every slot of a context that its queries' windows cover.
+
+    Tables name block 0 for blocks before them; slots before them in their first block are written, as they would be.
+    """
     layout, num_blocks = make_layout(lengths, block_size, device)
     generator = torch.Generator().manual_seed(dim)
     kv_layer = torch.full((num_blocks, 2, groups, block_size, dim), float("nan"), dtype=dtype)
-    for row, (_, context) in enumerate(lengths):
+    for row, (query, context) in enumerate(lengths):
         keys = torch.arange(context)
+        if window:
+            unread = max(0, context - query - window + 1) // block_size
+            layout.block_tables[row, :unread] = 0
+            keys = keys[unread * block_size :]
         blocks = layout.block_tables[row].cpu()[keys // block_size].long()
-        kv_layer[blocks, :, :, keys % block_size] = torch.randn((context, 2, groups, dim), generator=generator).to(
+        kv_layer[blocks, :, :, keys % block_size] = torch.randn((len(keys), 2, groups, dim), generator=generator).to(
             dtype
         )
     q = torch.randn((int(layout.query_starts[-1]), heads, dim), generator=generator).to(dtype)
-    return PagedCase(q.to(device), kv_layer.to(device), layout)
+    sinks = torch.randn(heads, generator=generator).to(device) if has_sinks else None
+    return PagedCase(q.to(device), kv_layer.to(device), layout, AttentionForm(dim**-0.5, window, soft_cap, sinks))
 
 
 class ReferenceBackend:
     """Implements `Backend` in plain torch, on any device."""
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+    def make_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, quantization: Quantization, dtype: torch.dtype
+    ) -> Linear:
+        assert isinstance(weight, Tensor)
         return PlainLinear(weight, bias)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:

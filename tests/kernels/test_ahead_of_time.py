@@ -43,6 +43,9 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
     dims = {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
         assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
+    for name in names(kernels):
+        windows = {kernel["window"] for kernel in kernels if kernel["kernel"] == name}
+        assert len(windows) > 1, name
     for kernel in kernels:
         prefill = kernel["kernel"].endswith("prefill_attention_kernel")
         assert kernel["tma"] == (kernel["kernel"] in by_tma), kernel
@@ -62,7 +65,7 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 @pytest.mark.parametrize("capability", [80, 90])
 def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
     kernels = compiled("elementwise", capability, tmp_path)
-    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "silu_mul_kernel"}
+    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"}
     for kernel in kernels:
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 
@@ -95,6 +98,15 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
         # Of tokens: cuBLAS has prompts unless weights are quantised.
         largest = 64 if bits == 16 else 256 if capability >= 90 else 128
         assert max(kernel["block_t"] for kernel in tiles) == largest
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("grouped_projections", capability, tmp_path)
+    products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_gemm_kernel"]
+    assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
+    assert all(kernel["async_copies"] for kernel in products)
+    assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
 def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:

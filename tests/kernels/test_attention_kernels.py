@@ -1,7 +1,9 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
 from twostroke.model import reference
@@ -32,12 +34,12 @@ def check(case: PagedCase, config: PrefillConfig | TmaPrefillConfig | DecodeConf
     layout = case.layout if isinstance(config, DecodeConfig) else replace(case.layout, num_decodes=0)
     out = torch.full_like(case.q.flatten(1), float("nan"))
     if isinstance(config, DecodeConfig):
-        decode_attention(case.q, case.kv_layer, layout, out, config)
+        decode_attention(case.q, case.kv_layer, layout, case.form, out, config)
     elif isinstance(config, PrefillConfig):
-        prefill_attention(case.q, case.kv_layer, layout, out, config)
+        prefill_attention(case.q, case.kv_layer, layout, case.form, out, config)
     else:
-        tma_prefill_attention(case.q, case.kv_layer, layout, out, SMALL_HOPPER, config)
-    assert_close(out, reference.attention(case.q, case.kv_layer, layout))
+        tma_prefill_attention(case.q, case.kv_layer, layout, case.form, out, SMALL_HOPPER, config)
+    assert_close(out, reference.attention(case.q, case.kv_layer, layout, case.form))
 
 
 def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = torch.float16) -> TmaPrefillConfig:
@@ -51,7 +53,7 @@ BY_TMA = config_of(H100, 64, 64)
 BOTH = pytest.mark.parametrize("config", [PLAIN, BY_TMA], ids=["plain", "tma"])
 
 
-def small_case(lengths: list[tuple[int, int]], config: PrefillConfig | TmaPrefillConfig, **shape: int) -> PagedCase:
+def small_case(lengths: list[tuple[int, int]], config: PrefillConfig | TmaPrefillConfig, **shape: Any) -> PagedCase:
     """In blocks and a type that the config's kernel takes."""
     if isinstance(config, TmaPrefillConfig):
         return paged_case(lengths, block_size=64, dtype=torch.float16, **shape)
@@ -65,7 +67,7 @@ def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None
     visible = torch.arange(37) <= torch.arange(32, 37)[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(case.q.transpose(0, 1), k, v, visible)
     tensors = (case.layout.query_starts, case.layout.context_lens, case.layout.block_tables)
-    actual = reference.paged_attention(case.q, case.kv_layer, *tensors)
+    actual = reference.paged_attention(case.q, case.kv_layer, *tensors, case.form)
     torch.testing.assert_close(actual, expected.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)
 
 
@@ -112,11 +114,11 @@ def test_prefill_leaves_the_rows_of_decodes_alone(config: PrefillConfig | TmaPre
     case = small_case([(1, 70), (1, 3), (66, 66), (5, 90)], config, heads=2, groups=1)
     out = torch.full_like(case.q.flatten(1), float("nan"))
     if isinstance(config, PrefillConfig):
-        prefill_attention(case.q, case.kv_layer, case.layout, out, config)
+        prefill_attention(case.q, case.kv_layer, case.layout, case.form, out, config)
     else:
-        tma_prefill_attention(case.q, case.kv_layer, case.layout, out, SMALL_HOPPER, config)
+        tma_prefill_attention(case.q, case.kv_layer, case.layout, case.form, out, SMALL_HOPPER, config)
     assert out[:2].isnan().all()
-    assert_close(out[2:], reference.attention(case.q, case.kv_layer, case.layout)[2:])
+    assert_close(out[2:], reference.attention(case.q, case.kv_layer, case.layout, case.form)[2:])
 
 
 @BOTH
@@ -133,6 +135,94 @@ def test_prefill_neither_overflows_on_large_scores_nor_loses_the_largest(
 def test_prefill_attention_is_right_with_the_tables_own_tiles(architecture: Architecture, dtype: torch.dtype) -> None:
     case = paged_case([(5, 5), (150, 290)], heads=2, groups=1, dtype=dtype)
     check(case, prefill_config(architecture, 64, dtype, 2, 150))
+
+
+WIDE = replace(PLAIN, block_m=64)
+WINDOWS = pytest.mark.parametrize("window", [1, 37, 64, 1000])
+FORMS = pytest.mark.parametrize(
+    "form",
+    [
+        {"soft_cap": 1.5},
+        {"has_sinks": True},
+        {"window": 20, "has_sinks": True},
+        {"window": 70, "soft_cap": 3.0, "has_sinks": True},
+    ],
+    ids=str,
+)
+
+
+@pytest.mark.parametrize("config", [WIDE, BY_TMA], ids=["plain", "tma"])
+@WINDOWS
+def test_prefill_sees_windows_of_any_length(window: int, config: PrefillConfig | TmaPrefillConfig) -> None:
+    check(small_case([(2, 2), (19, 50), (70, 180)], config, heads=2, groups=1, dim=16, window=window), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "step"), [(WIDE, 3), (replace(WIDE, block_n=32), 3), (BY_TMA, 11)], ids=["plain", "wide", "tma"]
+)
+def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillConfig | TmaPrefillConfig, step: int) -> None:
+    lengths = [(3, 40 + prefix) for prefix in range(0, 11 * step, step)]
+    check(small_case(lengths, config, heads=2, groups=1, dim=16, window=18), config)
+
+
+@WINDOWS
+@pytest.mark.parametrize(("block_size", "block_n", "segments"), [(16, 32, 1), (16, 32, 3), (64, 16, 3)])
+def test_decodes_see_windows_of_any_length(segments: int, block_size: int, block_n: int, window: int) -> None:
+    lengths = [(1, context) for context in (1, 37, 64, 65, 200)]
+    case = paged_case(lengths, heads=2, groups=1, dim=16, block_size=block_size, window=window)
+    check(case, DecodeConfig(block_n, num_warps=4, num_stages=2, num_segments=segments))
+
+
+@pytest.mark.parametrize("config", [WIDE, BY_TMA], ids=["plain", "tma"])
+@FORMS
+def test_prefill_caps_scores_and_counts_sinks(form: dict[str, Any], config: PrefillConfig | TmaPrefillConfig) -> None:
+    case = small_case([(2, 2), (66, 100)], config, heads=6, groups=2, dim=16, **form)
+    case.q.mul_(4)
+    check(case, config)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_decodes_cap_scores_and_count_sinks_once(segments: int, dtype: torch.dtype, form: dict[str, Any]) -> None:
+    case = paged_case([(1, 1), (1, 75), (1, 30)], heads=6, groups=2, dim=16, dtype=dtype, **form)
+    case.q.mul_(4)
+    case.layout.context_lens[2] = 0
+    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+
+
+def test_a_cap_holds_where_its_exponential_would_overflow() -> None:
+    case = paged_case([(5, 50)], soft_cap=1.0)
+    case.q.mul_(1000)
+    check(case, WIDE)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "config"),
+    [(64, WIDE), (64, BY_TMA), (1, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=2))],
+    ids=["plain", "tma", "decode"],
+)
+def test_a_windows_work_does_not_grow_with_the_context(
+    query_len: int, config: PrefillConfig | TmaPrefillConfig | DecodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = 0
+    multiply = InterpreterBuilder.create_dot
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal products
+        products += 1
+        return multiply(*arguments)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted)
+
+    def products_of(context: int) -> int:
+        nonlocal products
+        products = 0
+        lengths = [(query_len, context)]
+        check(paged_case(lengths, heads=1, groups=1, dim=16, block_size=64, dtype=torch.float16, window=96), config)
+        return products
+
+    assert products_of(1024) == products_of(512)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

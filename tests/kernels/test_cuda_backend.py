@@ -1,5 +1,6 @@
 """The CUDA backend chooses the right kernels: against the references as a backend, in Triton's interpreter."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,11 @@ import triton.language as tl
 
 from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layout, paged_case
 from tests.model.conftest import make_decoder
-from twostroke.model.backend import Backend
+from twostroke.model.backend import AttentionForm, Backend
 from twostroke.model.batch import Drawing
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.attention import DecodeConfig
 from twostroke.model.cuda.kernels.launch import A100, H100
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -30,14 +32,14 @@ LENGTHS = {
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_backend_attention_gives_each_kind_of_sequence_to_its_kernel(kind: str, dtype: torch.dtype) -> None:
     case = paged_case(LENGTHS[kind], heads=6, groups=2, dim=64, dtype=dtype)
-    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout)
-    assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout))
+    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
 
 
 def test_long_chunks_over_large_blocks_beside_decodes_are_right() -> None:
     case = paged_case([(1, 33), (1, 130), (70, 70), (3, 90)], heads=4, groups=2, block_size=64, dtype=torch.float16)
-    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout)
-    assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout))
+    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1), (8, 1)])
@@ -47,16 +49,30 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
 ) -> None:
     launched: set[object] = set()
     for name in ("prefill_attention", "tma_prefill_attention"):
-        monkeypatch.setattr(cuda_backend, name, lambda *arguments: launched.add(arguments[-1]))
+        monkeypatch.setattr(cuda_backend, name, lambda *arguments: launched.add((arguments[3], arguments[-1])))
     case = paged_case([(1, 5)], heads=heads, groups=groups, block_size=block_size, dtype=torch.float16)
     backend = CudaBackend(H100)
-    backend.attention(case.q, case.kv_layer, case.layout)
+    forms = [AttentionForm(1.0), AttentionForm(1.0, 7), AttentionForm(1.0, 0, 2.0), AttentionForm(1.0, sinks=case.q)]
+    for form in forms:
+        backend.attention(case.q, case.kv_layer, case.layout, form)
     at_first = set(launched)
-    for length in (*range(2, 300), 1000, 100_000):
+    for form, length in (*((forms[0], n) for n in range(2, 300)), *itertools.product(forms, (2, 1000, 100_000))):
         starts = torch.tensor([0, 1], dtype=torch.int32)
         layout = replace(case.layout, query_starts=starts, num_decodes=0, max_query_len=length)
-        backend.attention(case.q, case.kv_layer, layout)
+        backend.attention(case.q, case.kv_layer, layout, form)
     assert launched == at_first
+
+
+@pytest.mark.parametrize(("window", "segments"), [(0, 32), (1024, 8), (1 << 20, 32), (100, 1)])
+def test_decodes_are_split_by_the_keys_that_a_window_leaves(
+    window: int, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[DecodeConfig] = []
+    monkeypatch.setattr(cuda_backend, "decode_attention", lambda *arguments: configs.append(arguments[-1]))
+    case = paged_case([(1, 5)], heads=8, groups=8, dim=128, dtype=torch.float16)
+    layout = replace(case.layout, max_context_len=16384)
+    CudaBackend(H100).attention(case.q, case.kv_layer, layout, AttentionForm(1.0, window))
+    assert configs[-1].num_segments == segments
 
 
 @pytest.mark.parametrize(

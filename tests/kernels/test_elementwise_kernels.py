@@ -1,3 +1,5 @@
+from typing import get_args
+
 import pytest
 import torch
 
@@ -5,12 +7,13 @@ from tests.kernels.paged_cases import assert_close, make_layout
 from twostroke.model import reference
 from twostroke.model.backend import HeadNorms
 from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.config import Activation
 from twostroke.model.cuda.backend import CudaLinear
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
+    gate,
     rms_norm,
     rope_and_write_kv,
-    silu_mul,
     vocab_embedding,
 )
 from twostroke.model.cuda.kernels.gemm import Bits, SplitWorkspace, pack
@@ -30,7 +33,7 @@ def angles(max_position: int, dim: int) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "hidden"), [(0, 64), (1, 1), (3, 33), (2, 288), (2, 1024), (1, 4100)])
 def test_rms_norm_equals_its_reference(rows: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, weight = (3 * torch.randn(rows, hidden)).to(dtype), torch.randn(hidden).to(dtype)
+    x, weight = (3 * torch.randn(rows, hidden)).to(dtype), torch.randn(hidden)
     assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), scale=4)
 
 
@@ -42,7 +45,8 @@ def test_rms_norm_of_zeros_is_zero() -> None:
 @pytest.mark.parametrize(("rows", "hidden"), [(0, 64), (1, 1), (3, 33), (2, 1024)])
 def test_add_rms_norm_equals_its_reference_in_both_results(rows: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
+    x, residual = (torch.randn(rows, hidden).to(dtype) for _ in range(2))
+    weight = torch.randn(hidden)
     expected, expected_sum = reference.add_rms_norm(x, residual, weight, 1e-5)
     out, total = add_rms_norm(x, residual, weight, 1e-5)
     assert_close(out, expected, scale=4)
@@ -51,15 +55,17 @@ def test_add_rms_norm_equals_its_reference_in_both_results(rows: int, hidden: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 1), (2, 1023), (1, 1024), (2, 1025)])
-def test_silu_mul_equals_its_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gate_equals_its_reference(activation: Activation, rows: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype)
-    assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), scale=16)
+    assert_close(gate(gate_up, activation), reference.gate(gate_up, activation), scale=16)
 
 
-def test_silu_mul_stays_finite_where_the_exponential_would_overflow() -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gate_stays_finite_where_the_exponential_would_overflow(activation: Activation) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4, 1.0, 2.0, 3.0, 4.0, 5.0]])
-    assert_close(silu_mul(gate_up), torch.tensor([[0.0, 0.0, 0.0, 800.0, 5e4]]))
+    assert_close(gate(gate_up, activation), torch.tensor([[0.0, 0.0, 0.0, 800.0, 5e4]]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,11 +84,23 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     cos_sin = angles(2 * block_size, dim)
     slots = layout.slots.clone()
     slots[3] = -1
-    norms = HeadNorms(*torch.rand(2, dim).to(dtype), eps=1e-5) if has_norms else None
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
     expected = reference.rope_and_write_kv(qkv, cos_sin, expected_kv, layout.positions, slots, norms)
     assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms), expected, scale=4)
     assert_close(kv_layer, expected_kv, scale=4)
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
+
+
+def test_norms_of_heads_are_not_rounded_to_the_activations_dtype() -> None:
+    layout, num_blocks = make_layout([(3, 3)], block_size=16)
+    qkv, norms = torch.randn(3, 4 * 64).bfloat16(), HeadNorms(*(1 + 1e-3 * torch.rand(2, 64)), eps=1e-5)
+    expected_kv = torch.zeros(num_blocks, 2, 1, 16, 64)
+    kv_layer = expected_kv.bfloat16()
+    where = layout.positions, layout.slots
+    # The reference in fp32: what differs is one rounding after the norm, and one after the rotation.
+    expected = reference.rope_and_write_kv(qkv.float(), angles(16, 64), expected_kv, *where, norms)
+    assert_close(rope_and_write_kv(qkv, angles(16, 64), kv_layer, *where, norms), expected.bfloat16())
+    assert_close(kv_layer, expected_kv.bfloat16())
 
 
 def test_rope_and_kv_write_of_no_tokens_do_nothing() -> None:

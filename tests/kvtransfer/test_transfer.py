@@ -268,7 +268,7 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
             pair.sender.open(ticket, 5, [0, 1], 6)
         with pytest.raises(ValueError, match="do not fit"):
             pair.receiver.expect(ticket, [0], 5, 0)
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="5 tokens can't come with 6"):
             pair.receiver.expect(ticket, [0, 1], 5, 6)
         with pytest.raises(ValueError, match="end within a block"):
             pair.receiver.expect(ticket, [0, 1], 5, 3)

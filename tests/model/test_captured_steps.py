@@ -69,7 +69,7 @@ def LOOK_UP(words):
 class Backend(CpuBackend):
     """Simple projections in fp32, which can be recorded on any CPU."""
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any) -> "Linear":
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any, dtype: Any) -> "Linear":
         return Linear(weight, self)
 
     def embed(self, token_ids: Tensor, table: Any, first: int, dtype: torch.dtype) -> Tensor:
@@ -195,7 +195,7 @@ def test_inputs_are_those_of_a_layout() -> None:
     for size in (64, 3, 17, 1):
         batch = decodes(rng, size)
         inputs.fill(batch)
-        mine, expected = inputs.layout(size), make_layout(batch, BLOCK_SIZE, CPU)
+        (mine,), expected = inputs.layouts(size), make_layout(batch, BLOCK_SIZE, CPU)
         for name in ("positions", "slots", "query_starts", "context_lens"):
             assert torch.equal(getattr(mine, name), getattr(expected, name)), name
             assert getattr(mine, name).dtype == getattr(expected, name).dtype, name

@@ -159,8 +159,10 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
 
 def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     backend = CpuBackend()
+    config = load_model_config(folder)
+    num_blocks *= config.kv_groups.count
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
-    max_context = load_model_config(folder).max_position
+    max_context = config.max_position
     captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
     return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, captured)
 

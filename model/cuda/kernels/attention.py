@@ -9,6 +9,10 @@ while contexts grow, so a captured graph stays valid.
 
 q [T, H, D], out [T, H * D] and kv_layer [num_blocks, 2, G, block_size, D] are contiguous. Contexts count this step's
 own tokens, whose KV is in the cache by now; entries of block tables past a context are not read.
+
+`model.backend.AttentionForm` says what becomes of scores. A window saves work: keys before it are neither loaded nor
+multiplied but for those of its first step. Window and soft cap are compiled in, so a layer that has neither pays for
+neither. A sink is where the online softmax starts: its score is the largest so far, and its weight the sum.
 """
 
 import math
@@ -19,15 +23,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.launch import (
+    LOG2_E,
     Architecture,
     Target,
     dot_precision,
     padded_head,
     power_of_two,
-    softmax_scale_log2,
 )
+
+_LOG2_E = tl.constexpr(LOG2_E)
+# The largest score of a row that has seen no key yet: with -inf, weights relative to it would be NaN.
+NO_SCORE = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,17 @@ def cached_kv_offsets(
 
 
 @triton.jit
+def soft_capped(scores, scale_log2, SOFT_CAP: tl.constexpr):
+    """Unscaled scores that, scaled, are SOFT_CAP tanh(s / SOFT_CAP) of the scaled ones s.
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1), within 2^-23 of SOFT_CAP; from exp(2 x) = 2^30 on that is 1 in fp32.
+    """
+    cap = SOFT_CAP * _LOG2_E / scale_log2
+    doubled = tl.exp2(tl.minimum(scores * (2.0 * _LOG2_E / cap), 30.0))
+    return cap - 2.0 * cap / (doubled + 1.0)
+
+
+@triton.jit
 def attend_tile(
     q,
     k_head,
@@ -128,6 +148,7 @@ def attend_tile(
     kind_stride,
     block_stride,
     start,
+    least,
     context_len,
     positions,
     scale_log2,
@@ -135,6 +156,8 @@ def attend_tile(
     total,
     acc,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -143,9 +166,10 @@ def attend_tile(
 ):
     """One step of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): keys [start, start + BLOCK_N).
 
-    q [rows, HEAD_DIM_PADDED] with zeros in the padding; `positions` are the rows' own, of which no later key is seen
-    where MASKED. State: `best` the rows' largest score in base-2 units, `total` the sum and `acc` the weighted values
-    relative to it. Every row must have seen a key after its first step, or `best` would stay -inf and give NaN.
+    q [rows, HEAD_DIM_PADDED] with zeros in the padding; `positions` are the rows' own. Where MASKED, a row sees no
+    later key, and with a WINDOW none before its own; keys before `least`, the first that any row sees, are not read.
+    State: `best` the rows' largest score in base-2 units, NO_SCORE before the first, `total` the sum and `acc` the
+    weighted values relative to it.
     """
     dims = tl.arange(0, HEAD_DIM_PADDED)
     keys = start + tl.arange(0, BLOCK_N)
@@ -156,8 +180,11 @@ def attend_tile(
     v_at = k_head + kind_stride + offsets[:, None] + dims[None, :]
     if MASKED:
         # Slots past the context may hold NaN, which a weight of zero would not silence.
-        k = tl.load(k_at, mask=(keys < context_len)[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(v_at, mask=(keys < context_len)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        present = keys < context_len
+        if WINDOW:
+            present = present & (keys >= least)
+        k = tl.load(k_at, mask=present[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+        v = tl.load(v_at, mask=present[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM_PADDED != HEAD_DIM:
         k = tl.load(k_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
         v = tl.load(v_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
@@ -165,8 +192,12 @@ def attend_tile(
         k = tl.load(k_at)
         v = tl.load(v_at)
     scores = tl.dot(q, k, input_precision=PRECISION)
+    if SOFT_CAP > 0.0:
+        scores = soft_capped(scores, scale_log2, SOFT_CAP)
     if MASKED:
         visible = (keys[None, :] <= positions[:, None]) & (keys < context_len)[None, :]
+        if WINDOW:
+            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_best[:, None])
@@ -178,13 +209,14 @@ def attend_tile(
 
 # The table's width and where slices of the layout start change from step to step: specialised on them, the kernel would
 # be compiled again in the midst of serving.
-@triton.jit(do_not_specialize=["query_starts", "context_lens", "block_tables", "table_stride"])
+@triton.jit(do_not_specialize=["query_starts", "context_lens", "block_tables", "sinks", "table_stride"])
 def prefill_attention_kernel(
     q,
     kv_layer,
     query_starts,
     context_lens,
     block_tables,
+    sinks,
     out,
     scale_log2,
     token_stride,
@@ -199,6 +231,8 @@ def prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program a tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group) pairs."""
@@ -229,29 +263,39 @@ def prefill_attention_kernel(
         mask=inside,
         other=0.0,
     )  # fmt: skip
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    if sinks is not None:
+        best = tl.load(sinks + heads) * _LOG2_E
+        total += 1.0
 
-    # Whole steps that every row sees need no mask; the rest cross the diagonal or the context's end. Key 0, which every
-    # row sees (those past the query too), is in the first step either way.
-    unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
     end = tl.minimum(first + TOKENS, context_len)
-    for start in range(0, unmasked_end, BLOCK_N):
+    if WINDOW:
+        # Masked throughout: steps that all rows see whole would need a loop between two others.
+        least = tl.maximum(first - WINDOW + 1, 0)
+        masked_from = least // BLOCK_N * BLOCK_N
+    else:
+        # Whole steps that every row sees need no mask; the rest cross the diagonal or the context's end.
+        least = 0
+        masked_from = (first + 1) // BLOCK_N * BLOCK_N
+        for start in range(0, masked_from, BLOCK_N):
+            best, total, acc = attend_tile(
+                q_tile, k_head, block_table, kind_stride, block_stride, start, least, context_len, positions,
+                scale_log2, best, total, acc, False, WINDOW, SOFT_CAP, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N,
+                PRECISION,
+            )  # fmt: skip
+    for start in range(masked_from, end, BLOCK_N):
         best, total, acc = attend_tile(
-            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, positions, scale_log2,
-            best, total, acc, False, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for start in range(unmasked_end, end, BLOCK_N):
-        best, total, acc = attend_tile(
-            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, positions, scale_log2,
-            best, total, acc, True, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+            q_tile, k_head, block_table, kind_stride, block_stride, start, least, context_len, positions, scale_log2,
+            best, total, acc, True, WINDOW, SOFT_CAP, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     tl.store(
         out + query_start.to(tl.int64) * out_stride
         + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :],
-        (acc / total[:, None]).to(out.dtype.element_ty),
+        # Rows past the query, which are not stored, may have seen no key.
+        (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty),
         mask=inside,
     )  # fmt: skip
 
@@ -262,7 +306,9 @@ def chunks_of(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
     return layout.query_starts[first:], layout.context_lens[first:], layout.block_tables[first:]
 
 
-def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: PrefillConfig) -> None:
+def prefill_attention(
+    q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: PrefillConfig
+) -> None:
     """`paged_attention` of model/reference.py for the layout's chunks, written to their rows of out."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -270,10 +316,11 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Ten
     heads_per_group = heads // groups
     tiles = triton.cdiv(layout.max_query_len, config.block_m // heads_per_group)
     prefill_attention_kernel[(tiles, groups, context_lens.shape[0])](
-        q, kv_layer, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim),
+        q, kv_layer, query_starts, context_lens, block_tables, form.sinks, out, form.scale * LOG2_E,
         q.stride(0), out.stride(0), *kv_layer.stride()[:3], block_tables.stride(0),
         HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
-        BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
+        BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        WINDOW=form.window, SOFT_CAP=form.soft_cap, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -312,7 +359,10 @@ _MERGE_SEGMENTS = 16  # segments a step of the merging kernel
 def decode_config(
     target: Target, head_dim: int, dtype: torch.dtype, groups: int, num_sequences: int, max_context_len: int
 ) -> DecodeConfig:
-    """The table's row for a batch, and the number of segments. Raises ValueError for too wide heads."""
+    """The table's row for a batch, and the number of segments. Raises ValueError for too wide heads.
+
+    `max_context_len`: the most keys that a sequence reads, so a window's where that is shorter.
+    """
     table = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     for widest, (block_n, warps, stages) in table:
         if head_dim <= widest:
@@ -335,19 +385,23 @@ def _num_segments(programs: int, at_once: int, useful: int) -> int:
 
 
 @triton.jit
-def segment_len(context_len, num_segments, BLOCK_N: tl.constexpr):
-    """Keys of a segment: whole steps, the same for all segments of a sequence; at least one step."""
-    per_segment = (context_len + num_segments - 1) // num_segments
-    return tl.maximum((per_segment + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
+def segments_of(context_len, num_segments, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(the key where a sequence's first segment begins, keys of each segment): whole steps, at least one."""
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
+    per_segment = (context_len - begin + num_segments - 1) // num_segments
+    return begin, tl.maximum((per_segment + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
 
 
 # As for prefill: nothing that changes from step to step, nor the number of segments, may cause a compilation.
-@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride"])
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "sinks", "table_stride"])
 def decode_attention_kernel(
     q,
     kv_layer,
     context_lens,
     block_tables,
+    sinks,
     out,
     partial_out,
     partial_log_sums,
@@ -366,6 +420,8 @@ def decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program a KV group, a segment and a sequence; its rows are the group's heads.
@@ -379,8 +435,8 @@ def decode_attention_kernel(
     num_segments = tl.num_programs(1)
     sequence = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    length = segment_len(context_len, num_segments, BLOCK_N)
-    begin = segment * length
+    first, length = segments_of(context_len, num_segments, WINDOW, BLOCK_N)
+    begin = first + segment * length
     if SPLIT and begin >= context_len:
         return
     end = tl.minimum(begin + length, context_len)
@@ -393,15 +449,21 @@ def decode_attention_kernel(
     inside = (rows < HEADS_PER_GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     in_token = heads[:, None] * HEAD_DIM + dims[None, :]
     q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
-    last = tl.zeros([BLOCK_M], tl.int32) + context_len
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    last = tl.zeros([BLOCK_M], tl.int32) + context_len - 1
+    best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    if sinks is not None:
+        # Among the first segment's keys: once.
+        sink = tl.load(sinks + heads, mask=rows < HEADS_PER_GROUP, other=0.0) * _LOG2_E
+        best = tl.where(segment == 0, sink, best)
+        total = tl.where(segment == 0, 1.0, total)
     # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
     for start in range(begin, end, BLOCK_N):
         best, total, acc = attend_tile(
-            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, last, scale_log2,
-            best, total, acc, True, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len - WINDOW, context_len, last,
+            scale_log2, best, total, acc, True, WINDOW, SOFT_CAP, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N,
+            PRECISION,
         )  # fmt: skip
     # An empty context (a padding row of a captured graph) gives zeros.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -425,6 +487,7 @@ def merge_segments_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     MOST_SEGMENTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -432,8 +495,8 @@ def merge_segments_kernel(
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    length = segment_len(context_len, num_segments, BLOCK_N)
-    used = (context_len + length - 1) // length
+    begin, length = segments_of(context_len, num_segments, WINDOW, BLOCK_N)
+    used = (context_len - begin + length - 1) // length
     partial = (sequence * NUM_HEADS + head) * num_segments
     segments = tl.arange(0, MOST_SEGMENTS)
     log_sums = tl.load(partial_log_sums + partial + segments, mask=segments < used, other=float("-inf"))
@@ -456,7 +519,9 @@ def merge_segments_kernel(
     tl.store(out + sequence * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=real)
 
 
-def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: DecodeConfig) -> None:
+def decode_attention(
+    q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeConfig
+) -> None:
     """As in model/reference.py for the layout's decodes, whose rows come first; zeros for an empty context."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -468,17 +533,17 @@ def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tens
     else:
         partial_out = partial_log_sums = out  # not touched
     decode_attention_kernel[(groups, segments, sequences)](
-        q, kv_layer, layout.context_lens, layout.block_tables, out, partial_out, partial_log_sums,
-        softmax_scale_log2(dim),
+        q, kv_layer, layout.context_lens, layout.block_tables, form.sinks, out, partial_out, partial_log_sums,
+        form.scale * LOG2_E,
         q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0),
         NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
-        SPLIT=segments > 1, PRECISION=dot_precision(q.dtype),
+        SPLIT=segments > 1, WINDOW=form.window, SOFT_CAP=form.soft_cap, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if segments > 1:
         merge_segments_kernel[(heads, sequences)](
             partial_out, partial_log_sums, layout.context_lens, out, out.stride(0), segments,
             NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
-            MOST_SEGMENTS=MOST_SEGMENTS, STEP=_MERGE_SEGMENTS, num_warps=4,
+            WINDOW=form.window, MOST_SEGMENTS=MOST_SEGMENTS, STEP=_MERGE_SEGMENTS, num_warps=4,
         )  # fmt: skip

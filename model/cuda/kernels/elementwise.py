@@ -1,12 +1,14 @@
 """The small kernels between the products of a layer: each reads its rows once and is bound by that.
 
 - RMSNorm, alone and with the residual addition before it;
-- the gated activation of a SwiGLU feed-forward layer: silu(gate) * up;
+- the gated activation of a feed-forward layer, SwiGLU's or GeGLU's: activation(gate) * up;
 - rotary position embedding of Q and K, fused with the write of K and V into the paged cache;
 - embedding rows out of one rank's slice of the vocabulary, in whatever form its weights are kept for the LM head.
 
 All tensors are contiguous.
 """
+
+import math
 
 import torch
 import triton
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.backend import HeadNorms
+from twostroke.model.config import Activation
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight
 from twostroke.model.cuda.kernels.launch import power_of_two
 
@@ -23,6 +26,7 @@ _MOST_ROW_WARPS = 16
 _BLOCK = 1024  # elements a program: 8 a lane at 4 warps, one 16-byte access of a 16-bit type
 _BLOCK_WARPS = 4
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
+_TWO_SQRT_2_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 
 
 @triton.jit
@@ -72,27 +76,33 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: 
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and BLOCK columns."""
+def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """One program a row and BLOCK columns. Both activations are gate * sigmoid(x): SiLU's x is the gate itself.
+
+    GELU by its approximation with tanh: 0.5 (1 + tanh(u)) = sigmoid(2 u).
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     gate_at = gate_up + row * (2 * WIDTH) + columns
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    x = gate
+    if GELU:
+        x = _TWO_SQRT_2_PI * gate * (1.0 + 0.044715 * gate * gate)
     # Of both signs the exponential that can't overflow.
-    shrunk = tl.exp(-tl.abs(gate))
-    sigmoid = tl.where(gate >= 0, 1.0, shrunk) / (1.0 + shrunk)
+    shrunk = tl.exp(-tl.abs(x))
+    sigmoid = tl.where(x >= 0, 1.0, shrunk) / (1.0 + shrunk)
     tl.store(out + row * WIDTH + columns, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """As in model/reference.py. gate_up [T, 2 I]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        silu_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS
+        gate_kernel[(rows, triton.cdiv(width, _BLOCK))](
+            gate_up, out, WIDTH=width, BLOCK=_BLOCK, GELU=activation == "gelu_tanh", num_warps=_BLOCK_WARPS
         )
     return out
 

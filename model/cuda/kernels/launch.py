@@ -6,6 +6,9 @@ from enum import Enum
 
 import torch
 
+LOG2_E = math.log2(math.e)
+"""What natural exponents are multiplied with where 2 is raised to their power."""
+
 
 class Architecture(Enum):
     """GPUs grouped by what the launch tables care about: matrix instruction and shared memory a program may use."""
@@ -62,8 +65,3 @@ def padded_head(head_dim: int) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
     return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def softmax_scale_log2(head_dim: int) -> float:
-    """What scores are multiplied with before 2 is raised to their power: 1 / sqrt(D), by base-2 logarithms."""
-    return math.log2(math.e) / math.sqrt(head_dim)

@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.attention import chunks_of
-from twostroke.model.cuda.kernels.launch import Architecture, Target, padded_head, softmax_scale_log2
+from twostroke.model.cuda.kernels.attention import NO_SCORE, chunks_of, soft_capped
+from twostroke.model.cuda.kernels.launch import LOG2_E, Architecture, Target, padded_head
 
+_LOG2_E = tl.constexpr(LOG2_E)
 BLOCK_M = 128  # queries of a tile, all of one head: two products of 64 rows, the least that wgmma takes
 LEAST_QUERY_LEN = BLOCK_M // 2  # of the longest chunk of a batch; below, more than half of the products were padding
 _BLOCK_UNIT = 64
@@ -97,8 +99,8 @@ def find_tile(query_starts, tile, num_sequences, search_steps, BLOCK_M: tl.const
 # What changes from step to step must not cause a compilation.
 @triton.jit(
     do_not_specialize=[
-        "query_starts", "context_lens", "block_tables", "num_rows", "num_sequences", "num_tiles", "search_steps",
-        "table_stride",
+        "query_starts", "context_lens", "block_tables", "sinks", "num_rows", "num_sequences", "num_tiles",
+        "search_steps", "table_stride",
     ]
 )  # fmt: skip
 def tma_prefill_attention_kernel(
@@ -107,6 +109,7 @@ def tma_prefill_attention_kernel(
     query_starts,
     context_lens,
     block_tables,
+    sinks,
     out,
     scale_log2,
     num_rows,
@@ -123,6 +126,8 @@ def tma_prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     SPECIALIZED: tl.constexpr,
 ):
     """Programs take one pair of tile and head a wave, the tiles that see the most keys first.
@@ -158,12 +163,18 @@ def tma_prefill_attention_kernel(
         # Rows past the sequence are others' queries, and columns past a narrow head the next one's: the former are not
         # stored, and the latter meet the zeros that follow the keys.
         q_tile = queries.load([query_start + tile * BLOCK_M, head * HEAD_DIM])
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+        if sinks is not None:
+            best = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head) * _LOG2_E
+            total += 1.0
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         # An empty tile takes no step. One loop, masked throughout: Triton does not specialise two.
         end = tl.where(tile * BLOCK_M < query_len, tl.minimum(first + BLOCK_M, context_len), 0)
-        for start in tl.range(0, end, BLOCK_N, warp_specialize=SPECIALIZED):
+        for start in tl.range(begin, end, BLOCK_N, warp_specialize=SPECIALIZED):
             # Slots past the context may hold NaN, which a weight of zero would not silence. So the last box ends with
             # the context: it begins early, with keys that have been seen, or before the block, with zeros.
             block_start = start // BLOCK_SIZE * BLOCK_SIZE
@@ -171,9 +182,14 @@ def tma_prefill_attention_kernel(
             plane = tl.load(block_table + start // BLOCK_SIZE) * (2 * NUM_GROUPS) + group
             k = kv.load([plane, box_start - block_start, 0]).reshape([BLOCK_N, HEAD_DIM_PADDED])
             scores = tl.dot(q_tile, k.T)
+            if SOFT_CAP > 0.0:
+                scores = soft_capped(scores, scale_log2, SOFT_CAP)
             keys = box_start + tl.arange(0, BLOCK_N)
             unseen = tl.where(keys >= start, keys, 0x7FFFFFFF)
-            scores = tl.where(unseen[None, :] <= positions[:, None], scores, float("-inf"))
+            visible = unseen[None, :] <= positions[:, None]
+            if WINDOW:
+                visible = visible & (unseen[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
             weights = tl.exp2(scores * scale_log2 - new_best[:, None])
             shrink = tl.exp2(best - new_best)
@@ -195,7 +211,13 @@ def _device_memory(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def tma_prefill_attention(
-    q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, target: Target, config: TmaPrefillConfig
+    q: Tensor,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+    form: AttentionForm,
+    out: Tensor,
+    target: Target,
+    config: TmaPrefillConfig,
 ) -> None:
     """As `prefill_attention`, for chunks of any length."""
     num_rows, heads, dim = q.shape
@@ -209,10 +231,11 @@ def tma_prefill_attention(
     # The setting belongs to the thread or task at hand, which need not be the one that imported this.
     triton.set_allocator(_device_memory)
     tma_prefill_attention_kernel[(min(target.multiprocessors, num_tiles * heads),)](
-        q, kv, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim),
+        q, kv, query_starts, context_lens, block_tables, form.sinks, out, form.scale * LOG2_E,
         num_rows, sequences, num_tiles, (sequences - 1).bit_length(), q.stride(0), out.stride(0),
         block_tables.stride(0),
         NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HEAD_DIM_PADDED=padded, BLOCK_SIZE=block_size,
-        BLOCK_M=BLOCK_M, BLOCK_N=config.block_n, SPECIALIZED=config.specialized,
+        BLOCK_M=BLOCK_M, BLOCK_N=config.block_n, WINDOW=form.window, SOFT_CAP=form.soft_cap,
+        SPECIALIZED=config.specialized,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

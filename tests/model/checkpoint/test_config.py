@@ -48,7 +48,7 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"attention_bias": 1}, "attention_bias"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": "gptq"}, "quantization_config"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.short_factor"),

@@ -165,6 +165,6 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
         loaded = list(threads.map(lambda rank: load_engine(config, RankPlace(rank, rendezvous.address)), range(2)))
     assert heads == [2, 2]
     for rank in loaded:
-        assert 0 < rank.num_blocks * rank.kv_cache.block_bytes * rank.kv_cache.num_layers <= 2**20
+        assert 0 < rank.num_blocks * rank.kv_cache.block_bytes * len(rank.kv_cache.tensors) <= 2**20
         rank.engine.close()
         rank.kv_cache.close()
