@@ -65,7 +65,8 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 @pytest.mark.parametrize("capability", [80, 90])
 def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
     kernels = compiled("elementwise", capability, tmp_path)
-    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"}
+    of_some_families = {"square_sums_kernel", "norm_rows_kernel", "soft_cap_kernel"}
+    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"} | of_some_families
     for kernel in kernels:
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 

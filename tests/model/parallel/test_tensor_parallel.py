@@ -59,6 +59,7 @@ class Ranks:
 
     def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
         self._runners = runners
+        self.groups = runners[0].groups
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
