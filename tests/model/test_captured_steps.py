@@ -19,6 +19,7 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layout
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, taken
@@ -93,22 +94,23 @@ class Linear:
 
 
 def decoder_with_kv(folder: Any, backend: CpuBackend) -> tuple[Decoder, KVCache]:
+    groups = load_model_config(folder).kv_groups.count
     decoder, cache = make_decoder(
-        folder, backend, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_context=MAX_CONTEXT
+        folder, backend, num_blocks=NUM_BLOCKS * groups, block_size=BLOCK_SIZE, max_context=MAX_CONTEXT
     )
     for layer in cache.tensors:
         layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(3)))
     return decoder, cache
 
 
-def decodes(rng: random.Random, count: int) -> list[SequenceStep]:
-    """Decode steps over blocks in any order, which tables may hold more of than they need."""
-    free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+def decodes(rng: random.Random, count: int, groups: int = 1) -> list[SequenceStep]:
+    """Decode steps over blocks in any order, which tables may hold more of than they need; of so many groups."""
+    free = rng.sample(range(NUM_BLOCKS * groups), NUM_BLOCKS * groups)
     steps = []
     for _ in range(count):
         widest = NUM_BLOCKS // count
         start = rng.randrange(min(MAX_CONTEXT, widest * BLOCK_SIZE))
-        table = [free.pop() for _ in range(rng.randint(start // BLOCK_SIZE + 1, widest))]
+        table = [free.pop() for _ in range(groups * rng.randint(start // BLOCK_SIZE + 1, widest))]
         sampling = SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(99), logprobs=3)
         steps.append(SequenceStep([rng.randrange(96)], start, table, Draw(sampling, [1] * (start + 1), 1)))
     return steps
@@ -136,7 +138,7 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], f
     torch.set_num_threads(threads)
     try:
         for size in sizes:
-            batch = decodes(rng, size)
+            batch = decodes(rng, size, eager.groups.count)
             before = [layer.clone() for layer in cache.tensors]
             expected = eager.run(batch)
             written = [layer.clone() for layer in cache.tensors]
