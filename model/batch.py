@@ -1,9 +1,9 @@
 """A step's batch as tensors: where its tokens stand in their sequences and in the cache, and which of them draw."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.step import SequenceStep
-from twostroke.protocol.kv_layout import NO_BLOCK
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,29 @@ class Drawing:
     sequences: Tensor  # int64 [N]: theirs
 
 
+class StepDecoder(Protocol):
+    """Computes a step: model/architectures/decoder.py, and transformers_decoder.py for families of others."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits, on the rank that gathers them."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
+        drawing: Drawing,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
+        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
+
+        token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
+        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
+        another thread, while later layers are launched.
+        """
+
+
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array on the device, in the order of the current stream; on a CPU a tensor over the same memory.
 
@@ -77,9 +100,10 @@ def take_drawn(token_ids: Tensor, steps: Sequence[SequenceStep], drawn: Tensor) 
 
 
 def check_batch(
-    batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int, num_groups: int = 1
+    batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int, groups: KVGroups = ONE_GROUP
 ) -> None:
     """Raises ValueError where following the batch would read or write where it must not."""
+    lowest = NO_BLOCK if groups.windowed else 0
     if not batch:
         raise ValueError("an engine step needs at least one sequence")
     for step in batch:
@@ -88,19 +112,19 @@ def check_batch(
             raise ValueError(f"a sequence step of {len(step.token_ids)} tokens at position {step.start}")
         if end > max_context:
             raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
-        if len(step.block_ids) * block_size < end * num_groups:
+        if len(step.block_ids) * block_size < end * groups.count:
             raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
-        if min(step.block_ids) < (NO_BLOCK if num_groups > 1 else 0) or max(step.block_ids) >= num_blocks:
+        if min(step.block_ids) < lowest or max(step.block_ids) >= num_blocks:
             raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
 
 
 def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:
     """The layout of a batch whose single-token sequences come first, where all layers are one group."""
-    return make_layouts(steps, block_size, device, 1)[0]
+    return make_layouts(steps, block_size, device, ONE_GROUP)[0]
 
 
 def make_layouts(
-    steps: Sequence[SequenceStep], block_size: int, device: torch.device, num_groups: int
+    steps: Sequence[SequenceStep], block_size: int, device: torch.device, groups: KVGroups
 ) -> tuple[BatchLayout, ...]:
     """Each group's layout of a batch whose single-token sequences come first.
 
@@ -110,9 +134,11 @@ def make_layouts(
     starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
     context_lens = starts + lengths
     rows = -(-context_lens // block_size)  # a table may hold more, for tokens to come
-    tables = np.zeros((num_groups, len(steps), int(rows.max())), np.int32)
-    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, (rows * num_groups).tolist(), strict=True))
-    blocks = np.fromiter(used, np.int32, int(rows.sum()) * num_groups).reshape(-1, num_groups)
+    tables = np.zeros((groups.count, len(steps), int(rows.max())), np.int32)
+    used = chain.from_iterable(
+        step.block_ids[:n] for step, n in zip(steps, (rows * groups.count).tolist(), strict=True)
+    )
+    blocks = np.fromiter(used, np.int32, int(rows.sum()) * groups.count).reshape(-1, groups.count)
     tables[:, np.arange(tables.shape[2]) < rows[:, None]] = blocks.T
 
     query_starts = np.zeros(len(steps) + 1, np.int64)
@@ -123,7 +149,7 @@ def make_layouts(
     slots = (
         blocks_of.astype(np.int64, order="C") * block_size + positions % block_size
     )  # kernels want each in one piece
-    if num_groups > 1:
+    if groups.windowed:
         if slots.min() < 0:
             raise ValueError("a block table has no block for a token of the step")
         np.maximum(tables, 0, out=tables)

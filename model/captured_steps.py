@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import BatchLayout, Drawing
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
+from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 
 
 class CapturedSteps(Protocol):
@@ -38,7 +38,7 @@ class DecodeInputs:
         max_context: int,
         block_size: int,
         *,
-        num_groups: int = 1,
+        groups: KVGroups = ONE_GROUP,
         device: torch.device | None = None,
         pinned: bool = False,
     ):
@@ -48,19 +48,19 @@ class DecodeInputs:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
         self._block_size = block_size
-        self._num_groups = num_groups
+        self._groups = groups
         self._max_context = max_context
         self.token_ids = zeros(torch.int64, max_batch)
         self.positions = zeros(torch.int64, max_batch)
         self.context_lens = zeros(torch.int32, max_batch).fill_(1)
-        self.slots = zeros(torch.int64, num_groups, max_batch)
-        self.block_tables = zeros(torch.int32, num_groups, max_batch, -(-max_context // block_size))
+        self.slots = zeros(torch.int64, groups.count, max_batch)
+        self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
         # What each sequence has one of.
         self.rows = (self.token_ids, self.positions, self.context_lens, *self.slots)
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
-        count, size, num_groups = len(batch), self._block_size, self._num_groups
+        count, size, num_groups = len(batch), self._block_size, self._groups.count
         token_ids, positions, context_lens = (rows.numpy()[:count] for rows in self.rows[:3])
         slots = self.slots.numpy()[:, :count]
         token_ids[:] = [step.token_ids[0] for step in batch]
@@ -73,7 +73,7 @@ class DecodeInputs:
         tables = self.block_tables.numpy()[:, :count, :width]
         blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
         tables[:, np.arange(width) <= last_blocks[:, None]] = blocks.T
-        if num_groups > 1:
+        if self._groups.windowed:
             np.maximum(tables, 0, out=tables)
         np.multiply(tables[:, np.arange(count), last_blocks], size, out=slots)
         slots += positions % size
@@ -87,7 +87,7 @@ class DecodeInputs:
         )
 
 
-def decode_step(decoder: Decoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
+def decode_step(decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
     """What computes the logits of the first `count` of `inputs`. It reads at the same places whenever it runs, and
     keeps all tensors that it reads alive."""
     token_ids, layouts = inputs.token_ids[:count], inputs.layouts(count)

@@ -8,6 +8,7 @@ import torch
 
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import Backend
+from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.cache.memory import (
     GpuMemory,
@@ -21,10 +22,7 @@ from twostroke.model.cache.memory import (
 )
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, weight_bytes
-from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, batch_sizes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
@@ -43,10 +41,10 @@ from twostroke.model.parallel.tensor_parallel import (
     Shard,
     SingleRank,
     TensorParallel,
-    check_size,
 )
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.served import ServedModel, open_model
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -68,7 +66,7 @@ class LoadedEngine:
     """An engine ready to step, and what its worker must know of it."""
 
     engine: ThreadEngine
-    model_config: ModelConfig
+    model_config: ModelShape
     max_context: int  # tokens of prompt and output together
     parallel: TensorParallel
     kv_cache: KVCache
@@ -79,13 +77,13 @@ class LoadedEngine:
         self._config = config
         self._place = place
         self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
-        model = self.model_config = load_model_config(config.model_dir)
-        check_size(model, config.tensor_parallel)
-        checkpoint = Checkpoint(config.model_dir, model)
+        found = open_model(config.model_dir, config.way)
+        model = self.model_config = found.shape
+        found.check_ranks(config.tensor_parallel)
         check_cores(config)
         self._device = resolve_device(config)
-        self._dtype = resolve_dtype(config.dtype, checkpoint.dtype, self._device)
-        weights = weight_bytes(model, self._dtype, config.quantization) // config.tensor_parallel
+        self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
+        weights = found.weight_bytes(self._dtype, config.quantization) // config.tensor_parallel
         block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0
@@ -94,7 +92,7 @@ class LoadedEngine:
         free = available_bytes(self._device)
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
         try:
-            build = partial(self._build, checkpoint, blocks)
+            build = partial(self._build, found, blocks)
             self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
         except torch.OutOfMemoryError as error:
             # No room for the steps, or for weights: others may have taken it while they were loaded.
@@ -114,7 +112,7 @@ class LoadedEngine:
     def num_blocks(self) -> int:
         return self.kv_cache.num_blocks
 
-    def _build(self, checkpoint: Checkpoint, blocks: int | None) -> ModelRunner:
+    def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
         """On the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._shard.rank
         if device.type == "cuda":
@@ -124,10 +122,7 @@ class LoadedEngine:
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
         backend = _backend(device)
-        weights = load_decoder_weights(
-            checkpoint, model, self._dtype, device, self.max_context, backend, config.quantization, self._shard
-        )
-        decoder = Decoder(model, weights, backend, self.parallel)
+        decoder = found.decoder(self._dtype, device, self.max_context, backend, config.quantization, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
         make_cache = partial(
             make_kv_cache,
@@ -143,7 +138,7 @@ class LoadedEngine:
             memory = measure_gpu(decoder, sampler, one, config, self.max_context)
             blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._dtype)
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
-        digest = self.parallel.exchange(checkpoint.digest() if rank == 0 else "")[0]
+        digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
         blocks = min(map(int, self.parallel.exchange(str(blocks))))
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache)
@@ -176,7 +171,7 @@ def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
 
 
 def _captured_steps(
-    config: EngineConfig, backend: Backend, decoder: Decoder, kv_cache: KVCache, max_context: int
+    config: EngineConfig, backend: Backend, decoder: StepDecoder, kv_cache: KVCache, max_context: int
 ) -> CapturedSteps | None:
     if not config.captures_decodes:
         return None
@@ -185,8 +180,8 @@ def _captured_steps(
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
-    if config.tensor_parallel > 1 or not isinstance(backend, CpuBackend):
-        return None  # the ranks' sums are torch's
+    if config.tensor_parallel > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
+        return None  # the ranks' sums are torch's, and so is most of what transformers computes
     return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
 
 
@@ -204,7 +199,7 @@ def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
 
 
 def measure_gpu(
-    decoder: Decoder, sampler: TokenSampler, kv_cache: KVCache, config: EngineConfig, max_context: int
+    decoder: StepDecoder, sampler: TokenSampler, kv_cache: KVCache, config: EngineConfig, max_context: int
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 

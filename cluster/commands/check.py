@@ -9,13 +9,12 @@ from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import held_as
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role
 
 if TYPE_CHECKING:
     from twostroke.model.fit import Fit
+    from twostroke.model.served import ServedModel
 
 CAN_T_BE_SERVED = 2
 GIB = 2**30
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"))
+    parser.add_argument("--quantization", choices=("auto", "none", "int8", "int4"))
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     try:
         folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS)
-        told = _served(folder, load_model_config(folder), config, arguments)
+        told = _served(folder, config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
     if arguments.json:
@@ -63,10 +62,13 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     return read_config(raw)
 
 
-def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What can be said of a model whose config can be read: of a decode worker, and of a prefill worker where that
-    holds the model otherwise. Raises ConfigError where its tensors don't fit that.
+def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What can be said of a model that can be served: of a decode worker, and of a prefill worker where that holds the
+    model otherwise. Raises ConfigError where it can't, or its tensors don't fit it.
     """
+    from twostroke.model.served import open_model
+
+    model = open_model(folder)
     told = _of_worker("decode", folder, model, config, arguments)
     held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)
     if config.has_prefill and (held.dtype, held.quantization) != (by_prefill.dtype, by_prefill.quantization):
@@ -77,13 +79,13 @@ def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: 
 
 
 def _of_worker(
-    role: Role, folder: Path, model: ModelConfig, config: ClusterConfig, arguments: argparse.Namespace
+    role: Role, folder: Path, model: "ServedModel", config: ClusterConfig, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """On this machine's memory as many workers share it as `twostroke serve` would start."""
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
-    from twostroke.model.checkpoint.weights import Checkpoint, has_weights
+    from twostroke.model.checkpoint.weights import has_weights
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
 
@@ -96,7 +98,7 @@ def _of_worker(
     else:
         device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * section.gpu_memory_utilization)
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
-    found_dtype = Checkpoint(folder, model).dtype if has_weights(folder) else torch.bfloat16
+    found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
     dtype = resolve_dtype(held.dtype, found_dtype, device)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     found = fit(
@@ -109,20 +111,21 @@ def _of_worker(
         bounds=bounds,
     )
     return {
-        "family": model.spec.family,
-        "way": "refused" if found.max_requests == 0 else "native",
+        "family": model.family,
+        "way": "refused" if found.max_requests == 0 else model.way,
         "reason": _too_small(found, memory) if found.max_requests == 0 else None,
         "parameters": found.parameters,
-        "active_parameters": found.parameters,
+        "active_parameters": found.active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": held.quantization,
+        "weights": model.weights_as(held.quantization),
         "ranks": ranks,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,
         "kv_bytes_per_token": found.kv_bytes_per_token,
         "kv_window_bytes": found.kv_window_bytes,
-        "model_context": model.max_position,
+        "model_context": model.shape.max_position,
         "max_context": found.max_context,
         "max_requests": found.max_requests,
     }
@@ -156,14 +159,15 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
             + (f" and up to {gibibytes(by['kv_window_bytes'])} a request" if by["kv_window_bytes"] else "")
         )
 
+    through = " through transformers" if told["way"] == "transformers" else ""
+    held = held_as(told["dtype"], told["weights"])
     lines = [
-        f"{told['family']}, {told['parameters'] / 1e6:,.1f} M parameters, in "
-        f"{held_as(told['dtype'], told['quantization'])}",
+        f"{told['family']}{through}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
         taken(told),
     ]
     if (prefill := told.get("prefill")) is not None:
         lines.append(
-            f"on a prefill worker in {held_as(prefill['dtype'], prefill['quantization'])}: {taken(prefill)}, contexts "
+            f"on a prefill worker in {held_as(prefill['dtype'], prefill['weights'])}: {taken(prefill)}, contexts "
             f"of up to {prefill['max_context']:,} tokens"
         )
     if told["way"] == "refused":

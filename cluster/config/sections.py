@@ -51,8 +51,8 @@ class ModelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where the workers are given GPUs."""
     dtype: Dtype = "auto"
-    quantization: Quantization = "none"
-    """Of the projections' weights, as they are loaded."""
+    quantization: Quantization = "auto"
+    """Of the projections' weights, as they are loaded; auto: as the checkpoint has them, none: widened to dtype."""
     block_size: BlockSize | None = None
     """Tokens; null: 16 on CPUs, 64 on GPUs."""
     max_context: Annotated[int, Ge(2)] | None = None
@@ -74,9 +74,9 @@ class HeldModel(Section):
     """null: model.quantization."""
 
 
-def held_as(dtype: str, quantization: str) -> str:
-    """How a model is held, for people."""
-    return dtype if quantization == "none" else f"{dtype} with {quantization} weights"
+def held_as(dtype: str, weights: str | None) -> str:
+    """How a model is held, for people; None: its weights are of the dtype."""
+    return dtype if weights is None else f"{dtype} with {weights} weights"
 
 
 class WorkerResources(Section):

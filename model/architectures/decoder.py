@@ -8,14 +8,13 @@ and norms' weights are fp32, too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing
-from twostroke.model.cache.kv_cache import layer_announcer
+from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
@@ -52,7 +51,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """Runs a step's tokens through the layers, writing their KV into the cache on the way."""
+    """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
         """`weights` are those of `parallel.shard`."""
@@ -75,20 +74,9 @@ class Decoder:
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
-        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
-
-        token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
-        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
-        another thread, while later layers are launched.
-        """
-        if on_layer is None or not kv_tensors[0].is_cuda:
-            return self._forward(token_ids, layouts, kv_tensors, drawing, on_layer)
-        device = kv_tensors[0].device
-        stream = torch.cuda.current_stream(device)
-        with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
-            return self._forward(
-                token_ids, layouts, kv_tensors, drawing, lambda layer: announce(layer, stream.record_event())
-            )
+        """As StepDecoder.forward."""
+        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
+            return self._forward(token_ids, layouts, kv_tensors, drawing, announce)
 
     def _forward(
         self,

@@ -9,8 +9,8 @@ memfd has no name, so a killed process leaves nothing behind, and no mount limit
 /dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
 meet a SIGBUS, and nobody but its maker ever writes into it.
 
-`layer_announcer` tells of layers whose KV is in the cache while a GPU computes on: the step's thread waits for none of
-them.
+`layer_announcing` tells of layers whose KV is in the cache, on a GPU while it computes on: the step's thread waits for
+none of them.
 """
 
 import contextlib
@@ -22,12 +22,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from twostroke.model.cache.memory import available_bytes, gibibytes
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -105,7 +106,7 @@ class DeviceKVCache(KVCache):
 
 
 def make_kv_cache(
-    config: ModelConfig,
+    config: ModelShape,
     *,
     num_blocks: int,
     block_size: int,
@@ -182,7 +183,7 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
     return fd, memory
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
+def kv_block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
     """Bytes that one block takes on a rank, in all tensors together."""
     heads = max(1, config.num_kv_heads // tp_size)
     return 2 * config.kv_groups.num_tensors * heads * config.head_dim * block_size * dtype.itemsize
@@ -212,3 +213,19 @@ def layer_announcer(
 
         yield announce
     last.result()
+
+
+@contextlib.contextmanager
+def layer_announcing(
+    on_layer: Callable[[int], None] | None, device: torch.device
+) -> Iterator[Callable[[int], None] | None]:
+    """Gives what a step on `device` calls, in order, with each layer whose KV it has written, or on CUDA launched the
+    write of: `on_layer(i)` is then called, on CUDA by another thread, and when the context is left, all calls are made.
+    None where nobody is to be told.
+    """
+    if on_layer is None or device.type != "cuda":
+        yield on_layer
+        return
+    stream = torch.cuda.current_stream(device)
+    with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
+        yield lambda layer: announce(layer, stream.record_event())

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.protocol.errors import ConfigError
 
 WORKER_BYTES = 600 * 2**20
@@ -77,7 +77,7 @@ def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int
     return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
 
 
-def step_bytes_on_cpu(config: ModelConfig, bounds: StepBounds, dtype: torch.dtype) -> int:
+def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, dtype: torch.dtype) -> int:
     """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
     widest = max(config.q_size + 2 * config.kv_size + config.q_size, 3 * config.intermediate_size)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * dtype.itemsize

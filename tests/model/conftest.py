@@ -139,7 +139,7 @@ def generate() -> Generate:
         computed = list(cached) if cached is not None else [0] * len(prompts)  # tokens whose KV an earlier run left
         ends = [len(prompt) + new_tokens for prompt in prompts]
         # Tables that interleave and run backwards: neither order nor neighbourhood of blocks may matter.
-        width = max(-(-end // block_size) for end in ends) * runner.num_groups
+        width = max(-(-end // block_size) for end in ends) * runner.groups.count
         tables = [[(width - 1 - i) * len(prompts) + row for i in range(width)] for row in range(len(prompts))]
         while any(len(history) < end for history, end in zip(histories, ends, strict=True)):
             rows: list[int] = []

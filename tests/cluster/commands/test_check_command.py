@@ -108,4 +108,4 @@ def test_people_are_told_how_to_serve_it(tmp_path: Path, capsys: pytest.CaptureF
     assert lines[0] == "Llama, 8,030.3 M parameters, in bfloat16"
     assert "128.0 KiB a token" in lines[1]
     assert "contexts of up to 131,072 tokens" in lines[2]
-    assert f"    model: {{path: {tmp_path}, quantization: none}}" in lines
+    assert f"    model: {{path: {tmp_path}, quantization: auto}}" in lines

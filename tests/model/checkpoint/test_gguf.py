@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.model.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.gguf_blocks import BLOCK_KINDS, read_blocks
 from twostroke.model.checkpoint.gguf_file import NAMES
 from twostroke.model.checkpoint.gguf_folder import folder_of
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
@@ -155,6 +156,27 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
     found, expected = (Checkpoint(each, load_model_config(each)) for each in (unpacked, folder))
     assert found.num_parameters == expected.num_parameters
     assert len(found.digest()) == 16
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_of_any_kind_mean_what_their_authors_say(kind: str) -> None:
+    """Of random bytes, but for scales and minima."""
+    wide = GGMLQuantizationType[kind]
+    together, size = GGML_QUANT_SIZES[wide]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (7 * 2, size), dtype=np.uint8)
+    halves = {"Q6_K": [208]}.get(kind, [0, 2] if BLOCK_KINDS[kind].form.has_offsets else [0])
+    for first in halves:
+        blocks[:, first : first + 2] = random.normal(0, 0.01, (14, 1)).astype(np.float16).view(np.uint8)
+    data = blocks.reshape(7, -1)
+    found = read_blocks(data, BLOCK_KINDS[kind])
+    expected = torch.from_numpy(dequantize(data, wide))
+    torch.testing.assert_close(found.dequantized(torch.float32), expected, rtol=1e-5, atol=1e-6)
+    form = BLOCK_KINDS[kind].form
+    assert found.num_groups == 2 * together // found.group_size
+    assert (found.group_size, found.offsets is not None) == (form.group_size, form.has_offsets)
+    least, most = (-8, 7) if form.kind == "int4" else (-128, 127)
+    assert least <= int(found.values.min()) <= int(found.values.max()) <= most
 
 
 def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> None:

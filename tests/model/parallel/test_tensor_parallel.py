@@ -48,6 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "fused tensors, heads turned in part": FAMILY_SHAPES["phi4_mini"],
     "norms of heads": FAMILY_SHAPES["qwen3"],
+    "windows, two ways to turn": FAMILY_SHAPES["gemma3"]
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
 
