@@ -97,19 +97,19 @@ OURS: dict[str, dict[str, Any]] = {
     "glm": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "glm4": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
-    "mistral:window": {**_FOUR_HEADS, "head_dim": 80, "sliding_window": 33},
-    "ministral": {**_FOUR_HEADS, **_WINDOWS, "head_dim": 24},
-    "qwen3:window": {**_FOUR_HEADS, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-    "phi3:window": {**_FOUR_HEADS, "sliding_window": 50},
-    "gemma2": {**_FOUR_HEADS, **_WINDOWS, **_CAPS, "head_dim": 80, "tie_word_embeddings": False},
+    "mistral:window": {**FOUR_HEADS, "head_dim": 80, "sliding_window": 33},
+    "ministral": {**FOUR_HEADS, **_WINDOWS, "head_dim": 24},
+    "qwen3:window": {**FOUR_HEADS, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "phi3:window": {**FOUR_HEADS, "sliding_window": 50},
+    "gemma2": {**FOUR_HEADS, **_WINDOWS, **_CAPS, "head_dim": 80, "tie_word_embeddings": False},
     "gemma3_text": {
-        **_FOUR_HEADS,
+        **FOUR_HEADS,
         **{"head_dim": 96, "num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 3},
         **{"rope_local_base_freq": 100.0, "query_pre_attn_scalar": 60, "tie_word_embeddings": False},
     },
-    "granite": {**_FOUR_HEADS, **_FACTORS},
+    "granite": {**FOUR_HEADS, **_FACTORS},
     "olmo2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
-    "olmo3": {**_FOUR_HEADS, "num_hidden_layers": 4, "sliding_window": 50},
+    "olmo3": {**FOUR_HEADS, "num_hidden_layers": 4, "sliding_window": 50},
 }
 
 
