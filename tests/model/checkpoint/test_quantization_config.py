@@ -8,7 +8,7 @@ import torch
 
 from tests.model.conftest import TINY
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.checkpoint.decoder_weights import held_as, stored_forms, weight_bytes
+from twostroke.model.checkpoint.decoder_weights import stored_forms, weight_bytes, weights_as
 from twostroke.model.config import ModelConfig, StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
@@ -101,7 +101,7 @@ def test_the_bytes_are_those_of_the_form_that_they_are_held_in() -> None:
     awq = weights // 2 + weights // 128 * 4 + rows * 4
     assert weight_bytes(config, torch.bfloat16, "auto") == others + awq
     assert weight_bytes(config, torch.bfloat16, "none") == others + 2 * weights
-    assert held_as("auto", stored_forms(config)) == "int4 (groups of 128)"
+    assert weights_as("auto", stored_forms(config)) == "int4 (groups of 128)"
     # What is computed by one projection is held in one form: keys that are left leave queries and values, too.
     mixed = parsed({"quant_method": "awq", "modules_to_not_convert": ["k_proj", "gate_proj"]}, **sizes)
     plain = 2 * (3 * 256 * 256 + 2 * 256 * 512)
