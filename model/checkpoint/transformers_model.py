@@ -50,7 +50,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 """How far logits may be from those of transformers' own attention, as a share of their spread: another scale, mask or
 bias makes them differ by more than half of it."""
 
-Style = Literal["by rows", "by columns", "gathered", "split"]
+Style = Literal["by rows", "by columns", "gathered", "split", "halves by rows", "summed"]
 _STYLES: dict[str, Style | None] = {
     "colwise": "by rows",
     "rowwise": "by columns",
@@ -63,6 +63,10 @@ _STYLES: dict[str, Style | None] = {
 }
 """How transformers' plan of tensor parallelism cuts a projection: by rows or columns of its weight, with the output
 gathered or the input split where all ranks hold the whole of it."""
+_EXPERTS = "moe_tp_experts"
+_OF_EXPERTS: dict[str, Style] = {"packed_colwise": "halves by rows", "rowwise": "by columns"}
+"""And the tensors of a layer's experts, [experts, out, in], gate and up in one: each rank has a part of each expert,
+and what they add to the residual is summed."""
 
 
 class TransformersModel:
@@ -221,41 +225,49 @@ class TransformersModel:
             return {}
         plan = dict(model.tp_plan or {})
         styles: dict[str, Style] = {}
-        used = set()
         for name, module in model.named_modules():
-            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-            if pattern not in plan or name in (self._head, self._embedding):
+            said = plan.get(_with_any_layer(name))
+            if said is None or name in (self._head, self._embedding):
                 continue
-            used.add(pattern)
-            if plan[pattern] not in _STYLES or not (isinstance(module, nn.Linear) or _STYLES[plan[pattern]] is None):
-                raise ConfigError(
-                    f"tensor_parallel: transformers' plan cuts {self.family}'s {pattern} by {plan[pattern]!r}, which "
-                    "is not supported: use 1"
-                )
-            style = _STYLES[plan[pattern]]
-            if style is None:
+            if said == _EXPERTS:
+                styles[name] = "summed"
+            elif said not in _STYLES or not (isinstance(module, nn.Linear) or _STYLES[said] is None):
+                raise self._not_cut(name, said)
+            elif (style := _STYLES[said]) is not None:
+                styles[name] = style
+                self._cut_projection(name, module, style, shard)
+        for name, parameter in list(model.named_parameters()):
+            owner, _, kind = name.rpartition(".")
+            said = plan.get(_with_any_layer(name))
+            if said is None or _STYLES.get(said, "by rows") is None:
                 continue
-            outputs, inputs = _size(module)
-            cut = outputs if style in ("by rows", "gathered") else inputs
-            if cut % shard.size:
-                raise ConfigError(
-                    f"tensor_parallel: {shard.size} ranks can't share the {cut} features of {name} evenly: use fewer"
-                )
-            styles[name] = style
-            if style == "by rows":
-                module.weight = nn.Parameter(module.weight[: cut // shard.size], requires_grad=False)
-                if module.bias is not None:
-                    module.bias = nn.Parameter(module.bias[: cut // shard.size], requires_grad=False)
-            elif style == "by columns":
-                module.weight = nn.Parameter(module.weight[:, : cut // shard.size], requires_grad=False)
+            if styles.get(owner) != "summed" or said not in _OF_EXPERTS or parameter.dim() != 3:
+                raise self._not_cut(name, said)
+            styles[name] = _OF_EXPERTS[said]
+            _check_even(name, parameter.shape[1] // 2 if said == "packed_colwise" else parameter.shape[2], shard)
+            cut = nn.Parameter(_part_of_experts(parameter, styles[name], shard), requires_grad=False)
+            setattr(model.get_submodule(owner), kind, cut)
         if not styles:
             raise ConfigError(f"tensor_parallel: transformers has no plan for {self.family}: use 1")
-        parameters = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_parameters()}
-        for pattern in sorted(parameters & plan.keys()):
-            if _STYLES.get(plan[pattern], "by rows") is not None:
-                raise ConfigError(f"tensor_parallel: transformers' plan cuts {self.family}'s {pattern}: use 1")
         self._trace(model)
         return styles
+
+    def _cut_projection(self, name: str, module: nn.Linear, style: Style, shard: Shard) -> None:
+        outputs, inputs = _size(module)
+        is_by_rows = style in ("by rows", "gathered")
+        _check_even(name, outputs if is_by_rows else inputs, shard)
+        if style == "by rows":
+            module.weight = nn.Parameter(module.weight[shard.part(outputs)], requires_grad=False)
+            if module.bias is not None:
+                module.bias = nn.Parameter(module.bias[shard.part(outputs)], requires_grad=False)
+        elif style == "by columns":
+            module.weight = nn.Parameter(module.weight[:, shard.part(inputs)], requires_grad=False)
+
+    def _not_cut(self, name: str, said: str) -> ConfigError:
+        return ConfigError(
+            f"tensor_parallel: transformers' plan cuts {self.family}'s {_with_any_layer(name)} by {said!r}, which is "
+            "not supported: use 1"
+        )
 
     def _dry_run(self, decoder: TransformersDecoder, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
         """Raises ConfigError where our way gives other logits than transformers' own attention."""
@@ -340,6 +352,11 @@ class _Loading:
             for kind, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and kind not in module._non_persistent_buffers_set:
                     self._keep(module, f"{name}.{kind}" if name else kind, kind)
+        for name, style in self._styles.items():
+            if style == "summed":
+                self._model.get_submodule(name).register_forward_hook(
+                    lambda module, given, made: self._parallel.all_reduce(made)
+                )
         self._fill_buffers()
 
     def _load_ends(self, head: str, embedding: str) -> None:
@@ -392,6 +409,8 @@ class _Loading:
         dtype = torch.float32 if any(re.search(each, name) for each in self._in_fp32) else self._dtype
         before = module._parameters.get(kind)
         tensor = self._tensors.tensor(name)
+        if name in self._styles:
+            tensor = _part_of_experts(tensor, self._styles[name], self._parallel.shard)
         if before is None:
             kept = tensor.to(self._device, copy=True)
             module._buffers[kind] = kept
@@ -429,7 +448,8 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
             raise refused("auto_map", "its own code would have to be run (`trust_remote_code`), which we never do")
-        raise refused("model_type", f"{kind!r} is neither a family of ours nor known to transformers {_VERSION}")
+        said = f"{architectures} of model_type {kind!r}"
+        raise refused("architectures", f"{said} is neither a family of ours nor known to transformers {_VERSION}")
     if raw.get("quantization_config"):
         raise refused("quantization_config", "quantised checkpoints are served for families of ours alone")
     try:
@@ -469,10 +489,10 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
     if len(calls) != layers or len({call.module for call in calls}) != layers:
         raise error(f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else")
     first = calls[0]
-    kinds = getattr(config, "layer_types", None) or [None] * layers
-    has_window = isinstance(getattr(config, "sliding_window", None), int)
-    if has_window and getattr(config, "use_sliding_window", True) and not any(call.window for call in calls):
-        raise error("sliding_window is set, but no layer tells its attention of it")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = (
+        getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * layers
+    )
     for index, call in enumerate(calls):
         if kinds[index] == "sliding_attention" and not call.window:
             raise error(f"layer {index} has a window that its attention is not told of")
@@ -489,6 +509,25 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
         for name, value in call.others.items():
             if isinstance(value, Tensor) and name not in _IGNORED_TENSORS:
                 raise error(f"the attention of layer {index} takes {name!r}, which ours does not know")
+
+
+def _with_any_layer(name: str) -> str:
+    """A module's or tensor's name as transformers' plans have it: `layers.*.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _check_even(name: str, features: int, shard: Shard) -> None:
+    if features % shard.size:
+        raise ConfigError(
+            f"tensor_parallel: {shard.size} ranks can't share the {features} features of {name} evenly: use fewer"
+        )
+
+
+def _part_of_experts(tensor: Tensor, style: Style, shard: Shard) -> Tensor:
+    """[experts, out, in], one behind the other gate and up: this rank's."""
+    if style == "by columns":
+        return tensor[..., shard.part(tensor.shape[2])]
+    return torch.cat([half[:, shard.part(half.shape[1])] for half in tensor.chunk(2, dim=1)], dim=1)
 
 
 def _is_projection(module: nn.Module) -> bool:

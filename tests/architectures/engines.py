@@ -93,7 +93,7 @@ def reference(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -
         best = torch.cat(out.logits).topk(2).values
         ties = (best[:, 0] - best[:, 1] < MIN_MARGIN).nonzero()
         answers.append(out.sequences[0, len(prompt) :][: int(ties[0]) if len(ties) else new_tokens].tolist())
-    assert sum(map(len, answers)) >= 0.9 * len(answers) * new_tokens, "choose another seed: too many near-ties"
+    assert sum(map(len, answers)) >= 0.8 * len(answers) * new_tokens, "choose another seed: too many near-ties"
     return answers
 
 
