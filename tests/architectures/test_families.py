@@ -30,6 +30,8 @@ CASES = [
     for way, names in (("native", OURS), ("transformers", OTHERS))
     for name in names
 ]
+SEEDS = {("llama", True): 1}
+"""Where 0 has too many near-ties."""
 WITHOUT_PLAN = "transformers has no plan for"
 NOT_BY_RANKS = {
     "gpt2": WITHOUT_PLAN,
@@ -52,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
             fields = {**OTHERS, **OURS}[name]
             heads = fields.get("num_attention_heads", 9), fields.get("num_key_value_heads", 2)
             more = FOUR_HEADS if is_shared and (heads[0] % 2 or heads[1] % 2) else {}
-            write_checkpoint(made[name, is_shared], name, fields | more)
+            write_checkpoint(made[name, is_shared], name, fields | more, SEEDS.get((name, is_shared), 0))
         return made[name, is_shared]
 
     return folder
