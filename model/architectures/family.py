@@ -110,8 +110,6 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
     head_dim = fields.integer("head_dim", default=defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
-    if fields.is_set("quantization_config"):
-        raise fields.error("quantization_config", "quantised checkpoints are not supported")
     activation = fields.text(defaults.activation_field, default=defaults.activation)
     if activation not in _ACTIVATIONS:
         are = ", ".join(_ACTIVATIONS)

@@ -451,7 +451,8 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
             raise refused("auto_map", "its own code would have to be run (`trust_remote_code`), which we never do")
-        raise refused("model_type", f"{kind!r} is neither a family of ours nor known to transformers {_VERSION}")
+        said = f"{architectures} of model_type {kind!r}"
+        raise refused("architectures", f"{said} is neither a family of ours nor known to transformers {_VERSION}")
     if raw.get("quantization_config"):
         raise refused("quantization_config", "quantised checkpoints are served for families of ours alone")
     try:

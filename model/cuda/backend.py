@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model import reference
 from twostroke.model.backend import AttentionForm, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
@@ -163,12 +162,12 @@ class CudaBackend:
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
-    # What few families need, and few times a layer: torch's launches, and no kernels of our own.
+    soft_cap = staticmethod(elementwise.soft_cap)
+    square_sums = staticmethod(elementwise.square_sums)
+    norm_rows = staticmethod(elementwise.norm_rows)
+    # One launch each, which rounds once as our own would.
     add = staticmethod(torch.add)
     scale = staticmethod(torch.mul)
-    soft_cap = staticmethod(reference.soft_cap)
-    square_sums = staticmethod(reference.square_sums)
-    norm_rows = staticmethod(reference.norm_rows)
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None

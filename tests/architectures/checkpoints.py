@@ -21,6 +21,11 @@ _COMMON: dict[str, Any] = {
 FOUR_HEADS: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS: dict[str, Any] = {**FOUR_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _WINDOWS: dict[str, Any] = {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"]}
+_CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
+_FACTORS: dict[str, Any] = {
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    **{"residual_multiplier": 0.22, "logits_scaling": 2.0},
+}
 
 OTHERS: dict[str, dict[str, Any]] = {
     "apertus": {"num_attention_heads": 6, "num_key_value_heads": 2, "rope_parameters": None},
@@ -81,7 +86,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 33},
     "vaultgemma": {**FOUR_HEADS, **_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 40},
 }
-"""By model type: what differs from the common fields."""
+"""By model type, with `:` and a name where there are several: what differs from the common fields."""
 
 OURS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -92,12 +97,25 @@ OURS: dict[str, dict[str, Any]] = {
     "glm": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "glm4": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "mistral:window": {**FOUR_HEADS, "head_dim": 80, "sliding_window": 33},
+    "ministral": {**FOUR_HEADS, **_WINDOWS, "head_dim": 24},
+    "qwen3:window": {**FOUR_HEADS, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "phi3:window": {**FOUR_HEADS, "sliding_window": 50},
+    "gemma2": {**FOUR_HEADS, **_WINDOWS, **_CAPS, "head_dim": 80, "tie_word_embeddings": False},
+    "gemma3_text": {
+        **FOUR_HEADS,
+        **{"head_dim": 96, "num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 3},
+        **{"rope_local_base_freq": 100.0, "query_pre_attn_scalar": 60, "tie_word_embeddings": False},
+    },
+    "granite": {**FOUR_HEADS, **_FACTORS},
+    "olmo2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "olmo3": {**FOUR_HEADS, "num_hidden_layers": 4, "sliding_window": 50},
 }
 
 
-def write_checkpoint(folder: Path, model_type: str, fields: dict[str, Any], seed: int = 0) -> None:
+def write_checkpoint(folder: Path, name: str, fields: dict[str, Any], seed: int = 0) -> None:
     """Weights N(0, 1.5 / sqrt(fan in)), so that logits spread over several units; norms near 1, biases near 0."""
-    config = CONFIG_MAPPING[model_type](**{**_COMMON, **fields})
+    config = CONFIG_MAPPING[name.partition(":")[0]](**{**_COMMON, **fields})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import AttentionForm, HeadNorms
+from twostroke.model.backend import AttentionForm, HeadNorms, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation
@@ -107,6 +107,10 @@ def elementwise(capability: int) -> None:
         for norms in (None, HeadNorms(gains(head_dim), gains(head_dim), 1e-6)):
             backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size), norms)
         backend.gate(empty(tokens, 2 * 4 * hidden), activation)
+    row_norms = RowNorms(gains(32 * 128), gains(groups * 128), ranks=1, eps=1e-6)
+    qkv = empty(tokens, (32 + 2 * groups) * 128)
+    backend.norm_rows(qkv, backend.square_sums(qkv, row_norms), row_norms)
+    backend.soft_cap(empty(64, 256_000, dtype=torch.float32), 30.0)
 
 
 def _layout(tokens: int, block_size: int) -> BatchLayout:

@@ -117,5 +117,10 @@ class ReferenceBackend:
 
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
+    add = staticmethod(reference.add)
+    scale = staticmethod(reference.scale)
+    soft_cap = staticmethod(reference.soft_cap)
+    square_sums = staticmethod(reference.square_sums)
+    norm_rows = staticmethod(reference.norm_rows)
     attention = staticmethod(reference.attention)
     gate = staticmethod(reference.gate)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,13 +76,31 @@ def test_decodes_are_split_by_the_keys_that_a_window_leaves(
     assert configs[-1].num_segments == segments
 
 
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 8,
+    "sliding_window": 20,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 8.0,
+    "query_pre_attn_scalar": 20,
+}
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+
+
 @pytest.mark.parametrize(
-    ("kind", "is_tied"), [("decodes and chunks", True), ("decodes alone", False), ("chunks alone", False)]
+    ("kind", "fields"),
+    [
+        ("decodes and chunks", {"tie_word_embeddings": True}),
+        ("decodes and chunks", GEMMA2),
+        ("decodes alone", {}),
+        ("chunks alone", OLMO2),
+    ],
 )
 def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(
-    kind: str, is_tied: bool, write_checkpoint: Callable[..., Path]
+    kind: str, fields: dict[str, Any], write_checkpoint: Callable[..., Path]
 ) -> None:
-    folder, lengths = write_checkpoint(tie_word_embeddings=is_tied), LENGTHS[kind]
+    folder, lengths = write_checkpoint(**fields), LENGTHS[kind]
     layout, num_blocks = make_layout(lengths, block_size=16)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, 96, layout.slots.shape, generator=generator)

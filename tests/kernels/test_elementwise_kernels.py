@@ -5,15 +5,18 @@ import torch
 
 from tests.kernels.paged_cases import assert_close, make_layout
 from twostroke.model import reference
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import HeadNorms, RowNorms
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation
 from twostroke.model.cuda.backend import CudaLinear
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
     gate,
+    norm_rows,
     rms_norm,
     rope_and_write_kv,
+    soft_cap,
+    square_sums,
     vocab_embedding,
 )
 from twostroke.model.cuda.kernels.gemm import Bits, SplitWorkspace, pack
@@ -51,6 +54,34 @@ def test_add_rms_norm_equals_its_reference_in_both_results(rows: int, hidden: in
     out, total = add_rms_norm(x, residual, weight, 1e-5)
     assert_close(out, expected, scale=4)
     assert torch.equal(total, expected_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(3, 1, 8), (16, 4, 80), (2, 2, 500)])
+def test_norms_of_all_queries_and_all_keys_equal_their_references_and_leave_the_values(
+    heads: int, groups: int, dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    norms = RowNorms(torch.rand(heads * dim), torch.rand(groups * dim), ranks=2, eps=1e-5)
+    qkv = (3 * torch.randn(2, (heads + 2 * groups) * dim)).to(dtype)
+    sums = reference.square_sums(qkv, norms)
+    torch.testing.assert_close(square_sums(qkv, norms), sums, rtol=1e-5, atol=0)
+    expected = reference.norm_rows(qkv, sums, norms)
+    assert_close(norm_rows(qkv, sums, norms), expected, scale=4)
+
+
+@pytest.mark.parametrize("width", [1, 1025])
+def test_logits_are_capped_as_by_their_reference(width: int) -> None:
+    logits = 40 * torch.randn(2, width)
+    logits[0, 0], logits[1, 0] = 1e6, -1e6
+    expected = reference.soft_cap(logits, 30.0)
+    torch.testing.assert_close(soft_cap(logits, 30.0), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_norms_and_caps_of_no_rows_do_nothing() -> None:
+    norms = RowNorms(torch.rand(4), torch.rand(4), ranks=1, eps=1e-5)
+    assert norm_rows(torch.empty(0, 12), square_sums(torch.empty(0, 12), norms), norms).shape == (0, 12)
+    assert soft_cap(torch.empty(0, 5), 1.0).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

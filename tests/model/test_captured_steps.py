@@ -14,6 +14,7 @@ from numba import carray
 from torch import Tensor
 
 from tests.model.conftest import make_decoder
+from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layout
 from twostroke.model.cache.kv_cache import KVCache
@@ -39,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mqa": {**WIDE, "num_key_value_heads": 1},
     "tied": {**WIDE, "tie_word_embeddings": True},
     "odd": {"hidden_size": 200, "intermediate_size": 99, "head_dim": 72},
+    "windows, caps, factors": {**FAMILY_SHAPES["gemma2"], **WIDE, "head_dim": 64, "sliding_window": 9},
+    "norms of rows": {**FAMILY_SHAPES["olmo3"], **WIDE, "sliding_window": 13},
 }
 
 

@@ -1,6 +1,7 @@
 """The small kernels between the products of a layer: each reads its rows once and is bound by that.
 
-- RMSNorm, alone and with the residual addition before it;
+- RMSNorm, alone and with the residual addition before it; of all queries of a token, and of all its keys;
+- the cap of logits;
 - the gated activation of a feed-forward layer, SwiGLU's or GeGLU's: activation(gate) * up;
 - rotary position embedding of Q and K, fused with the write of K and V into the paged cache;
 - embedding rows out of one rank's slice of the vocabulary, in whatever form its weights are kept for the LM head.
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.model.backend import HeadNorms
+from twostroke.model.backend import HeadNorms, RowNorms
 from twostroke.model.config import Activation
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight
 from twostroke.model.cuda.kernels.launch import power_of_two
@@ -70,9 +71,91 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, adds: bool) -> None:
     rows, hidden = x.shape
     padded = power_of_two(hidden)
-    warps = next((warps for length, warps in _ROW_WARPS if padded <= length), _MOST_ROW_WARPS)
     if rows:
-        rms_norm_kernel[(rows,)](x, residual, weight, out, eps, HIDDEN=hidden, PADDED=padded, ADD=adds, num_warps=warps)
+        rms_norm_kernel[(rows,)](
+            x, residual, weight, out, eps, HIDDEN=hidden, PADDED=padded, ADD=adds, num_warps=_row_warps(padded)
+        )
+
+
+def _row_warps(padded: int) -> int:
+    return next((warps for length, warps in _ROW_WARPS if padded <= length), _MOST_ROW_WARPS)
+
+
+@triton.jit
+def square_sums_kernel(
+    qkv, sums, row_stride, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr
+):
+    """One program a row: its queries' sum, and its keys'."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, Q_PADDED)
+    queries = tl.load(qkv + row * row_stride + columns, mask=columns < Q_SIZE, other=0.0).to(tl.float32)
+    tl.store(sums + 2 * row, tl.sum(queries * queries, axis=0))
+    columns = tl.arange(0, K_PADDED)
+    keys = tl.load(qkv + row * row_stride + Q_SIZE + columns, mask=columns < K_SIZE, other=0.0).to(tl.float32)
+    tl.store(sums + 2 * row + 1, tl.sum(keys * keys, axis=0))
+
+
+def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
+    """As in model/reference.py."""
+    rows, q_size, k_size = qkv.shape[0], norms.q.shape[0], norms.k.shape[0]
+    sums = torch.empty((rows, 2), dtype=torch.float32, device=qkv.device)
+    if rows:
+        q_padded = power_of_two(q_size)
+        square_sums_kernel[(rows,)](
+            qkv, sums, qkv.stride(0), Q_SIZE=q_size, K_SIZE=k_size, Q_PADDED=q_padded, K_PADDED=power_of_two(k_size),
+            num_warps=_row_warps(q_padded),
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def norm_rows_kernel(
+    qkv, sums, q_gains, k_gains, row_stride, ranks, eps, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a row and BLOCK columns, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    of_queries, inside = columns < Q_SIZE, columns < Q_SIZE + K_SIZE
+    q_scale = 1.0 / tl.sqrt(tl.load(sums + 2 * row) / (ranks * Q_SIZE) + eps)
+    k_scale = 1.0 / tl.sqrt(tl.load(sums + 2 * row + 1) / (ranks * K_SIZE) + eps)
+    gains = tl.load(q_gains + columns, mask=of_queries, other=0.0)
+    gains += tl.load(k_gains + columns - Q_SIZE, mask=inside & (columns >= Q_SIZE), other=0.0)
+    at = qkv + row * row_stride + columns
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (value * tl.where(of_queries, q_scale, k_scale) * gains).to(qkv.dtype.element_ty), mask=inside)
+
+
+def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
+    """As in model/reference.py, in place."""
+    rows, q_size, k_size = qkv.shape[0], norms.q.shape[0], norms.k.shape[0]
+    if rows:
+        norm_rows_kernel[(rows, triton.cdiv(q_size + k_size, _BLOCK))](
+            qkv, square_sums, norms.q, norms.k, qkv.stride(0), norms.ranks, norms.eps,
+            Q_SIZE=q_size, K_SIZE=k_size, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS,
+        )  # fmt: skip
+    return qkv
+
+
+@triton.jit
+def soft_cap_kernel(logits, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row and BLOCK columns, in place."""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + tl.program_id(0).to(tl.int64) * WIDTH + columns
+    value = tl.load(at, mask=columns < WIDTH, other=0.0)
+    # tanh by the exponential of a sign that can't overflow.
+    shrunk = tl.exp(-2.0 / cap * tl.abs(value))
+    capped = cap * (1.0 - shrunk) / (1.0 + shrunk)
+    tl.store(at, tl.where(value < 0, -capped, capped), mask=columns < WIDTH)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """As in model/reference.py, in place."""
+    rows, width = logits.shape
+    if rows:
+        soft_cap_kernel[(rows, triton.cdiv(width, _BLOCK))](
+            logits, cap, WIDTH=width, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS
+        )
+    return logits
 
 
 @triton.jit

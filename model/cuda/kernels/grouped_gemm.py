@@ -81,9 +81,9 @@ class GroupedConfig:
 
 # For 16-bit types, by the number of tokens; the first row with room wins, or the last.
 _CONFIGS = (
-    GroupedConfig(16, 16, 128, num_warps=2, num_stages=4),
+    GroupedConfig(16, 16, 128, num_warps=4, num_stages=4),
     GroupedConfig(64, 64, 64, num_warps=4, num_stages=4),
-    GroupedConfig(128, 128, 64, num_warps=8, num_stages=3),
+    GroupedConfig(128, 64, 64, num_warps=8, num_stages=3),
 )
 _FP32_CONFIGS = (GroupedConfig(16, 16, 64, num_warps=4, num_stages=2), GroupedConfig(32, 16, 64, 4, 2))
 TOKENS_OF_CONFIGS = (1, 17, 65)

@@ -79,7 +79,7 @@ def test_each_role_is_told_where_they_hold_the_model_otherwise(
     path.write_text("model: {dtype: bfloat16}\ndecode: {quantization: int4}\n")
     asked = (tmp_path, capsys, LLAMA_3_1_8B, "--config", str(path))
     code, told = checked(*asked, "--gpu", "h100-80gb")
-    assert (code, told["quantization"], told["prefill"]["quantization"]) == (0, "int4", "none")
+    assert (code, told["quantization"], told["prefill"]["quantization"]) == (0, "int4", "auto")
     assert told["weight_bytes"] < 0.4 * told["prefill"]["weight_bytes"]
     code, told = checked(*asked, "--gpu", "l4", "--quantization", "int8")
     assert (code, told["quantization"], "prefill" in told) == (0, "int8", False)
@@ -90,7 +90,7 @@ def test_each_role_is_told_where_they_hold_the_model_otherwise(
     assert main(["check", str(tmp_path), "--config", str(path), "--gpu", "h100-80gb"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("on a prefill worker in float32: weights 29.")
-    assert "    prefill: {num_gpus: 1, tensor_parallel: 1, quantization: none}" in lines
+    assert "    prefill: {num_gpus: 1, tensor_parallel: 1, quantization: auto}" in lines
 
 
 def test_what_is_refused_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

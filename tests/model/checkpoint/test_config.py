@@ -18,6 +18,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9}
 
 
@@ -61,6 +62,11 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
         (MINISTRAL | {"layer_types": ["full_attention"]}, "layer_types"),
+        (GEMMA3 | {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        (GEMMA3 | {"rope_scaling": {"type": "proportional"}}, "rope_scaling.rope_type"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config.hidden_size"),
         (MINISTRAL | {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
     ],
 )
@@ -99,6 +105,10 @@ W, F = "sliding_attention", "full_attention"
         ("Phi3", {"sliding_window": 2047}, (2047,) * 4),
         ("SmolLM3", {"sliding_window": 9, "use_sliding_window": True, "no_rope_layer_interval": 2}, (0, 9, 0, 9)),
         ("Llama", {"sliding_window": 128}, ()),  # not a field of its
+        ("Gemma2", {"sliding_window": 64}, (64, 0, 64, 0)),
+        ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 3}, (64, 64, 0, 64)),
+        ("Gemma3", {"sliding_window": 64, "layer_types": [F, F, F, W]}, (0, 0, 0, 64)),
+        ("Olmo3", {}, (4096, 4096, 4096, 0)),
     ],
 )
 def test_windows_are_those_of_transformers(family: str, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
@@ -106,6 +116,22 @@ def test_windows_are_those_of_transformers(family: str, fields: dict[str, Any], 
     config = parse_model_config(LLAMA | shape | fields, "config.json")
     assert config.windows == windows
     assert config.max_position == 8192
+
+
+def test_layers_with_windows_turn_by_angles_of_their_own_whatever_the_window_is() -> None:
+    shape = {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 10_000}
+    old = {"rope_theta": 7e4, "rope_local_base_freq": 300.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    new = {
+        "rope_parameters": {
+            F: {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e4},
+            W: {"rope_type": "default", "rope_theta": 300.0},
+        }
+    }
+    for spelling in (old, new):
+        config = parse_model_config(LLAMA | GEMMA3 | shape | spelling, "config.json")
+        assert config.windows == ()
+        local, full = RopeConfig(theta=300.0), RopeConfig("linear", theta=7e4, factor=8.0)
+        assert [config.rope_of(layer) for layer in range(4)] == [local, full, local, full]
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

@@ -48,6 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "fused tensors, heads turned in part": FAMILY_SHAPES["phi4_mini"],
     "norms of heads": FAMILY_SHAPES["qwen3"],
+    "windows, two ways to turn": FAMILY_SHAPES["gemma3"]
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
 
@@ -56,6 +59,7 @@ class Ranks:
 
     def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
         self._runners = runners
+        self.groups = runners[0].groups
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
@@ -64,7 +68,8 @@ class Ranks:
 
 
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
-    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, parallel=parallel)
+    num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
+    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
     sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else DrawnElsewhere()
     return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position)
 
