@@ -236,8 +236,10 @@ class TransformersDecoder:
         *,
         sums_heads: bool,
     ):
-        """`calls` are the trace of one forward pass of `model`: a layer each. `sums_heads`: where a rank hands all heads
-        to the attention, of which it attends with its own, what follows takes the result of all."""
+        """`calls` are the trace of one forward pass of `model`: a layer each.
+
+        `sums_heads`: where a rank hands all heads to its attention, which attends with its own, what follows takes all.
+        """
         self._model = model
         self._vocab_size = shape.vocab_size
         self._groups = shape.kv_groups

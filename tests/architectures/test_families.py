@@ -24,7 +24,7 @@ from twostroke.protocol.errors import ConfigError
 
 NEW_TOKENS = 16
 LENGTHS = (1, 7, 64, 131, 600)
-THIN = {"gpt_neox", "cohere2", "qwen3_moe", "qwen3"}
+THIN = {"gpt_neox", "cohere2"}
 CASES = [
     pytest.param(name, way, marks=() if name in THIN else pytest.mark.models)
     for way, names in (("native", OURS), ("transformers", OTHERS))
