@@ -120,7 +120,7 @@ class LoadedEngine:
             self.parallel = SingleRank()
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
-        backend = _backend(device)
+        backend = _backend(device, config)
         weights = load_decoder_weights(
             checkpoint, model, self._dtype, device, self.max_context, backend, config.quantization, self._shard
         )
@@ -151,7 +151,7 @@ class LoadedEngine:
         return runner
 
 
-def _backend(device: torch.device) -> Backend:
+def _backend(device: torch.device, config: EngineConfig) -> Backend:
     # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
         from twostroke.model.cpu.backend import CpuBackend
@@ -159,7 +159,7 @@ def _backend(device: torch.device) -> Backend:
         return CpuBackend()
     from twostroke.model.cuda.backend import CudaBackend
 
-    return CudaBackend()
+    return CudaBackend(prefill_kernel=config.prefill_kernel)
 
 
 def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
