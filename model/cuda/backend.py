@@ -105,6 +105,9 @@ class CudaBackend:
         """
         if target is None:
             target = Target.of_device(torch.device("cuda", torch.cuda.current_device()))
+        # Of the whole process: cuBLAS may else add up parts of a product in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._target = target
         self._prefill_kernel = prefill_kernel
         self._compiled: set[tuple[object, ...]] = set()

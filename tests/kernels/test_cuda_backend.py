@@ -43,6 +43,14 @@ def test_long_chunks_over_large_blocks_beside_decodes_are_right() -> None:
     assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
 
 
+def test_projections_of_many_tokens_are_added_up_in_fp32() -> None:
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
+    CudaBackend(H100)
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
+
+
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_plain_one_does(
     is_wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
