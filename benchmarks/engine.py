@@ -86,6 +86,25 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "tie_word_embeddings": True,
+    },
 }
 _DISTINCT = 1 << 22  # values, repeated: drawing a billion takes longer than measuring
 
@@ -136,17 +155,25 @@ def prefill_work(config: ModelShape, tokens: int, quantization: Quantization) ->
     kv = config.hidden_size * 2 * config.kv_size
     last_layer = tokens * (kv + config.hidden_size * config.q_size) + (attention - kv + mlp)
     products = tokens * (config.num_layers - 1) * (attention + mlp) + last_layer + head
-    scores = config.num_layers * config.q_size * tokens * tokens  # causal: half of 2 x 2 x tokens^2
-    return Work(tokens, 2.0 * products + 2.0 * scores, _weight_bytes(config, quantization))
+    # Each token attends to those before it and itself, in a layer with a window to so many of them at most.
+    pairs = sum(_causal_pairs(tokens, config.window(layer)) for layer in range(config.num_layers))
+    return Work(tokens, 2.0 * products + 2.0 * 2 * config.q_size * pairs, _weight_bytes(config, quantization))
 
 
 def decode_work(config: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
     """One decode step of `batch` sequences with `context` tokens each."""
     attention, mlp, head = _matrix_sizes(config)
     products = batch * (config.num_layers * (attention + mlp) + head)
-    scores = batch * config.num_layers * 2 * config.q_size * context
-    kv_bytes = batch * config.num_layers * 2 * config.kv_size * context * 2
+    keys = batch * sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+    scores = 2 * config.q_size * keys
+    kv_bytes = 2 * config.kv_size * keys * 2
     return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization) + kv_bytes)
+
+
+def _causal_pairs(tokens: int, window: int) -> float:
+    """Of a token and one that it attends to; halves of what is on the diagonal, which kernels compute whole."""
+    beyond = max(0, tokens - window) if window else 0
+    return (tokens * tokens - beyond * beyond) / 2
 
 
 def _matrix_sizes(config: ModelShape) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """The shape of a decoder and what its layers are made of, whatever family it is of. No torch here.
 
-model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures has one file a family.
+model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures/families has one file each.
 """
 
 from dataclasses import dataclass
@@ -38,6 +38,9 @@ class StoredQuantization:
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
+
+PrefillKernel = Literal["auto", "tma", "plain"]
+"""That attends from prompts on Hopper and later GPUs: `auto` is TMA's where it agreed with the plain one at start."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 

@@ -68,6 +68,7 @@ class LoadedEngine:
     engine: ThreadEngine
     model_config: ModelShape
     max_context: int  # tokens of prompt and output together
+    weights: str | None  # what quantised ones are held in, for people
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
@@ -83,6 +84,7 @@ class LoadedEngine:
         check_cores(config)
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
+        self.weights = found.weights_as(config.quantization)
         weights = found.weight_bytes(self._dtype, config.quantization) // config.tensor_parallel
         block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
@@ -121,7 +123,7 @@ class LoadedEngine:
             self.parallel = SingleRank()
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
-        backend = _backend(device)
+        backend = _backend(device, config)
         decoder = found.decoder(self._dtype, device, self.max_context, backend, config.quantization, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
         make_cache = partial(
@@ -149,7 +151,7 @@ class LoadedEngine:
         return runner
 
 
-def _backend(device: torch.device) -> Backend:
+def _backend(device: torch.device, config: EngineConfig) -> Backend:
     # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
         from twostroke.model.cpu.backend import CpuBackend
@@ -157,7 +159,7 @@ def _backend(device: torch.device) -> Backend:
         return CpuBackend()
     from twostroke.model.cuda.backend import CudaBackend
 
-    return CudaBackend()
+    return CudaBackend(prefill_kernel=config.prefill_kernel)
 
 
 def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:

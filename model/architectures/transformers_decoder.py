@@ -23,7 +23,7 @@ from twostroke.model.backend import AttentionForm, Backend, Linear
 from twostroke.model.batch import BatchLayout, Drawing
 from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelShape
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 ATTENTION = "twostroke"
 """What transformers knows our attention by. It makes no masks for a name that it has none for: we need none."""
@@ -232,14 +232,20 @@ class TransformersDecoder:
         max_context: int,
         device: torch.device,
         backend: Backend,
-        shard: Shard,
+        parallel: TensorParallel,
+        *,
+        sums_heads: bool,
     ):
-        """`calls` are the trace of one forward pass of `model`: a layer each."""
+        """`calls` are the trace of one forward pass of `model`: a layer each.
+
+        `sums_heads`: where a rank hands all heads to its attention, which attends with its own, what follows takes all.
+        """
         self._model = model
         self._vocab_size = shape.vocab_size
         self._groups = shape.kv_groups
         self._backend = backend
-        self._shard = shard
+        self._parallel = parallel
+        self._sums_heads = sums_heads
         self._step: _Step | None = None
         self._layers = {call.module: index for index, call in enumerate(calls)}
         self._forms: dict[int, AttentionForm] = {}
@@ -288,8 +294,9 @@ class TransformersDecoder:
         query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
         tokens, all_heads, dim = query.shape
         heads = slice(None)
-        if key.shape[1] != kv_layer.shape[2]:  # all ranks' heads were gathered, and each attends with its own
-            heads, groups = self._shard.part(all_heads), self._shard.kv_heads(key.shape[1])
+        if key.shape[1] != kv_layer.shape[2]:  # those of all ranks
+            shard = self._parallel.shard
+            heads, groups = shard.part(all_heads), shard.kv_heads(key.shape[1])
             query, key, value = query[:, heads], key[:, groups], value[:, groups]
         narrow = value.shape[-1]
         if narrow < dim:
@@ -307,4 +314,4 @@ class TransformersDecoder:
             return own[None]
         out = own.new_zeros((1, tokens, all_heads, narrow))
         out[0, :, heads] = own
-        return out
+        return self._parallel.all_reduce(out) if self._sums_heads else out

@@ -152,8 +152,11 @@ class TransformersModel:
         calls = self._trace(model)
         _Loading(self, model, styles, dtype, device, backend, quantization, parallel).run(self._head, self._embedding)
         replace_norms(model, backend)
-        shape = self.shape
-        decoder = TransformersDecoder(model, calls, shape, max_context, device, backend, parallel.shard)
+        attending = {name for name, module in model.named_modules() if module is calls[0].module}
+        takes_parts = any(style == "split" and name.rpartition(".")[0] in attending for name, style in styles.items())
+        decoder = TransformersDecoder(
+            model, calls, self.shape, max_context, device, backend, parallel, sums_heads=not takes_parts
+        )
         self._dry_run(decoder, dtype, device, parallel.shard)
         return decoder
 

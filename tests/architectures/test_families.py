@@ -24,12 +24,14 @@ from twostroke.protocol.errors import ConfigError
 
 NEW_TOKENS = 16
 LENGTHS = (1, 7, 64, 131, 600)
-THIN = {"gpt_neox", "cohere2", "qwen3_moe", "qwen3"}
+THIN = {"gpt_neox", "cohere2"}
 CASES = [
     pytest.param(name, way, marks=() if name in THIN else pytest.mark.models)
     for way, names in (("native", OURS), ("transformers", OTHERS))
     for name in names
 ]
+SEEDS = {("llama", True): 1}
+"""Where 0 has too many near-ties."""
 WITHOUT_PLAN = "transformers has no plan for"
 NOT_BY_RANKS = {
     "gpt2": WITHOUT_PLAN,
@@ -52,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
             fields = {**OTHERS, **OURS}[name]
             heads = fields.get("num_attention_heads", 9), fields.get("num_key_value_heads", 2)
             more = FOUR_HEADS if is_shared and (heads[0] % 2 or heads[1] % 2) else {}
-            write_checkpoint(made[name, is_shared], name, fields | more)
+            write_checkpoint(made[name, is_shared], name, fields | more, SEEDS.get((name, is_shared), 0))
         return made[name, is_shared]
 
     return folder

@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.model.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.gguf_blocks import BLOCK_KINDS, read_blocks
-from twostroke.model.checkpoint.gguf_file import NAMES
-from twostroke.model.checkpoint.gguf_folder import folder_of
+from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
+from twostroke.model.checkpoint.gguf.file import NAMES
+from twostroke.model.checkpoint.gguf.folder import folder_of
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.protocol.errors import ConfigError
+from twostroke.router.text.generation_config import SamplingDefaults, read_sampling_defaults
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 GGUF_NAMES = {name: stem for stem, name in NAMES.items()}
@@ -60,14 +61,15 @@ def write_metadata(path: Path, tokenizer: Tokenizer | None = None, **fields: Any
     needed = {"embedding_length": 64, "attention.head_count": 2, "block_count": 2, "context_length": 2}
     needed |= {"feed_forward_length": 2, "attention.layer_norm_rms_epsilon": 1e-5}
     for field, value in (needed | fields).items():
+        name = field if field.startswith("general.") else f"llama.{field}"
         if field == "tensor":
             writer.add_tensor("rope_freqs.weight", np.array(value, np.float32))
         elif isinstance(value, str):
-            writer.add_string(f"llama.{field}", value)
+            writer.add_string(name, value)
         elif isinstance(value, float):
-            writer.add_float32(f"llama.{field}", value)
+            writer.add_float32(name, value)
         else:
-            writer.add_uint32(f"llama.{field}", value)
+            writer.add_uint32(name, value)
     if tokenizer is None:
         writer.add_tokenizer_model("llama")
         writer.add_token_list(["a", "b"])
@@ -189,6 +191,13 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> Non
     said = json.loads((folder / "tokenizer_config.json").read_text())
     assert said["chat_template"] == "{{ messages[0].content }}"
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 1]}
+
+
+def test_what_a_file_says_of_sampling_is_the_default_of_its_requests(tmp_path: Path) -> None:
+    said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    write_metadata(tmp_path / "some.gguf", bundled_tokenizer(), **said)
+    defaults = read_sampling_defaults(folder_of(tmp_path / "some.gguf", tmp_path / "cache"), "auto")
+    assert defaults == SamplingDefaults(temperature=0.6, top_k=20)
 
 
 def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class Ranks:
 
 
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
-    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, parallel=parallel)
+    num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
+    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
     sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else DrawnElsewhere()
     return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position)
 
