@@ -2,6 +2,7 @@
 # make tools      nginx, HAProxy and Prometheus from Debian, for the tests of deploy/; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
+# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
 # make test-gpu   the tests that need a CUDA device
@@ -25,7 +26,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models bench constraints clean
+.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-wide bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -63,7 +64,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory faults
 	@$(MAKE) --no-print-directory kernels
 	@$(MAKE) --no-print-directory e2e
-	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1.4 --requests 32 --slack 2"
+	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 2"
 	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos"
 
 lint: $(STAMP)
@@ -110,6 +111,10 @@ test-gpu: $(STAMP)
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
 	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+
+test-wide: $(STAMP)
+	@echo "--> More seeds of the simulation, more GPUs to compile for"
+	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels -m wide
 
 bench: $(STAMP)
 	@echo "--> Engine"

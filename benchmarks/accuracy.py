@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import torch
 from tokenizers import Tokenizer
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, make_layout
+from twostroke.model.batch import Drawing, make_layouts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -38,6 +37,8 @@ from twostroke.tools.bundled.evaluate import held_out_windows
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
+KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench accuracy`."""
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     load_model_config(args.model)  # so that a folder that is none is told as such
     windows = held_out_text(args.model, args.length, args.windows)
     losses: dict[Quantization, list[float]] = {}
-    for quantization in get_args(Quantization):
+    for quantization in KINDS:
         say(f"{quantization}: {len(windows)} windows of {args.length} tokens")
         losses[quantization] = window_losses(args.model, windows, quantization)
     plain = losses["none"]
@@ -91,7 +92,8 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
     backend = CpuBackend()
     weights = load_decoder_weights(checkpoint, config, dtype, CPU, length, backend, quantization)
     decoder = Decoder(config, weights, backend, SingleRank())
-    blocks = range(-(-length // BLOCK_SIZE))
+    groups = config.kv_groups
+    blocks = range(-(-length // BLOCK_SIZE) * groups.count)
     cache = make_kv_cache(
         config, num_blocks=len(blocks), block_size=BLOCK_SIZE, dtype=dtype, device=CPU, model_digest="accuracy"
     )
@@ -101,8 +103,8 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
         with torch.inference_mode():
             for window in windows:
                 tokens = window[:-1].contiguous()
-                layout = make_layout([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU)
-                logits = decoder.forward(tokens, layout, cache.tensors, every_row)
+                layouts = make_layouts([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU, groups)
+                logits = decoder.forward(tokens, layouts, cache.tensors, every_row)
                 assert logits is not None  # every row draws
                 losses.append(functional.cross_entropy(logits, window[1:]).item())
     finally:

@@ -29,9 +29,10 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
 from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
-from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.config import ModelShape, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.served import Way
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
@@ -58,6 +59,50 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm2": {  # SmolLM2-135M
+        **_LLAMA,
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
         "tie_word_embeddings": True,
     },
 }
@@ -104,32 +149,40 @@ class Work:
         return max(self.operations / limits.gemm, self.bytes / limits.read)
 
 
-def prefill_work(config: ModelConfig, tokens: int, quantization: Quantization) -> Work:
+def prefill_work(config: ModelShape, tokens: int, quantization: Quantization) -> Work:
     """A prompt in one chunk that draws one token: only one row needs the last layer's output and the logits."""
     attention, mlp, head = _matrix_sizes(config)
     kv = config.hidden_size * 2 * config.kv_size
     last_layer = tokens * (kv + config.hidden_size * config.q_size) + (attention - kv + mlp)
     products = tokens * (config.num_layers - 1) * (attention + mlp) + last_layer + head
-    scores = config.num_layers * config.q_size * tokens * tokens  # causal: half of 2 x 2 x tokens^2
-    return Work(tokens, 2.0 * products + 2.0 * scores, _weight_bytes(config, quantization))
+    # Each token attends to those before it and itself, in a layer with a window to so many of them at most.
+    pairs = sum(_causal_pairs(tokens, config.window(layer)) for layer in range(config.num_layers))
+    return Work(tokens, 2.0 * products + 2.0 * 2 * config.q_size * pairs, _weight_bytes(config, quantization))
 
 
-def decode_work(config: ModelConfig, batch: int, context: float, quantization: Quantization) -> Work:
+def decode_work(config: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
     """One decode step of `batch` sequences with `context` tokens each."""
     attention, mlp, head = _matrix_sizes(config)
     products = batch * (config.num_layers * (attention + mlp) + head)
-    scores = batch * config.num_layers * 2 * config.q_size * context
-    kv_bytes = batch * config.num_layers * 2 * config.kv_size * context * 2
+    keys = batch * sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+    scores = 2 * config.q_size * keys
+    kv_bytes = 2 * config.kv_size * keys * 2
     return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization) + kv_bytes)
 
 
-def _matrix_sizes(config: ModelConfig) -> tuple[int, int, int]:
+def _causal_pairs(tokens: int, window: int) -> float:
+    """Of a token and one that it attends to; halves of what is on the diagonal, which kernels compute whole."""
+    beyond = max(0, tokens - window) if window else 0
+    return (tokens * tokens - beyond * beyond) / 2
+
+
+def _matrix_sizes(config: ModelShape) -> tuple[int, int, int]:
     """Weights of a layer's attention, of its MLP, and of the LM head."""
     attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
     return attention, 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
 
 
-def _weight_bytes(config: ModelConfig, quantization: Quantization) -> float:
+def _weight_bytes(config: ModelShape, quantization: Quantization) -> float:
     attention, mlp, head = _matrix_sizes(config)
     layers = config.num_layers * (attention + mlp)
     return BYTES_A_WEIGHT[quantization] * layers + BYTES_A_WEIGHT[of_lm_head(quantization)] * head
@@ -159,7 +212,7 @@ class Machine:
             functional.linear(left, right)
 
 
-def prefill_machine(config: ModelConfig, tokens: int) -> Machine:
+def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
     shapes = [
@@ -196,6 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench engine`."""
     parser.add_argument("--model", choices=MODELS, default="160m", help="the shape of the random model")
     parser.add_argument("--quantization", choices=KINDS, default="none", help="of the engine that is measured whole")
+    parser.add_argument("--way", choices=("native", "transformers"), default="native", help="who computes the layers")
     parser.add_argument("--rounds", type=positive, default=7, help="turns of limit and subject; medians are reported")
     parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
     parser.add_argument("--prompt-tokens", type=positive, default=1024, help="length of the prompt that prefill reads")
@@ -210,21 +264,23 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         say(f"writing a random model of the shape {args.model}")
         write_random_model(Path(folder), args.model, max_position=max(4096, args.prompt_tokens))
-        engine = _load(Path(folder), args.quantization, args)
+        engine = _load(Path(folder), args.quantization, args, args.way)
         try:
             results = asyncio.run(_measure_all(engine, args))
             gains = asyncio.run(_compare_kinds(engine, Path(folder), args))
+            share = asyncio.run(_share_of_native(engine, Path(folder), args)) if args.way != "native" else None
         finally:
             engine.engine.close()
-    _print(results, gains, args)
+    _print(results, gains, share, args)
     return 0
 
 
-def _load(folder: Path, quantization: Quantization, args: argparse.Namespace) -> LoadedEngine:
+def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, way: Way) -> LoadedEngine:
     most_tokens = max(args.prompt_tokens, max(BATCHES) * (args.context + args.steps + BLOCK_SIZE))
     return load_engine(
         EngineConfig(
             folder,
+            way=way,
             dtype="bfloat16",
             quantization=quantization,
             threads=args.threads,
@@ -298,7 +354,7 @@ async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Na
     try:
         for kind in KINDS:
             if kind not in engines:
-                engines[kind] = _load(folder, kind, args)
+                engines[kind] = _load(folder, kind, args, args.way)
         steps = _decode_steps(1, args)
         ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for turn in range(-1, 2 * args.rounds):
@@ -314,6 +370,22 @@ async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Na
     return {kind: statistics.median(ratios[kind]) for kind in KINDS if kind != "none"}
 
 
+async def _share_of_native(measured: LoadedEngine, folder: Path, args: argparse.Namespace) -> float:
+    """The speed of decode at batch 8 over that of our own decoder, step by step in turns."""
+    native = _load(folder, args.quantization, args, "native")
+    try:
+        steps = _decode_steps(8, args)
+        ratios: list[float] = []
+        for turn in range(-1, 2 * args.rounds):
+            say(f"through transformers and by our own decoder at batch 8: turn {turn + 1} of {2 * args.rounds}")
+            ratio = await _step_s(native, steps) / await _step_s(measured, steps)
+            if turn >= 0:  # the first warms up
+                ratios.append(ratio)
+    finally:
+        native.engine.close()
+    return statistics.median(ratios)
+
+
 async def _step_s(loaded: LoadedEngine, steps: Sequence[Sequence[SequenceStep]]) -> float:
     """Seconds a step."""
     begin = time.perf_counter()
@@ -322,14 +394,18 @@ async def _step_s(loaded: LoadedEngine, steps: Sequence[Sequence[SequenceStep]])
     return (time.perf_counter() - begin) / len(steps)
 
 
-def _print(results: Mapping[str, Result], gains: Mapping[str, float], args: argparse.Namespace) -> None:
-    print(f"{args.model}, {'bf16' if args.quantization == 'none' else args.quantization}")
+def _print(
+    results: Mapping[str, Result], gains: Mapping[str, float], share: float | None, args: argparse.Namespace
+) -> None:
+    print(f"{args.model}, {'bf16' if args.quantization == 'none' else args.quantization}, {args.way}")
     print(f"{'':12}{'tokens/s':>12}{'of floor':>10}{'of GEMM':>10}{'of read':>10}")
     for name, result in results.items():
         shares = "".join(f"{share:>10.2f}" for share in (result.over_floor, result.over_gemm, result.over_read))
         print(f"{name:12}{result.tokens_per_s:>12.1f}{shares}")
     for kind, gain in gains.items():
         print(f"batch 1 in {kind}: {gain:.2f} times as fast as in bf16")
+    if share is not None:
+        print(f"batch 8: {share:.2f} of the speed of our own decoder")
     print(
         json.dumps(
             {
@@ -338,6 +414,7 @@ def _print(results: Mapping[str, Result], gains: Mapping[str, float], args: argp
                 "decode_b8_over_floor": round(results["decode_b8"].over_floor, 3),
                 "decode_b32_over_floor": round(results["decode_b32"].over_floor, 3),
                 **{f"{kind}_b1_over_bf16": round(gain, 3) for kind, gain in gains.items()},
+                **({} if share is None else {"decode_b8_over_native": round(share, 3)}),
                 "prefill_tok_s": round(results["prefill"].tokens_per_s, 1),
                 **{f"decode_b{b}_tok_s": round(results[f"decode_b{b}"].tokens_per_s, 1) for b in BATCHES},
             }

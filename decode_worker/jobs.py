@@ -9,7 +9,7 @@ from twostroke.worker.sequence import Phase, WorkerJob
 class SwappedKV:
     """KV of a job in host memory."""
 
-    block_ids: tuple[int, ...]  # of host memory, in the order of their tokens
+    block_ids: tuple[int, ...]  # of host memory: a table as the sequence's was, of the rows with KV
     num_computed: int  # tokens
 
 

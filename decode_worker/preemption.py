@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from twostroke.decode_worker.jobs import DecodeJob, SwappedKV
 from twostroke.model.step import BlockCopy
+from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.scheduler import Swap
 
@@ -42,16 +43,20 @@ class Swapping:
         if self._space is None or self.pool is None:
             return None
         sequence = job.sequence
-        num_blocks = -(-sequence.num_computed // self.pool.block_size)
-        if not 0 < num_blocks <= self.pool.free_blocks or not self._pays(
-            self._space, sequence.num_computed, num_blocks
+        table = sequence.block_ids[: -(-sequence.num_computed // sequence.block_size) * sequence.groups.count]
+        blocks = tuple([block_id for block_id in table if block_id != NO_BLOCK])
+        if not 0 < len(blocks) <= self.pool.free_blocks or not self._pays(
+            self._space, sequence.num_computed, len(blocks)
         ):
             return None
-        job.swapped = SwappedKV(tuple(self.pool.allocate(num_blocks)), sequence.num_computed)
+        host_blocks = self.pool.allocate(len(blocks))
+        there = iter(host_blocks)
+        host_table = tuple([NO_BLOCK if block_id == NO_BLOCK else next(there) for block_id in table])
+        job.swapped = SwappedKV(host_table, sequence.num_computed)
         job.is_copying = True
-        return Swap(job, BlockCopy(True, tuple(sequence.block_ids[:num_blocks]), job.swapped.block_ids))
+        return Swap(job, BlockCopy(True, blocks, tuple(host_blocks)))
 
-    def swap_in(self, job: DecodeJob) -> Swap[DecodeJob] | None:
+    def swap_in(self, job: DecodeJob, pool: BlockPool) -> Swap[DecodeJob] | None:
         """Bring a job's KV back into its new blocks, but for what it found in the prefix cache. None: that was all."""
         swapped, sequence = job.swapped, job.sequence
         if swapped is None:
@@ -59,18 +64,20 @@ class Swapping:
         if sequence.num_computed >= swapped.num_computed:
             self.release(job)
             return None
-        first = sequence.num_computed // sequence.block_size  # what is cached are whole blocks
-        sequence.num_computed = swapped.num_computed
+        first = sequence.num_computed // sequence.block_size * sequence.groups.count  # what is cached are whole rows
+        sequence.expect(pool, swapped.num_computed, keeps_prefix=False)
+        here = sequence.block_ids[first : len(swapped.block_ids)]
+        pairs = [pair for pair in zip(here, swapped.block_ids[first:], strict=True) if NO_BLOCK not in pair]
+        sequence.receives(pool, swapped.num_computed)
         job.is_copying = True
-        host_blocks = swapped.block_ids[first:]
-        blocks = sequence.block_ids[first : first + len(host_blocks)]
-        return Swap(job, BlockCopy(False, tuple(blocks), host_blocks))
+        blocks, host_blocks = zip(*pairs, strict=True)
+        return Swap(job, BlockCopy(False, blocks, host_blocks))
 
     def release(self, job: DecodeJob) -> None:
         """Give the job's host blocks back. Harmless where it has none."""
         swapped, job.swapped = job.swapped, None
         if swapped is not None and self.pool is not None:
-            self.pool.release(swapped.block_ids)
+            self.pool.release([block_id for block_id in swapped.block_ids if block_id != NO_BLOCK])
 
     def step_ended(self, num_prompt_tokens: int, prompts_s: float) -> None:
         """Learn what computing costs, from a step that has run; `prompts_s` is its prompts' part."""

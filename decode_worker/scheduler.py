@@ -23,7 +23,7 @@ from twostroke.protocol.requests import GenerateRequest, SampledToken
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import rank, turns, who_yields
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep, Scheduler, Swap
-from twostroke.worker.sequence import Phase, SequenceState
+from twostroke.worker.sequence import Phase
 
 
 class DecodeScheduler(Scheduler[DecodeJob]):
@@ -55,14 +55,12 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         Raises RequestError for one that could never run here to its end, and, with status 429, for one too many.
         """
         longest = request.num_prompt_tokens + request.max_tokens
-        capacity = self._pool.num_blocks * self._pool.block_size
         asked = f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed"
         if longest > self._max_context:
             raise _too_long(f"{asked} the model's context of {self._max_context}")
-        if longest - 1 > capacity:  # the last token's KV is never needed
-            raise _too_long(f"{asked} this worker's whole KV cache, which holds {capacity}")
-        sequence = SequenceState(request, self._pool.block_size)
-        return self._enter(DecodeJob(sequence, now, awaits_offer, wants_transfer=wants_transfer))
+        if longest - 1 > self._capacity:  # the last token's KV is never needed
+            raise _too_long(f"{asked} this worker's whole KV cache, which holds {self._capacity}")
+        return self._enter(DecodeJob(self._sequence(request), now, awaits_offer, wants_transfer=wants_transfer))
 
     def schedule(self, in_flight: ScheduledStep[DecodeJob] | None = None) -> ScheduledStep[DecodeJob]:
         """Decide the next step: decodes, then in the order of their turns chunks of prompts begun, and admission.
@@ -121,8 +119,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         if not self._received(job):
             return None
         sequence = job.sequence
-        sequence.num_computed = len(sequence.token_ids)
-        sequence.publish_full_blocks(self._pool)
+        sequence.received(self._pool, len(sequence.token_ids))
         self._run(job)
         return self._append(job, first_token)
 
@@ -203,7 +200,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
     def _admit(self, job: DecodeJob, most: int) -> bool:
         if not super()._admit(job, most):
             return False
-        if not job.is_receiving and (swap := self._swapping.swap_in(job)) is not None:
+        if not job.is_receiving and (swap := self._swapping.swap_in(job, self._pool)) is not None:
             self._swapped_in.append(swap)
         return True
 

@@ -32,6 +32,7 @@ from twostroke.protocol.messages import (
     RefuseTransfer,
     TransferEnded,
     TransferReady,
+    WindowsMoved,
 )
 from twostroke.protocol.requests import Address, SampledToken, Ticket
 from twostroke.protocol.stats import TransferStats
@@ -234,6 +235,11 @@ class RankedOutgoing(_RankedTransfer):
         super().__init__(side, own)
         self._part = own
 
+    def windows_moved(self, block_ids: Sequence[int]) -> None:
+        """As OutgoingTransfer.windows_moved."""
+        self._part.windows_moved(block_ids)
+        self._side.ranks.tell(WindowsMoved(self.number, tuple(block_ids)))
+
     def layer_ready(self, layer: int, num_tokens: int) -> None:
         """As OutgoingTransfer.layer_ready.
 
@@ -304,6 +310,9 @@ class RankTransfers:
                 outgoing = self.sender.open(ticket, num_tokens, block_ids, num_ready_tokens)
                 self._outgoing[number] = outgoing
                 self._follow(number, outgoing, self.sender.stats)
+            case WindowsMoved(number, block_ids):
+                if (sending := self._outgoing.get(number)) is not None:
+                    sending.windows_moved(block_ids)
             case TransferReady(number, num_tokens):
                 if (sending := self._outgoing.get(number)) is not None:
                     self._feed(sending, num_tokens)

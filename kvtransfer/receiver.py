@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, PendingLink, ReceivingEnd, chunk_seal
-from twostroke.kvtransfer.rules.layout import Cut, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, check_table, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.kvtransfer.sides import RankSide
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
@@ -111,14 +111,11 @@ class KVReceiver(RankSide):
         and blocks don't fit.
         """
         block_size = self.store.layout.block_size
-        num_blocks = -(-num_tokens // block_size)
-        if num_tokens < 1 or not 0 <= skip_tokens <= num_tokens or num_blocks > len(block_ids):
-            raise ValueError(f"{num_tokens} tokens and {skip_tokens} skipped ones do not fit {len(block_ids)} blocks")
+        if num_tokens < 1 or not 0 <= skip_tokens <= num_tokens:
+            raise ValueError(f"{num_tokens} tokens can't come with {skip_tokens} of them skipped")
         if skip_tokens % block_size and skip_tokens != num_tokens:
             raise ValueError(f"{skip_tokens} skipped tokens end within a block of {block_size}")
-        blocks = tuple(block_ids[:num_blocks])
-        if min(blocks) < 0 or max(blocks) >= self.store.num_blocks or len(set(blocks)) != num_blocks:
-            raise ValueError(f"these are not distinct blocks of {self.store.num_blocks}: {list(blocks)}")
+        blocks = check_table(block_ids, num_tokens, self.store.layout, self.store.num_blocks)
         fault = self._ticket_fault(ticket, ticket.source)
         transfer = IncomingTransfer(
             ticket,

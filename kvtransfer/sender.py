@@ -54,13 +54,15 @@ class KVSender(RankSide):
     ) -> OutgoingTransfer:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
-        `block_ids` is the request's block table, which must cover the tokens. KV of the first `num_ready_tokens`
-        tokens is in these blocks already, in all layers. A ticket that names another source, or was used, fails the
+        `block_ids` is the request's block table, which must cover the tokens, but for windows that have not come so far
+        (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already, in
+        all layers. A ticket that names another source, or was used, fails the
         transfer. Raises ValueError where tokens and blocks don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
-        num_blocks = -(-num_tokens // self.store.layout.block_size)
+        groups = self.store.layout.groups
+        num_blocks = -(-num_tokens // self.store.layout.block_size) * groups.count
         if num_blocks > len(block_ids):
             raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
         transfer = OutgoingTransfer(
@@ -68,7 +70,7 @@ class KVSender(RankSide):
             tuple(block_ids[:num_blocks]),
             num_tokens,
             num_ready_tokens,
-            num_layers=self.store.layout.num_layers,
+            groups=groups,
             on_ended=self._transfer_ended,
             clock=self.clock,
             progress_s=self.config.progress_s,

@@ -7,14 +7,15 @@ A transfer ends well once every lane has; a lane that fails takes the others wit
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment, first_units
 from twostroke.kvtransfer.rules.lifecycle import ENDS, VERIFIED_BY_PEER, Event, ReceiverState, SenderState, transition
 from twostroke.kvtransfer.timeouts import Deadline
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.kv_layout import KVGroups
 from twostroke.protocol.messages import Chunk, Commit, Verified
 from twostroke.protocol.requests import SampledToken, Ticket
 
@@ -201,7 +202,7 @@ class OutgoingTransfer(Transfer):
         num_tokens: int,
         num_ready_tokens: int,
         *,
-        num_layers: int,
+        groups: KVGroups,
         on_ended: Callable[["OutgoingTransfer"], None],
         clock: Clock,
         progress_s: float,
@@ -209,7 +210,7 @@ class OutgoingTransfer(Transfer):
         super().__init__(ticket, block_ids, num_tokens, on_ended=on_ended, clock=clock)
         self.lanes: dict[int, OutgoingLane] = {}
         self._num_ready_tokens = num_ready_tokens
-        self._num_layers = num_layers
+        self._groups = groups
         self._progress_s = progress_s
         self._plan = self._new_plan()  # knows what is ready, whatever the lanes have sent
         self._is_committed = False
@@ -219,6 +220,13 @@ class OutgoingTransfer(Transfer):
         lane = OutgoingLane(self, self._new_plan(), carrier, self._progress_s)
         self.lanes[target_rank] = lane
         return lane
+
+    def windows_moved(self, block_ids: Sequence[int]) -> None:
+        """The table has blocks now that it had not, of windows that have come to their rows. Never waits.
+
+        To be called before what these blocks hold is ready.
+        """
+        self.block_ids = tuple(block_ids[: len(self.block_ids)])
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
         """KV of the first `num_tokens` tokens of `layer` is in the blocks. Never waits.
@@ -264,9 +272,7 @@ class OutgoingTransfer(Transfer):
             super().look_for_end()
 
     def _new_plan(self) -> ChunkPlan:
-        return ChunkPlan(
-            num_layers=self._num_layers, num_tokens=self.num_tokens, num_ready_tokens=self._num_ready_tokens
-        )
+        return ChunkPlan(groups=self._groups, num_tokens=self.num_tokens, num_ready_tokens=self._num_ready_tokens)
 
 
 class OutgoingLane(Lane[SenderState]):
@@ -409,7 +415,7 @@ class IncomingLane(Lane[ReceiverState]):
         self.first_token: SampledToken | None = None
         self.is_damaged = False  # a chunk of it came so: its link is not to be trusted
         self._num_units = 0
-        self._num_skipped = 0  # units
+        self._first_units: list[int] = []  # of each layer: those before are skipped
         self._taken: list[bytearray] = []  # for each layer and unit, 1: a chunk has announced it
         self._num_missing = 0  # units without verified bytes
         self._num_announced = 0  # chunks
@@ -422,9 +428,9 @@ class IncomingLane(Lane[ReceiverState]):
         num_tokens, skip_tokens = self.transfer.num_tokens, self.transfer.skip_tokens
         self._cut = cut
         self._num_units = -(-num_tokens // cut.unit_tokens)
-        self._num_skipped = self._num_units if skip_tokens == num_tokens else skip_tokens // cut.unit_tokens
-        self._taken = [bytearray(self._num_units) for _ in range(cut.layout.num_layers)]
-        self._num_missing = cut.layout.num_layers * (self._num_units - self._num_skipped)
+        self._first_units = first_units(cut.layout.groups, num_tokens, cut.unit_tokens, skip_tokens)
+        self._taken = [bytearray(self._num_units) for _ in self._first_units]
+        self._num_missing = sum(self._num_units - first for first in self._first_units)
         self._deadline.restart()
 
     @property
@@ -502,8 +508,8 @@ class IncomingLane(Lane[ReceiverState]):
                 return f"there is no layer {run.layer}"
             if run.num_units < 1 or not 0 <= run.first_unit < end <= self._num_units:
                 return f"there are no units {run.first_unit} to {end}"
-            if run.first_unit < self._num_skipped:
-                return f"unit {run.first_unit} was skipped in the grant"
+            if run.first_unit < self._first_units[run.layer]:
+                return f"unit {run.first_unit} of layer {run.layer} was skipped in the grant, or is before its window"
             taken = self._taken[run.layer]
             if taken.find(1, run.first_unit, end) >= 0:
                 return f"units {run.first_unit} to {end} of layer {run.layer} came twice"

@@ -5,13 +5,16 @@ tensor-parallel rank. What each operation must compute stands in torch in model/
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Activation, Quantization
+
+if TYPE_CHECKING:
+    from twostroke.model.checkpoint.quantization import QuantizedWeight
 
 
 class Linear(Protocol):
@@ -63,8 +66,17 @@ class AttentionForm:
 class Backend(Protocol):
     """One device's way to do a decoder layer's operations: model/cpu/backend.py, model/cuda/backend.py."""
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
-        """weight [out, in] and bias [out], which are copied: packed, and quantised where asked for."""
+    def make_linear(
+        self,
+        weight: "Tensor | QuantizedWeight",
+        bias: Tensor | None,
+        quantization: Quantization,
+        dtype: torch.dtype,
+    ) -> Linear:
+        """weight [out, in] and bias [out], which are copied: packed, and quantised where asked for.
+
+        For activations of `dtype`, which is the weight's own; a quantised weight is held as it is.
+        """
 
     def embed(self, token_ids: Tensor, table: "Tensor | Linear", first: int, dtype: torch.dtype) -> Tensor:
         """Rows of a table whose first row is token `first`'s; zeros for tokens outside of it (another rank's).

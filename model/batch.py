@@ -1,9 +1,9 @@
 """A step's batch as tensors: where its tokens stand in their sequences and in the cache, and which of them draw."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from twostroke.model.step import SequenceStep
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the tokens of a step stand. Tensors are on the engine's device.
+    """Where the tokens of a step stand, for the layers of one group. Tensors are on the engine's device.
 
     Sequences that bring exactly one token (decodes) come first, then the others (prefill chunks): so that each kind
     is one kernel call. The runner sorts the batch and puts the results back in the caller's order.
@@ -25,7 +26,7 @@ class BatchLayout:
     slots: Tensor  # int64 [T]: where its KV goes, block id * block_size + offset
     query_starts: Tensor  # int32 [B + 1]: token range of sequence b is [query_starts[b], query_starts[b + 1])
     context_lens: Tensor  # int32 [B]: tokens of context including this step's own
-    block_tables: Tensor  # int32 [B, blocks of the longest]: padded with 0
+    block_tables: Tensor  # int32 [B, blocks of the longest]: 0 where there is none, which is where nobody looks
     num_decodes: int  # the first `num_decodes` sequences have one token each
     max_query_len: int
     max_context_len: int
@@ -57,6 +58,29 @@ class Drawing:
     sequences: Tensor  # int64 [N]: theirs
 
 
+class StepDecoder(Protocol):
+    """Computes a step: model/architectures/decoder.py, and transformers_decoder.py for families of others."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits, on the rank that gathers them."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
+        drawing: Drawing,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
+        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
+
+        token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
+        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
+        another thread, while later layers are launched.
+        """
+
+
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array on the device, in the order of the current stream; on a CPU a tensor over the same memory.
 
@@ -75,8 +99,11 @@ def take_drawn(token_ids: Tensor, steps: Sequence[SequenceStep], drawn: Tensor) 
         token_ids.index_copy_(0, places[0], drawn[places[1]])
 
 
-def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:
+def check_batch(
+    batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int, groups: KVGroups = ONE_GROUP
+) -> None:
     """Raises ValueError where following the batch would read or write where it must not."""
+    lowest = NO_BLOCK if groups.windowed else 0
     if not batch:
         raise ValueError("an engine step needs at least one sequence")
     for step in batch:
@@ -85,35 +112,58 @@ def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int,
             raise ValueError(f"a sequence step of {len(step.token_ids)} tokens at position {step.start}")
         if end > max_context:
             raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
-        if len(step.block_ids) * block_size < end:
+        if len(step.block_ids) * block_size < end * groups.count:
             raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
-        if min(step.block_ids) < 0 or max(step.block_ids) >= num_blocks:
+        if min(step.block_ids) < lowest or max(step.block_ids) >= num_blocks:
             raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
 
 
 def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:
-    """The layout of a batch whose single-token sequences come first."""
+    """The layout of a batch whose single-token sequences come first, where all layers are one group."""
+    return make_layouts(steps, block_size, device, ONE_GROUP)[0]
+
+
+def make_layouts(
+    steps: Sequence[SequenceStep], block_size: int, device: torch.device, groups: KVGroups
+) -> tuple[BatchLayout, ...]:
+    """Each group's layout of a batch whose single-token sequences come first.
+
+    Raises ValueError where a token's KV has no block to go to.
+    """
     lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
     starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
     context_lens = starts + lengths
-    num_blocks = -(-context_lens // block_size)  # a table may hold more, for tokens to come
-    tables = np.zeros((len(steps), int(num_blocks.max())), np.int32)
-    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, num_blocks.tolist(), strict=True))
-    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(used, np.int32, int(num_blocks.sum()))
+    rows = -(-context_lens // block_size)  # a table may hold more, for tokens to come
+    tables = np.zeros((groups.count, len(steps), int(rows.max())), np.int32)
+    used = chain.from_iterable(
+        step.block_ids[:n] for step, n in zip(steps, (rows * groups.count).tolist(), strict=True)
+    )
+    blocks = np.fromiter(used, np.int32, int(rows.sum()) * groups.count).reshape(-1, groups.count)
+    tables[:, np.arange(tables.shape[2]) < rows[:, None]] = blocks.T
 
     query_starts = np.zeros(len(steps) + 1, np.int64)
     np.cumsum(lengths, out=query_starts[1:])
     sequence_of = np.repeat(np.arange(len(steps)), lengths)
     positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
-    slots = tables[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    blocks_of = tables[:, sequence_of, positions // block_size]
+    slots = (
+        blocks_of.astype(np.int64, order="C") * block_size + positions % block_size
+    )  # kernels want each in one piece
+    if groups.windowed:
+        if slots.min() < 0:
+            raise ValueError("a block table has no block for a token of the step")
+        np.maximum(tables, 0, out=tables)
 
-    return BatchLayout(
+    placed_slots, placed_tables = place(slots, device), place(tables, device)
+    first = BatchLayout(
         positions=place(positions, device),
-        slots=place(slots, device),
+        slots=placed_slots[0],
         query_starts=place(query_starts.astype(np.int32), device),
         context_lens=place(context_lens.astype(np.int32), device),
-        block_tables=place(tables, device),
+        block_tables=placed_tables[0],
         num_decodes=int((lengths == 1).sum()),
         max_query_len=int(lengths.max()),
         max_context_len=int(context_lens.max()),
     )
+    others = zip(placed_slots[1:], placed_tables[1:], strict=True)
+    return first, *(replace(first, slots=slots_of, block_tables=tables_of) for slots_of, tables_of in others)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import BatchLayout, Drawing
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
+from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 
 
 class CapturedSteps(Protocol):
@@ -38,6 +38,7 @@ class DecodeInputs:
         max_context: int,
         block_size: int,
         *,
+        groups: KVGroups = ONE_GROUP,
         device: torch.device | None = None,
         pinned: bool = False,
     ):
@@ -47,44 +48,53 @@ class DecodeInputs:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
         self._block_size = block_size
+        self._groups = groups
         self._max_context = max_context
         self.token_ids = zeros(torch.int64, max_batch)
         self.positions = zeros(torch.int64, max_batch)
-        self.slots = zeros(torch.int64, max_batch)
         self.context_lens = zeros(torch.int32, max_batch).fill_(1)
-        self.block_tables = zeros(torch.int32, max_batch, -(-max_context // block_size))
-        self.rows = (self.token_ids, self.positions, self.slots, self.context_lens)  # what each sequence has one of
+        self.slots = zeros(torch.int64, groups.count, max_batch)
+        self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
+        # What each sequence has one of.
+        self.rows = (self.token_ids, self.positions, self.context_lens, *self.slots)
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
-        count, size = len(batch), self._block_size
-        token_ids, positions, slots, context_lens = (rows.numpy()[:count] for rows in self.rows)
+        count, size, num_groups = len(batch), self._block_size, self._groups.count
+        token_ids, positions, context_lens = (rows.numpy()[:count] for rows in self.rows[:3])
+        slots = self.slots.numpy()[:, :count]
         token_ids[:] = [step.token_ids[0] for step in batch]
         positions[:] = [step.start for step in batch]
         np.add(positions, 1, out=context_lens, casting="unsafe")
         last_blocks = positions // size
-        lengths = (last_blocks + 1).tolist()  # a table may hold more, for tokens to come
+        lengths = ((last_blocks + 1) * num_groups).tolist()  # a table may hold more, for tokens to come
         used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
-        width = max(lengths)
-        tables = self.block_tables.numpy()[:count, :width]
-        tables[np.arange(width) <= last_blocks[:, None]] = np.fromiter(used, np.int32, sum(lengths))
-        np.multiply(tables[np.arange(count), last_blocks], size, out=slots)
+        width = max(lengths) // num_groups
+        tables = self.block_tables.numpy()[:, :count, :width]
+        blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
+        tables[:, np.arange(width) <= last_blocks[:, None]] = blocks.T
+        if self._groups.windowed:
+            np.maximum(tables, 0, out=tables)
+        np.multiply(tables[:, np.arange(count), last_blocks], size, out=slots)
         slots += positions % size
 
-    def layout(self, count: int) -> BatchLayout:
+    def layouts(self, count: int) -> tuple[BatchLayout, ...]:
         """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
-        _, positions, slots, context_lens = (rows[:count] for rows in self.rows)
-        return BatchLayout.of_decodes(positions, slots, context_lens, self.block_tables[:count], self._max_context)
+        positions, context_lens = self.positions[:count], self.context_lens[:count]
+        return tuple(
+            BatchLayout.of_decodes(positions, slots[:count], context_lens, tables[:count], self._max_context)
+            for slots, tables in zip(self.slots, self.block_tables, strict=True)
+        )
 
 
-def decode_step(decoder: Decoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
+def decode_step(decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
     """What computes the logits of the first `count` of `inputs`. It reads at the same places whenever it runs, and
     keeps all tensors that it reads alive."""
-    token_ids, layout = inputs.token_ids[:count], inputs.layout(count)
+    token_ids, layouts = inputs.token_ids[:count], inputs.layouts(count)
     rows = torch.arange(count, device=token_ids.device)
 
     def run() -> Tensor:
-        logits = decoder.forward(token_ids, layout, kv_cache.tensors, Drawing(rows, rows))
+        logits = decoder.forward(token_ids, layouts, kv_cache.tensors, Drawing(rows, rows))
         if logits is None:
             raise ValueError("a batch whose sequences all draw has no logits")
         return logits

@@ -1,13 +1,40 @@
 """The shape of a decoder and what its layers are made of, whatever family it is of. No torch here.
 
-model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures has one file a family.
+model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures/families has one file each.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Quantization = Literal["none", "int8", "int4"]
-"""How the projections' weights are held."""
+from twostroke.protocol.kv_layout import KVGroups, group_layers
+
+Quantization = Literal["auto", "none", "int8", "int4"]
+"""How the projections' weights are held. auto: as the checkpoint has them."""
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How a quantised weight is held: all that its bytes follow from."""
+
+    kind: Literal["int8", "int4", "fp8"]
+    group_size: int | None  # columns that share a scale; None: a row's
+    has_offsets: bool = False  # each group's, beside its scale
+
+    @property
+    def bits(self) -> Literal[8, 4]:
+        return 4 if self.kind == "int4" else 8
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How a checkpoint's projections lie in its files, where those are quantised by several tensors each."""
+
+    method: Literal["fp8", "int8", "packed", "awq", "gptq"]
+    form: WeightForm  # what they are held in
+    left: tuple[str, ...] = ()  # modules that are not quantised: their names, parts of those, and `re:` patterns
+    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
+    zero_shift: int = 0  # gptq: what is added to its zero points
+
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
@@ -88,9 +115,9 @@ class DecoderSpec:
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder: its shape, and what it is made of."""
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What memory, requests and transfers must know of a decoder, whatever computes it."""
 
     vocab_size: int
     hidden_size: int
@@ -100,31 +127,16 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
-    rms_norm_eps: float
-    rope: RopeConfig
-    spec: DecoderSpec
-    tie_word_embeddings: bool = False
-    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
-    local_rope: RopeConfig | None = None
-    local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
     windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
-    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
-    soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
-    activation: Activation = "silu"
-    embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False  # to the model's dtype
-    logits_scale: float = 1.0
-    logits_cap: float = 0.0  # as `soft_cap`, of logits
 
     def window(self, layer: int) -> int:
         """Tokens; 0: all."""
         return self.windows[layer] if self.windows else 0
 
-    def rope_of(self, layer: int) -> RopeConfig | None:
-        """None: this layer turns nothing."""
-        if layer in self.unrotated_layers:
-            return None
-        return self.local_rope if layer in self.local_layers else self.rope
+    @property
+    def kv_groups(self) -> KVGroups:
+        """Which layers share block tables."""
+        return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
     def q_size(self) -> int:
@@ -135,3 +147,30 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of the keys (or the values) of one token."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A decoder of ours: its shape, and what it is made of."""
+
+    rms_norm_eps: float
+    rope: RopeConfig
+    spec: DecoderSpec
+    tie_word_embeddings: bool = False
+    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
+    local_rope: RopeConfig | None = None
+    local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the model's dtype
+    logits_scale: float = 1.0
+    logits_cap: float = 0.0  # as `soft_cap`, of logits
+    stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """None: this layer turns nothing."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.local_rope if layer in self.local_layers else self.rope

@@ -9,7 +9,8 @@ import torch
 
 from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
-from twostroke.model.config import ModelConfig, PrefillKernel, Quantization
+from twostroke.model.config import ModelShape, PrefillKernel, Quantization
+from twostroke.model.served import Way
 from twostroke.protocol.errors import ConfigError
 
 
@@ -24,10 +25,11 @@ class EngineConfig:
     """
 
     model_dir: Path
+    way: Way | None = None  # None: native where there is a decoder of ours
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Quantization = "none"  # of the projections' weights
+    quantization: Quantization = "auto"  # of the projections' weights
     tensor_parallel: int = 1  # ranks that share the model
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
@@ -82,7 +84,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def resolve_num_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, needed: int = 0, free: int | None = None
+    config: EngineConfig, model: ModelShape, dtype: torch.dtype, needed: int = 0, free: int | None = None
 ) -> int | None:
     """How many blocks the cache gets; None: as many as fit, on a GPU.
 
@@ -96,18 +98,21 @@ def resolve_num_blocks(
         if config.device == "cuda":
             return None
         one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
-        context = -(-(config.max_context or model.max_position) // config.block_size) * one
+        longest = config.max_context or model.max_position
+        context = model.kv_groups.blocks_of(longest, config.block_size, config.bounds.max_tokens) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
         size = cache_bytes_on_host(free, config.host_ranks, needed=needed, full_context=context)
     return blocks_in(size, config, model, dtype)
 
 
-def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int | None) -> int:
+def resolve_max_context(config: EngineConfig, model: ModelShape, num_blocks: int | None) -> int:
     """Tokens of the longest request. `num_blocks` is None where the cache has no size yet.
 
     Raises ConfigError for more than the model or the cache takes.
     """
-    room = model.max_position if num_blocks is None else num_blocks * config.block_size
+    room = model.max_position
+    if num_blocks is not None:
+        room = model.kv_groups.tokens_in(num_blocks, config.block_size, config.bounds.max_tokens)
     if config.max_context is None:
         return min(model.max_position, room)
     if config.max_context > model.max_position:
@@ -122,7 +127,7 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
     return config.max_context
 
 
-def blocks_in(size: int, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def blocks_in(size: int, config: EngineConfig, model: ModelShape, dtype: torch.dtype) -> int:
     """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
     one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
     if size < one:

@@ -12,10 +12,8 @@ from twostroke.model.cache.memory import (
     StepBounds,
     step_bytes_on_cpu,
 )
-from twostroke.model.checkpoint.decoder_weights import weight_bytes
-from twostroke.model.checkpoint.weights import num_parameters
-from twostroke.model.config import ModelConfig, Quantization
-from twostroke.model.parallel.tensor_parallel import check_size
+from twostroke.model.config import Quantization
+from twostroke.model.served import ServedModel
 
 
 @dataclass(frozen=True)
@@ -23,17 +21,18 @@ class Fit:
     """A model on one worker. Bytes are each rank's."""
 
     parameters: int
+    active_parameters: int
     weight_bytes: int
     step_bytes: int
     cache_bytes: int  # what is left for KV; negative where weights and steps don't fit
-    kv_bytes_per_token: int
-    kv_window_bytes: int  # of what a request keeps of layers with a window; none has one so far
+    kv_bytes_per_token: int  # of layers that keep all
+    kv_window_bytes: int  # of what a request keeps at most of layers with a window, while it decodes
     max_context: int  # tokens
     max_requests: int  # of that context at once
 
 
 def fit(
-    model: ModelConfig,
+    model: ServedModel,
     dtype: torch.dtype,
     quantization: Quantization,
     *,
@@ -47,20 +46,22 @@ def fit(
     The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no more.
     Raises ConfigError where so many ranks can't share the model.
     """
-    check_size(model, ranks)
-    weights = -(-weight_bytes(model, dtype, quantization) // ranks)
-    step = step_bytes_on_cpu(model, bounds, dtype)
+    model.check_ranks(ranks)
+    shape = model.shape
+    weights = -(-model.weight_bytes(dtype, quantization) // ranks)
+    step = step_bytes_on_cpu(shape, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
-    of_token = kv_block_bytes(model, 1, dtype, ranks)
-    tokens = max(0, cache // of_token)
-    context = min(model.max_position, tokens)
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, dtype, ranks)
+    rows = max(0, cache // of_row)  # of one token and one group
+    context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(
-        parameters=num_parameters(model),
+        parameters=model.num_parameters,
+        active_parameters=model.num_active_parameters,
         weight_bytes=weights,
         step_bytes=step,
         cache_bytes=cache,
-        kv_bytes_per_token=of_token,
-        kv_window_bytes=0,
+        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)),
+        kv_window_bytes=of_row * sum(groups.most_rows(group, 1, 1) for group in groups.windowed),
         max_context=context,
-        max_requests=tokens // context if context else 0,
+        max_requests=rows // groups.blocks_of(context, 1, bounds.max_tokens) if context else 0,
     )

@@ -8,6 +8,7 @@ import torch
 
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import Backend
+from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.cache.memory import (
     GpuMemory,
@@ -21,10 +22,7 @@ from twostroke.model.cache.memory import (
 )
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, weight_bytes
-from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, batch_sizes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
@@ -43,10 +41,10 @@ from twostroke.model.parallel.tensor_parallel import (
     Shard,
     SingleRank,
     TensorParallel,
-    check_size,
 )
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.served import ServedModel, open_model
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -68,8 +66,9 @@ class LoadedEngine:
     """An engine ready to step, and what its worker must know of it."""
 
     engine: ThreadEngine
-    model_config: ModelConfig
+    model_config: ModelShape
     max_context: int  # tokens of prompt and output together
+    weights: str | None  # what quantised ones are held in, for people
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
@@ -79,13 +78,14 @@ class LoadedEngine:
         self._config = config
         self._place = place
         self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
-        model = self.model_config = load_model_config(config.model_dir)
-        check_size(model, config.tensor_parallel)
-        checkpoint = Checkpoint(config.model_dir, model)
+        found = open_model(config.model_dir, config.way)
+        model = self.model_config = found.shape
+        found.check_ranks(config.tensor_parallel)
         check_cores(config)
         self._device = resolve_device(config)
-        self._dtype = resolve_dtype(config.dtype, checkpoint.dtype, self._device)
-        weights = weight_bytes(model, self._dtype, config.quantization) // config.tensor_parallel
+        self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
+        self.weights = found.weights_as(config.quantization)
+        weights = found.weight_bytes(self._dtype, config.quantization) // config.tensor_parallel
         block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0
@@ -94,7 +94,7 @@ class LoadedEngine:
         free = available_bytes(self._device)
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
         try:
-            build = partial(self._build, checkpoint, blocks)
+            build = partial(self._build, found, blocks)
             self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
         except torch.OutOfMemoryError as error:
             # No room for the steps, or for weights: others may have taken it while they were loaded.
@@ -105,13 +105,16 @@ class LoadedEngine:
                 f"and {config.bounds.max_sequences} sequences: lower kv_cache_gib, max_step_tokens or max_batch, "
                 f"quantise, or take a smaller model ({said})"
             ) from error
-        _log.info("%s", describe_cache(self.num_blocks, config.block_size, block, self.max_context))
+        requests = self.num_blocks / model.kv_groups.blocks_of(
+            self.max_context, config.block_size, config.bounds.max_tokens
+        )
+        _log.info("%s", describe_cache(self.num_blocks, config.block_size, block, requests, self.max_context))
 
     @property
     def num_blocks(self) -> int:
         return self.kv_cache.num_blocks
 
-    def _build(self, checkpoint: Checkpoint, blocks: int | None) -> ModelRunner:
+    def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
         """On the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._shard.rank
         if device.type == "cuda":
@@ -121,10 +124,7 @@ class LoadedEngine:
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
         backend = _backend(device, config)
-        weights = load_decoder_weights(
-            checkpoint, model, self._dtype, device, self.max_context, backend, config.quantization, self._shard
-        )
-        decoder = Decoder(model, weights, backend, self.parallel)
+        decoder = found.decoder(self._dtype, device, self.max_context, backend, config.quantization, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
         make_cache = partial(
             make_kv_cache,
@@ -140,14 +140,14 @@ class LoadedEngine:
             memory = measure_gpu(decoder, sampler, one, config, self.max_context)
             blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._dtype)
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
-        digest = self.parallel.exchange(checkpoint.digest() if rank == 0 else "")[0]
+        digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
         blocks = min(map(int, self.parallel.exchange(str(blocks))))
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache)
         self.max_context = resolve_max_context(config, model, blocks)
         captured = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space)
-        _warm_up(runner, config.block_size, self.max_context)
+        _warm_up(runner, self.kv_cache, self.max_context)
         return runner
 
 
@@ -173,7 +173,7 @@ def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
 
 
 def _captured_steps(
-    config: EngineConfig, backend: Backend, decoder: Decoder, kv_cache: KVCache, max_context: int
+    config: EngineConfig, backend: Backend, decoder: StepDecoder, kv_cache: KVCache, max_context: int
 ) -> CapturedSteps | None:
     if not config.captures_decodes:
         return None
@@ -182,13 +182,13 @@ def _captured_steps(
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
-    if config.tensor_parallel > 1 or not isinstance(backend, CpuBackend):
-        return None  # the ranks' sums are torch's
+    if config.tensor_parallel > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
+        return None  # the ranks' sums are torch's, and so is most of what transformers computes
     return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
 
 
 def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
-    num_blocks = config.swap_bytes // (kv_cache.block_bytes * kv_cache.num_layers)
+    num_blocks = config.swap_bytes // (kv_cache.block_bytes * len(kv_cache.tensors))
     if num_blocks == 0:
         return None
     free = available_bytes(torch.device("cpu"))
@@ -201,7 +201,7 @@ def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
 
 
 def measure_gpu(
-    decoder: Decoder, sampler: TokenSampler, kv_cache: KVCache, config: EngineConfig, max_context: int
+    decoder: StepDecoder, sampler: TokenSampler, kv_cache: KVCache, config: EngineConfig, max_context: int
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 
@@ -221,12 +221,14 @@ def measure_gpu(
         return torch.cuda.max_memory_reserved(device) - weights
 
     # With log-probabilities the sampler is another one.
-    peak_step = max(peak(largest_batch(bounds, block_size, max_context, logprobs)) for logprobs in (None, 20))
+    batch_of = partial(largest_batch, block_size=block_size, max_context=max_context, num_groups=kv_cache.groups.count)
+    peak_step = max(peak(batch_of(bounds, logprobs=logprobs)) for logprobs in (None, 20))
     graphs = 0
     if config.captures_decodes:
-        inputs = 2 * bounds.max_sequences * -(-max_context // block_size) * torch.int32.itemsize  # block tables
+        width = -(-max_context // block_size) * kv_cache.groups.count
+        inputs = 2 * bounds.max_sequences * width * torch.int32.itemsize  # block tables
         logits = bounds.max_sequences * decoder.vocab_size * torch.float32.itemsize
-        decodes = largest_batch(replace(bounds, max_tokens=bounds.max_sequences), block_size, max_context, None)
+        decodes = batch_of(replace(bounds, max_tokens=bounds.max_sequences))
         graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
     kv_cache.close()
     torch.cuda.empty_cache()
@@ -235,7 +237,7 @@ def measure_gpu(
 
 
 def largest_batch(
-    bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None
+    bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None, num_groups: int = 1
 ) -> list[SequenceStep]:
     """As many sequences as a step may have, with all the tokens that it may have, each drawing at random."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
@@ -249,22 +251,24 @@ def largest_batch(
             SequenceStep(
                 token_ids=[0] * length,
                 start=0,
-                block_ids=[0] * -(-length // block_size),
+                block_ids=[0] * (-(-length // block_size) * num_groups),
                 draw=Draw(sampling, history=[0] * length, num_prompt_tokens=length),
             )
         )
     return batch
 
 
-def _warm_up(runner: ModelRunner, block_size: int, max_context: int) -> None:
+def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     """Run each kind of work once, so that no request waits for a kernel to be compiled.
 
     The blocks written are nobody's yet, and what they hold then is as good as zeros.
     """
-    length = min(max_context - 1, 2 * block_size + 1)
+    length = min(max_context - 1, 2 * kv_cache.block_size + 1)
     if length < 1:
         return
-    table = range(-(-(length + 1) // block_size))
+    # Of few blocks all groups share one, as they share tensors.
+    rows = range(-(-(length + 1) // kv_cache.block_size))
+    table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
     draw = Draw(SamplingParams(temperature=0.0), history=[0] * (length + 1), num_prompt_tokens=length)
     prompt = SequenceStep([0] * length, start=0, block_ids=table, draw=draw)
     following = SequenceStep([0], start=length, block_ids=table, draw=draw)

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, check_batch, make_layout, place, take_drawn
+from twostroke.model.batch import Drawing, StepDecoder, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
@@ -102,7 +101,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         sampler: TokenSampler,
         kv_cache: KVCache,
         max_context: int,
@@ -117,6 +116,7 @@ class ModelRunner:
         self._captured = captured
         self._swap_space = swap_space
         self._device = kv_cache.tensors[0].device
+        self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
 
     @property
     def num_broken_rows(self) -> int:
@@ -153,7 +153,7 @@ class ModelRunner:
         drawn = earlier.on_device() if follows and earlier is not None else None
         if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
-        check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context)
+        check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self.groups)
         if self._captured is not None and on_layer is None:
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
@@ -165,12 +165,12 @@ class ModelRunner:
     ) -> LaunchedStep:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
-        layout = make_layout(steps, self._kv_cache.block_size, self._device)
+        layouts = make_layouts(steps, self._kv_cache.block_size, self._device, self.groups)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
             self._token_ids(steps, drawn),
-            layout,
+            layouts,
             self._kv_cache.tensors,
             Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
             on_layer,

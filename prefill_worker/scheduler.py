@@ -15,7 +15,7 @@ from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.queue_order import who_yields
 from twostroke.worker.scheduler import DrawnToken, PromptBudget, ScheduledStep, Scheduler
-from twostroke.worker.sequence import SequenceState, WorkerJob
+from twostroke.worker.sequence import WorkerJob
 
 LEFT_TO_HIGHER = 8
 """The part of the blocks, one in so many, that is left to prompts of higher classes than KV that waits to be sent."""
@@ -48,15 +48,15 @@ class PrefillScheduler(Scheduler[PrefillJob]):
 
         Raises RequestError for one that could never run here, and, with status 429, for one too many.
         """
-        num_tokens, capacity = len(request.token_ids), self._pool.num_blocks * self._pool.block_size
+        num_tokens = len(request.token_ids)
         if num_tokens >= self._max_context:
             raise _too_long(
                 f"the prompt has {num_tokens} tokens, and the model's context of {self._max_context} must hold at "
                 "least one more"
             )
-        if num_tokens > capacity:
-            raise _too_long(f"the prompt has {num_tokens} tokens; this worker's whole KV cache holds {capacity}")
-        job = self._enter(PrefillJob(SequenceState(request, self._pool.block_size), now, awaits_offer))
+        if num_tokens > self._capacity:
+            raise _too_long(f"the prompt has {num_tokens} tokens; this worker's whole KV cache holds {self._capacity}")
+        job = self._enter(PrefillJob(self._sequence(request), now, awaits_offer))
         self._highest_priority = max(self._highest_priority, request.promise.priority)
         return job
 

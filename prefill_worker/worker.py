@@ -109,6 +109,10 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
             self._transfers.see(self._see_off(call, call.outgoing), f"send {call.request.request_id}")
 
     def _on_layer(self, step: ScheduledStep[PrefillJob]) -> OnLayer:
+        for entry in step.entries:
+            if entry.job.sequence.groups.windowed and (outgoing := self._call_of(entry.job).outgoing) is not None:
+                outgoing.windows_moved(entry.step.block_ids)
+
         def computed(layer: int) -> None:
             for entry in step.entries:
                 if not entry.job.has_ended:

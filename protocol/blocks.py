@@ -1,7 +1,8 @@
 """Names for KV blocks: a keyed SHA-256 chain over a prompt's full blocks.
 
-Block i's hash covers every token up to its end, so equal hashes mean equal KV. The salt (one per tenant) keys the
-chain: without it nobody can tell, by timing, what another tenant has cached.
+Block i's hash covers every token up to its end, so equal hashes mean equal KV: one server's, whose workers share it
+also where the weights of some are quantised. The salt (one per tenant) keys the chain: without it nobody can tell, by
+timing, what another tenant has cached.
 
 What a worker tells routers of its prefix cache: all names to whoever asks, and from then on each change.
 

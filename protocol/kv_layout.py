@@ -1,8 +1,17 @@
 """How a worker lays out its KV cache, and which layouts can exchange KV. Pure.
 
-A layer's cache on one tensor-parallel rank is [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim].
+A cache is some tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim] on each tensor-parallel
+rank, and a block is its part of all of them. Where all layers keep everything there is one tensor a layer. Where some
+keep a window, layers are cut into groups of equal size that keep alike, and a tensor is for one layer of each group:
+any block can be any group's, so no memory is set apart for either kind.
+
+A request has a block table with a row for each `block_size` tokens, and in each row one block id for every group, or
+NO_BLOCK where the group's window has left the row behind, or has not come to it. A table is one flat list, row by row.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import msgspec
@@ -11,6 +20,106 @@ Encoding = Literal["raw", "int8", "fp8"]
 """KV on the wire: as it is stored, or one byte a value with a bf16 scale for each (token, head) of K and of V."""
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+NO_BLOCK = -1
+
+TYPICAL_TOKENS = 2048
+"""Of a request of which nobody knows the length."""
+
+
+@dataclass(frozen=True)
+class KVGroups:
+    """Which layers share block tables, and which tensor of the cache each writes into."""
+
+    windows: tuple[int, ...]  # of each group: how many of the last tokens its layers attend to; 0: all
+    of_layer: tuple[int, ...]  # each layer's group
+    tensor_of_layer: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def num_tensors(self) -> int:
+        """Of the cache: the layers of a group. The last of a kind may have fewer than the others."""
+        return max(self.tensor_of_layer) + 1
+
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """The groups that keep a window."""
+        return tuple(group for group, window in enumerate(self.windows) if window)
+
+    @cached_property
+    def layer_windows(self) -> tuple[int, ...]:
+        return tuple(self.windows[group] for group in self.of_layer)
+
+    def first_kept(self, group: int, num_tokens: int) -> int:
+        """The first token that the one after `num_tokens` others attends to in this group's layers."""
+        window = self.windows[group]
+        return max(0, num_tokens + 1 - window) if window else 0
+
+    def most_rows(self, group: int, block_size: int, step_tokens: int) -> int:
+        """How many rows of its table a group with a window needs at once: for it, and a step of so many tokens."""
+        return (self.windows[group] + step_tokens + block_size - 2) // block_size + 1
+
+    def blocks_of(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens takes at once, in steps of so many at most."""
+        rows = -(-num_tokens // block_size)
+        kept = sum(min(rows, self.most_rows(group, block_size, step_tokens)) for group in self.windowed)
+        return rows * (self.count - len(self.windowed)) + kept
+
+    def tokens_in(self, num_blocks: int, block_size: int, step_tokens: int) -> int:
+        """The longest request that so many blocks hold: `blocks_of` the other way round."""
+        low, high = 0, num_blocks  # rows
+        if len(self.windowed) == self.count and self.blocks_of(1 << 40, block_size, step_tokens) <= num_blocks:
+            return 1 << 40  # windows alone: any length
+        while low < high:
+            rows = (low + high + 1) // 2
+            if self.blocks_of(rows * block_size, block_size, step_tokens) <= num_blocks:
+                low = rows
+            else:
+                high = rows - 1
+        return low * block_size
+
+    def tokens_a_block(self, block_size: int, num_tokens: float = TYPICAL_TOKENS) -> float:
+        """Of a request of so many tokens, how many there are for each of its blocks."""
+        if not self.windowed:
+            return block_size / self.count
+        rows = max(1.0, num_tokens / block_size)
+        kept = sum(min(rows, self.most_rows(group, block_size, 1)) for group in self.windowed)
+        return rows * block_size / (rows * (self.count - len(self.windowed)) + kept)
+
+    def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
+        """Of the KV of so many tokens in all layers, the part that a transfer brings."""
+        windows = self.layer_windows
+        return sum(min(1.0, window / num_tokens) if window else 1.0 for window in windows) / len(windows)
+
+
+@lru_cache
+def group_layers(windows: tuple[int, ...]) -> KVGroups:
+    """Cut layers with these windows (0: all tokens) into groups, each as large as the smaller kind of layers.
+
+    So what groups lack to be equally large is memory that nobody uses: some percent where kinds have odd numbers. The
+    first group is one that keeps everything, where there is one: its blocks are what a prefix is known by.
+    """
+    kinds = sorted(set(windows))
+    size = min(windows.count(kind) for kind in kinds)
+    of_layer, tensors, of_groups = [0] * len(windows), [0] * len(windows), list[int]()
+    for kind in kinds:
+        layers = [layer for layer, window in enumerate(windows) if window == kind]
+        for place, layer in enumerate(layers):
+            of_layer[layer], tensors[layer] = len(of_groups) + place // size, place % size
+        of_groups += [kind] * -(-len(layers) // size)
+    return KVGroups(tuple(of_groups), tuple(of_layer), tuple(tensors))
+
+
+ONE_GROUP = group_layers((0,))
+"""Of models whose layers all keep everything, whatever their number: tables have one block a row."""
+
+
+def group_table(block_ids: Sequence[int], group: int, num_groups: int) -> Sequence[int]:
+    """One group's part of a block table."""
+    return block_ids if num_groups == 1 else block_ids[group::num_groups]
 
 
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -24,6 +133,16 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     block_size: int  # tokens
     tp_size: int = 1
     version: int = 1  # of this very arrangement
+    windows: tuple[int, ...] = ()  # of each layer, in tokens, 0: it keeps all; (): all keep all
+
+    @property
+    def groups(self) -> KVGroups:
+        return group_layers(self.windows or (0,) * self.num_layers)
+
+    @property
+    def num_tensors(self) -> int:
+        """Of a rank's cache."""
+        return self.groups.num_tensors
 
     @property
     def heads_per_rank(self) -> int:
@@ -42,7 +161,8 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         return (
             f"model={self.model} dtype={self.dtype} layers={self.num_layers} kv_heads={self.num_kv_heads} "
-            f"head_dim={self.head_dim} block_size={self.block_size} tp={self.tp_size} layout={self.version}"
+            f"head_dim={self.head_dim} block_size={self.block_size} tp={self.tp_size} layout={self.version} "
+            f"windows={sorted(set(self.windows))}"
         )
 
 
@@ -57,12 +177,18 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         ("num_kv_heads", "number of KV heads"),
         ("head_dim", "head dimension"),
         ("version", "layout version"),
+        ("windows", "layers' windows"),
     ):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
             return f"the {what} differs: {ours} at the source, {theirs} at the target"
     if encoding == "raw" and source.dtype != target.dtype:
         return f"the KV dtype differs: {source.dtype} at the source, {target.dtype} at the target"
+    if any(source.windows) and source.block_size != target.block_size:
+        return (  # a window would begin within one side's block, which could never be found again as a prefix
+            "the model has layers with a window, which need the same block size on both sides: it is "
+            f"{source.block_size} at the source, {target.block_size} at the target"
+        )
     for side, layout in (("source", source), ("target", target)):
         fault = _fault(layout)
         if fault is not None:
@@ -75,6 +201,8 @@ def _fault(layout: KVLayout) -> str | None:
         return f"there is no KV dtype {layout.dtype}"
     if min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size) < 1:
         return f"a size is not positive in {layout}"
+    if layout.windows and (len(layout.windows) != layout.num_layers or min(layout.windows) < 0):
+        return f"the windows are not those of {layout.num_layers} layers"
     small, large = sorted((layout.tp_size, layout.num_kv_heads))
     if large % small:
         return f"{layout.tp_size} tensor-parallel ranks can't share {layout.num_kv_heads} KV heads evenly"

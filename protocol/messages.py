@@ -323,6 +323,13 @@ class OpenTransfer(Message, frozen=True):
     num_ready_tokens: int
 
 
+class WindowsMoved(Message, frozen=True):
+    """As OutgoingTransfer.windows_moved."""
+
+    number: int
+    block_ids: tuple[int, ...]
+
+
 class TransferReady(Message, frozen=True):
     """KV of the first `num_tokens` tokens is in the blocks: layer by layer as the rank's step under way computes them,
     or all of it where none is."""

@@ -76,6 +76,13 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_context: int  # tokens, prompt and output together
     max_step_tokens: int = 2048  # of one engine step
     max_batch: int = 256  # requests in one step
+    weights: str | None = None  # what quantised ones are held in; None: all are of the layout's dtype
+
+    @property
+    def full_contexts(self) -> float:
+        """How many requests of the longest context the cache has room for."""
+        needed = self.layout.groups.blocks_of(self.max_context, self.layout.block_size, self.max_step_tokens)
+        return self.num_blocks / max(1, needed)
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):

@@ -79,6 +79,7 @@ INNER_ORDER = {
         {"captured_steps"},
         {"sampling"},
         {"fit"},
+        {"served"},
         {"checkpoint"},
         {"architectures"},
         {"cache"},

@@ -6,6 +6,9 @@ A block is in one of three states, and every operation is O(1) per block:
     owned     one reference for each holder; it has a name once it is full and published
     cached    no reference, but a name: `match` can revive it, `allocate` may evict it
 
+A prefix is cached where every group of layers (protocol/kv_layout.py) has what the tokens after it attend to: all of
+it, or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
+
 Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event loop.
 
 Which names got into a prefix cache, and which left it, within one window of time. No torch, no I/O.
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from twostroke.protocol.blocks import BlockHash, NameChanges
 from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 MOST_CHANGES = 65_536
 """Names of one window. Telling more would take longer than to tell all names anew, at leisure."""
@@ -70,55 +74,67 @@ class BlockPoolCorrupted(TwostrokeError):
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` block ids, with a prefix cache keyed by block hashes."""
+    """Reference counts over `num_blocks` block ids, with a prefix cache keyed by block hashes.
 
-    def __init__(self, num_blocks: int, block_size: int):
+    Whoever goes on gives a window's first block back for each that it takes at the window's end, and counts on that.
+    So a window's block that several hold counts once for each of them: each will want another in its place.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, groups: KVGroups = ONE_GROUP):
         """`block_size` is in tokens. Raises ValueError unless both are positive."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks and tokens in them, not {num_blocks} blocks of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = groups
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first is evicted next
         self._names: list[BlockHash | None] = [None] * num_blocks
-        self._by_name: dict[BlockHash, int] = {}
+        self._groups = [0] * num_blocks  # of those that have names
+        self._by_name: list[dict[BlockHash, int]] = [{} for _ in groups.windows]
+        self._num_shared = 0  # references to windows' blocks, beyond the first one of each
         self._changes: BlockChanges | None = None  # while somebody wants to know
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
-        return len(self._free) + len(self._cached)
+        """Blocks that can be allocated now, cached ones included; negative where more of windows are shared."""
+        return len(self._free) + len(self._cached) - self._num_shared
 
     @property
     def owned_blocks(self) -> int:
         """Blocks that somebody references: 0 on an idle worker."""
-        return self.num_blocks - self.free_blocks
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     def references(self, block_id: int) -> int:
         """How many holders a block has."""
         return self._references[block_id]
 
+    def num_freed(self, block_ids: Iterable[int]) -> int:
+        """How many more could be allocated once a table's holder has released it."""
+        return sum(
+            block_id != NO_BLOCK and (self._references[block_id] == 1 or self._is_of_window(block_id))
+            for block_id in block_ids
+        )
+
     def lookup(self, hashes: Iterable[BlockHash]) -> int:
-        """Length of the longest cached prefix of `hashes`, in blocks. Takes no reference and touches no order."""
-        found = 0
-        for name in hashes:
-            if name not in self._by_name:
-                break
-            found += 1
-        return found
+        """Length of the longest cached prefix of `hashes`, in rows. Takes no reference and touches no order."""
+        return len(self._find(hashes)) // self.groups.count
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`, in order, each with one more reference."""
-        matched: list[int] = []
-        for name in hashes:
-            block_id = self._by_name.get(name)
-            if block_id is None:
-                break
+        """The table of the longest cached prefix of `hashes`; each of its blocks has one more reference.
+
+        Where `free_blocks` is negative then, the caller must release it at once, and do without.
+        """
+        matched = self._find(hashes)
+        for block_id in matched:
+            if block_id == NO_BLOCK:
+                continue
             if self._references[block_id] == 0:
                 del self._cached[block_id]
+            else:
+                self._num_shared += self._is_of_window(block_id)
             self._references[block_id] += 1
-            matched.append(block_id)
         return matched
 
     def allocate(self, count: int) -> list[int]:
@@ -136,21 +152,26 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less on each of a table's blocks, which are given in the order of their tokens.
 
+        What is NO_BLOCK is passed by.
+
         A published block without references stays cached; an unpublished one is free at once. The table's last
         block goes first in the order of eviction: a prefix without its end is of use, an end without its prefix is not.
         Raises ValueError, with nothing changed, for a block that nobody owns or that is listed twice.
         """
+        if self.groups.windowed:
+            block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
         self._require_owned(block_ids)
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1
             if self._references[block_id] > 0:
+                self._num_shared -= self._is_of_window(block_id)
                 continue
             if self._names[block_id] is None:
                 self._free.append(block_id)
             else:
                 self._cached[block_id] = None
 
-    def publish(self, block_id: int, name: BlockHash) -> None:
+    def publish(self, block_id: int, name: BlockHash, group: int = 0) -> None:
         """Name a full, owned block. A name that another block has stays there: the caller's block remains unnamed.
 
         Raises ValueError for a block that nobody owns, or that already has another name.
@@ -159,15 +180,21 @@ class BlockPool:
         current = self._names[block_id]
         if current is not None and current != name:
             raise ValueError(f"block {block_id} already holds other tokens")
-        if name not in self._by_name:
-            self._by_name[name] = block_id
+        by_name = self._by_name[group]
+        if name not in by_name:
+            by_name[name] = block_id
             self._names[block_id] = name
-            if self._changes is not None:
+            self._groups[block_id] = group
+            if self._changes is not None and group == 0:
                 self._changes.published(name)
 
     def names(self, first: int, end: int) -> list[BlockHash]:
-        """Names in the prefix cache that blocks `first` up to `end` have."""
-        return [name for name in self._names[first:end] if name is not None]
+        """Names in the prefix cache that blocks `first` up to `end` have, of the first group.
+
+        The others' follow from these, but for windows of which blocks were evicted.
+        """
+        named = zip(self._names[first:end], self._groups[first:end], strict=True)
+        return [name for name, group in named if name is not None and group == 0]
 
     def record_changes(self, began: Callable[[], None] | None) -> None:
         """Record names that come and go from now on; `began` is called as BlockChanges does. With None, end that."""
@@ -186,9 +213,17 @@ class BlockPool:
         unowned = sorted([*self._free, *self._cached])
         if unowned != [block_id for block_id, count in enumerate(self._references) if count == 0]:
             raise BlockPoolCorrupted("the unowned blocks are not those on the free and cached lists, once each")
-        names = {name: block_id for block_id, name in enumerate(self._names) if name is not None}
-        if names != self._by_name or len(names) != self.num_blocks - self._names.count(None):
+        names: list[dict[BlockHash, int]] = [{} for _ in self._by_name]
+        for block_id, (name, group) in enumerate(zip(self._names, self._groups, strict=True)):
+            if name is not None:
+                names[group][name] = block_id
+        if names != self._by_name or sum(map(len, names)) != self.num_blocks - self._names.count(None):
             raise BlockPoolCorrupted("names and blocks do not match one to one")
+        shared = sum(
+            max(0, count - 1) for block_id, count in enumerate(self._references) if self._is_of_window(block_id)
+        )
+        if shared != self._num_shared:
+            raise BlockPoolCorrupted(f"{shared} references share windows' blocks, and {self._num_shared} were counted")
         if any(self._names[block_id] is not None for block_id in self._free):
             raise BlockPoolCorrupted("a free block has a name")
         if any(self._names[block_id] is None for block_id in self._cached):
@@ -199,11 +234,51 @@ class BlockPool:
         name = self._names[block_id]
         if name is None:
             raise BlockPoolCorrupted(f"cached block {block_id} has no name")
-        del self._by_name[name]
+        group = self._groups[block_id]
+        del self._by_name[group][name]
         self._names[block_id] = None
-        if self._changes is not None:
+        if self._changes is not None and group == 0:
             self._changes.evicted(name)
         return block_id
+
+    def _find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The table of the longest cached prefix."""
+        groups, whole = self.groups, self._by_name[0]
+        if not groups.windowed:
+            found: list[int] = []
+            for name in hashes:
+                block_id = whole.get(name)
+                if block_id is None:
+                    break
+                found.append(block_id)
+            return found
+        return self._find_with_windows(list(hashes))
+
+    def _find_with_windows(self, hashes: Sequence[BlockHash]) -> list[int]:
+        groups, size = self.groups, self.block_size
+        length = len(hashes)
+        for group, window in enumerate(groups.windows):
+            if not window:
+                held = self._by_name[group]
+                length = next((row for row in range(length) if hashes[row] not in held), length)
+        while length:  # no shorter prefix that ends behind a gap is whole either: its windows begin before it
+            gaps = [
+                row
+                for group in groups.windowed
+                for row in range(groups.first_kept(group, length * size) // size, length)
+                if hashes[row] not in self._by_name[group]
+            ]
+            if not gaps:
+                break
+            length = max(gaps)
+        table = [NO_BLOCK] * (length * groups.count)
+        for group in range(groups.count):
+            for row in range(groups.first_kept(group, length * size) // size, length):
+                table[row * groups.count + group] = self._by_name[group][hashes[row]]
+        return table
+
+    def _is_of_window(self, block_id: int) -> bool:
+        return self.groups.windows[self._groups[block_id]] > 0
 
     def _require_owned(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:

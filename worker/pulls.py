@@ -82,9 +82,8 @@ class Pulls(Generic[JobT]):
     def begin(self, job: JobT) -> None:
         """Let the offered KV into the blocks of a job that was admitted to pull."""
         sequence, num_tokens = job.sequence, job.offered_tokens
-        block_ids = sequence.block_ids[: -(-num_tokens // sequence.block_size)]
         incoming = self._incoming[job] = self.receiver.expect(
-            self._expected.pop(job), block_ids, num_tokens, skip_tokens=sequence.num_computed
+            self._expected.pop(job), sequence.block_ids, num_tokens, skip_tokens=sequence.num_computed
         )
         self.transfers.see(self._see_in(job, incoming), f"pull {job.request.request_id}")
 
@@ -146,13 +145,16 @@ class PrefixExports:
         nothing is cached the target is told so. A ticket that can't be ours is ignored.
         """
         block_ids = self.pool.match(_matchable_hashes(token_ids, self.pool.block_size, cache_salt))
+        if self.pool.free_blocks < 0:  # so much of windows can't be shared now
+            self.pool.release(block_ids)
+            block_ids = []
         if not block_ids:
             try:
                 self.sender.decline(ticket, "nothing of the prefix is cached any more")
             except ValueError as error:
                 _log.warning("asked for a prefix with a ticket that can't be: %s", error)
             return False
-        num_tokens = len(block_ids) * self.pool.block_size
+        num_tokens = len(block_ids) // self.pool.groups.count * self.pool.block_size
         transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
         transfer.commit(None)
         self.transfers.see(self._see_off(transfer, block_ids), f"export to {ticket.target.worker_id}")

@@ -130,7 +130,7 @@ def who_gives_way(candidates: Iterable[JobT], missing_blocks: int, pool: BlockPo
     for job in candidates:
         if freed >= missing_blocks:
             break
-        own = sum(pool.references(block_id) == 1 for block_id in job.sequence.block_ids)
+        own = pool.num_freed(job.sequence.block_ids)
         if own:
             chosen.append((job, own))
             freed += own

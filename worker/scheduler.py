@@ -24,12 +24,12 @@ import msgspec
 
 from twostroke.model.step import BlockCopy, SequenceStep
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import FinishReason, Promise, SampledToken, TokenEvent, finish_reason
+from twostroke.protocol.requests import FinishReason, GenerateRequest, Promise, SampledToken, TokenEvent, finish_reason
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.block_pool import BlockPool, OutOfBlocks
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.queue_order import NO_LIMIT, ClassShares, JobT, turn_of, turns
-from twostroke.worker.sequence import Phase
+from twostroke.worker.sequence import Phase, SequenceState
 
 CHUNK_MULTIPLE = 16  # kernels compute so many rows together
 
@@ -199,8 +199,8 @@ class Scheduler(ABC, Generic[JobT]):
         num_cached, num_tokens = job.sequence.num_computed, job.offered_tokens
         if not self._received(job):
             return 0
-        job.sequence.num_computed = job.num_cached_tokens = num_tokens
-        job.sequence.publish_full_blocks(self._pool)
+        job.num_cached_tokens = num_tokens
+        job.sequence.received(self._pool, num_tokens)
         job.offered_tokens = 0
         self._run(job)
         return num_tokens - num_cached
@@ -209,6 +209,7 @@ class Scheduler(ABC, Generic[JobT]):
         """The offered KV does not come, and nothing writes into the job's blocks any more: all is computed here."""
         job.offered_tokens = 0
         if self._received(job):
+            job.sequence.expect_nothing(self._pool)
             self._run(job)
 
     def complete(self, step: ScheduledStep[JobT], sampled: Sequence[SampledToken | None]) -> list[DrawnToken[JobT]]:
@@ -221,8 +222,7 @@ class Scheduler(ABC, Generic[JobT]):
             job, sequence = entry.job, entry.job.sequence
             job.end_step()
             # Of one that was ended, a step ahead may have computed a token that it never got.
-            sequence.num_computed = min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids))
-            sequence.publish_full_blocks(self._pool)
+            sequence.computed(self._pool, min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids)))
             if job.has_ended:
                 self._release_if_unused(job)
             elif token is not None:
@@ -261,6 +261,16 @@ class Scheduler(ABC, Generic[JobT]):
         job.sequence.reset(self._pool)
 
     # --- what they build on ---
+
+    def _sequence(self, request: GenerateRequest) -> SequenceState:
+        pool = self._pool
+        return SequenceState(request, pool.block_size, pool.groups, self._config.max_step_tokens)
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens of the longest request that all blocks together hold."""
+        pool = self._pool
+        return pool.groups.tokens_in(pool.num_blocks, pool.block_size, self._config.max_step_tokens)
 
     def _enter(self, job: JobT) -> JobT:
         """Queue a newcomer. Raises RequestError for an empty prompt, and, with status 429, for one too many.
@@ -349,13 +359,25 @@ class Scheduler(ABC, Generic[JobT]):
         job.keeps_blocks = most < NO_LIMIT
         self.prefix_queries += len(sequence.token_ids)
         self.prefix_hits += matched
-        if job.has_kv_coming and (job.num_indivisible or job.offered_tokens >= matched + self._config.min_pull_tokens):
+        if job.has_kv_coming and (job.num_indivisible or self._can_pull(job)):
             self._given[job.request.promise] += job.num_indivisible
+            if job.num_indivisible:
+                sequence.expect(self._pool, job.num_indivisible, keeps_prefix=False)
             self._receive(job)
         else:
             self._decline(job)
             self._run(job)
         self._admitted.append(job)
+        return True
+
+    def _can_pull(self, job: JobT) -> bool:
+        """Whether what is offered is worth it; its blocks are ready for it then."""
+        if job.offered_tokens < job.sequence.num_computed + self._config.min_pull_tokens:
+            return False
+        try:
+            job.sequence.expect(self._pool, job.offered_tokens, keeps_prefix=True)
+        except OutOfBlocks:
+            return False
         return True
 
     def _missing_blocks(self, job: JobT) -> int:

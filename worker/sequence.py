@@ -8,26 +8,35 @@ from enum import Enum, auto
 
 from twostroke.model.step import Draw, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
-from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.block_pool import BlockPool, OutOfBlocks
 
 
 class SequenceState:
     """One request between its arrival at a worker and its end there.
 
-    `token_ids` grows by `append`, also beyond what is computed. `block_ids` holds one pool reference on each block.
-    The KV of the first `num_computed` tokens is in those blocks; whoever ran a step advances it, then publishes.
+    `token_ids` grows by `append`, also beyond what is computed. `block_ids` is a table of rows with a block for each
+    group of layers (protocol/kv_layout.py), and holds one pool reference on each. The KV of the first `num_computed`
+    tokens is in those blocks, of a window's group what the next token attends to; who ran a step calls `computed`.
+
+    A window's group has blocks for no more rows than its window and a step of `step_tokens` can touch. It gives the
+    first ones back as it takes further ones, so a prompt that has begun never waits for blocks.
     """
 
-    def __init__(self, request: GenerateRequest, block_size: int):
+    def __init__(self, request: GenerateRequest, block_size: int, groups: KVGroups = ONE_GROUP, step_tokens: int = 1):
         self.request = request
         self.block_size = block_size
+        self.groups = groups
+        self._most_rows = {group: groups.most_rows(group, block_size, step_tokens) for group in groups.windowed}
+        # Of windows' groups: where rows with blocks begin and end. Between, there may be a gap before KV that comes.
+        self._held: dict[int, tuple[int, int]] = dict.fromkeys(groups.windowed, (0, 0))
         self.token_ids: list[int] = list(request.token_ids)
         self.block_ids: list[int] = []
         self.num_computed = 0
         self._block_hashes: list[BlockHash] = []
         self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
-        self._num_published = 0  # the first blocks of the table: matched, published, or found to be named elsewhere
+        self._num_published = 0  # the first rows of the table: matched, published, or found to be named elsewhere
 
     @property
     def num_output_tokens(self) -> int:
@@ -53,10 +62,18 @@ class SequenceState:
         """The names worth looking up: at least one token must be computed, or there is nothing to draw from."""
         return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
 
+    @property
+    def num_rows(self) -> int:
+        """Of the block table."""
+        return len(self.block_ids) // self.groups.count
+
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks to allocate before the next `num_tokens` uncomputed tokens fit; 0 where they fit already."""
-        covered = -(-(self.num_computed + num_tokens) // self.block_size)
-        return max(0, covered - len(self.block_ids))
+        rows = -(-(self.num_computed + num_tokens) // self.block_size)
+        missing = max(0, rows - self.num_rows) * (self.groups.count - len(self._held))
+        for group, (_, end) in self._held.items():
+            missing += max(0, self._window_end(group, rows) - end)
+        return missing
 
     def match_prefix(self, pool: BlockPool) -> int:
         """Take over the blocks of the longest cached prefix; returns how many tokens they hold.
@@ -66,22 +83,78 @@ class SequenceState:
         if self.block_ids:
             raise ValueError(f"request {self.request.request_id} already has blocks")
         self.block_ids = pool.match(self.matchable_hashes)
-        self._num_published = len(self.block_ids)
+        self._num_published = self.num_rows
         self.num_computed = self._num_published * self.block_size
+        for group in self._held:
+            self._held[group] = self._first_row(group), self._num_published
         return self.num_computed
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> None:
         """Allocate what `blocks_needed(num_tokens)` says. Raises OutOfBlocks with nothing changed."""
-        if missing := self.blocks_needed(num_tokens):  # a decode needs one every `block_size` steps
-            self.block_ids.extend(pool.allocate(missing))
+        missing = self.blocks_needed(num_tokens)
+        if not missing:  # a decode needs one every `block_size` steps
+            return
+        blocks = pool.allocate(missing)
+        if self.groups.count == 1 and not self._held:
+            self.block_ids.extend(blocks)
+            return
+        first, rows = self.num_rows, -(-(self.num_computed + num_tokens) // self.block_size)
+        self.block_ids.extend([NO_BLOCK] * (max(0, rows - first) * self.groups.count))
+        for group in range(self.groups.count):
+            begin, end = first, rows
+            if group in self._held:
+                kept, begin = self._held[group]
+                end = max(begin, self._window_end(group, rows))
+                self._held[group] = kept, end
+            self._fill(group, range(begin, end), blocks)
 
-    def publish_full_blocks(self, pool: BlockPool) -> None:
-        """Name each block that has become full since the last call, as far as KV is computed."""
-        full = self.num_computed // self.block_size
-        hashes = self.block_hashes if full > self._num_published else self._block_hashes
-        for index in range(self._num_published, full):
-            pool.publish(self.block_ids[index], hashes[index])
-            self._num_published = index + 1
+    def computed(self, pool: BlockPool, num_tokens: int) -> None:
+        """Steps have computed the KV of the first `num_tokens` tokens: full blocks get names, and windows move on."""
+        self.num_computed = num_tokens
+        self._publish_full_blocks(pool)
+        if self._held:
+            self._move_windows(pool)
+
+    def received(self, pool: BlockPool, num_tokens: int) -> None:
+        """As `computed`, for KV that was expected: of windows it is only what the next token attends to."""
+        self.receives(pool, num_tokens)
+        self._publish_full_blocks(pool)
+
+    def receives(self, pool: BlockPool, num_tokens: int) -> None:
+        """As `received`, before the KV is there, which it will be before anything reads it: no block gets its name."""
+        self.num_computed = num_tokens
+        if self._held:
+            self._move_windows(pool)
+
+    def expect(self, pool: BlockPool, num_tokens: int, *, keeps_prefix: bool) -> None:
+        """KV of the first `num_tokens` tokens comes from elsewhere: have windows' blocks where it will lie.
+
+        With `keeps_prefix` what is computed stays, so that `expect_nothing` can go on from there if nothing comes,
+        which may take more blocks than a step does: raises OutOfBlocks with nothing changed. Without, the sequence must
+        be reset then.
+        """
+        computed, end = self.num_computed // self.block_size, -(-num_tokens // self.block_size)
+        moving: dict[int, tuple[int, int]] = {}  # groups with blocks elsewhere: the first row to keep, and rows to come
+        missing = 0
+        for group, (first, held_end) in self._held.items():
+            if held_end >= end:
+                continue
+            wanted, spare = max(first, self._first_row(group, num_tokens)), held_end - computed
+            kept = first if keeps_prefix else min(wanted, computed)
+            count = max(spare, end - max(computed, wanted)) if keeps_prefix else spare + kept - first
+            missing += count - spare - (kept - first)
+            moving[group] = kept, count
+        if missing > pool.free_blocks:
+            raise OutOfBlocks(f"{missing} blocks wanted, {pool.free_blocks} of {pool.num_blocks} free")
+        for group, (kept, count) in moving.items():
+            pool.release(self._take(group, range(self._held[group][0], kept)))
+            self._lay(pool, group, range(max(computed, end - count), end))
+
+    def expect_nothing(self, pool: BlockPool) -> None:
+        """No KV comes after all, and the rest is to be computed from where it is."""
+        computed = self.num_computed // self.block_size
+        for group in self._held:
+            self._lay(pool, group, range(computed, self._window_end(group, self.num_rows)))
 
     def append(self, token_id: int) -> None:
         """Add a drawn (or received) token; its KV is not computed yet."""
@@ -98,6 +171,7 @@ class SequenceState:
         released, self.block_ids = self.block_ids, []
         self.num_computed = 0
         self._num_published = 0
+        self._held = dict.fromkeys(self._held, (0, 0))
         pool.release(released)
 
     def step(self, num_tokens: int, *, start: int | None = None, follows: int | None = None) -> SequenceStep:
@@ -114,7 +188,7 @@ class SequenceState:
         end, last = start + num_tokens, len(self.token_ids) + num_drawn
         if not 1 <= num_tokens <= last - start or num_drawn * num_tokens > 1:
             raise ValueError(f"{num_tokens} tokens asked for, {last - start} left to compute")
-        if end > len(self.block_ids) * self.block_size:
+        if end > min([self.num_rows, *[held for _, held in self._held.values()]]) * self.block_size:
             raise ValueError(f"{len(self.block_ids)} blocks don't hold {end} tokens")
         draw = None
         if end == last:
@@ -127,6 +201,56 @@ class SequenceState:
             )
         token_ids = self.token_ids[start:end] if follows is None else (0,)
         return SequenceStep(token_ids=token_ids, start=start, block_ids=self.block_ids, draw=draw, follows=follows)
+
+    def _publish_full_blocks(self, pool: BlockPool) -> None:
+        """Name each block that has become full since the last call, as far as KV is there."""
+        full, count = self.num_computed // self.block_size, self.groups.count
+        hashes = self.block_hashes if full > self._num_published else self._block_hashes
+        for row in range(self._num_published, full):
+            for group, block_id in enumerate(self.block_ids[row * count : (row + 1) * count]):
+                if block_id != NO_BLOCK:
+                    pool.publish(block_id, hashes[row], group)
+            self._num_published = row + 1
+
+    def _first_row(self, group: int, num_tokens: int | None = None) -> int:
+        """Of those that the token after so many attends to; None: after those that are computed."""
+        num_tokens = self.num_computed if num_tokens is None else num_tokens
+        return self.groups.first_kept(group, num_tokens) // self.block_size
+
+    def _window_end(self, group: int, rows: int) -> int:
+        """Of a table of so many rows, how many a window's group may have come to."""
+        return min(rows, self._first_row(group) + self._most_rows[group])
+
+    def _move_windows(self, pool: BlockPool) -> None:
+        """Give back what no further token attends to, and take as many blocks for rows to come."""
+        for group, (first, end) in self._held.items():
+            kept, last = self._first_row(group), self._window_end(group, self.num_rows)
+            if kept > first:
+                pool.release(self._take(group, range(first, min(kept, end))))
+            if last > end:
+                self._fill(group, range(end, last), pool.allocate(last - end))
+            self._held[group] = kept, max(end, last)
+
+    def _lay(self, pool: BlockPool, group: int, rows: range) -> None:
+        """Of the rows that hold no KV yet, a window's group has blocks for these alone."""
+        computed, (first, end) = self.num_computed // self.block_size, self._held[group]
+        blocks = [block_id for block_id in self._take(group, range(computed, end)) if block_id != NO_BLOCK]
+        pool.release(blocks[len(rows) :])
+        blocks = blocks[: len(rows)]
+        self._fill(group, rows, [*blocks, *pool.allocate(len(rows) - len(blocks))])
+        self._held[group] = first, rows.stop
+
+    def _take(self, group: int, rows: range) -> list[int]:
+        """The group's blocks of these rows, which are its no more."""
+        places = slice(rows.start * self.groups.count + group, rows.stop * self.groups.count, self.groups.count)
+        blocks = self.block_ids[places]
+        self.block_ids[places] = [NO_BLOCK] * len(blocks)
+        return blocks
+
+    def _fill(self, group: int, rows: range, blocks: list[int]) -> None:
+        """Take the group's blocks of these rows off the list's end."""
+        for row in rows:
+            self.block_ids[row * self.groups.count + group] = blocks.pop()
 
     def _counts_for_draw(self) -> TokenCounts | None:
         if self._token_counts is None and is_penalised(self.request.sampling):

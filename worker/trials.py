@@ -85,7 +85,7 @@ class LinkProbe:
     @contextmanager
     def _blocks(self, num_tokens: int) -> Iterator[list[int]]:
         """Unpublished blocks for so many tokens. Raises RequestError where that is more than half of the free ones."""
-        count = -(-num_tokens // self.pool.block_size)
+        count = -(-num_tokens // self.pool.block_size) * self.pool.groups.count  # a trial's tables have no gaps
         most = self.pool.free_blocks // 2
         if not 1 <= count <= most:
             raise RequestError(f"a trial of {count} blocks: it may take 1 to {most} here now", code="too_few_blocks")

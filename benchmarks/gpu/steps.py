@@ -16,7 +16,8 @@ from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import WHOLE, Checkpoint, expected_shapes
+from twostroke.model.checkpoint.tensor_file import WHOLE
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
@@ -35,6 +36,7 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, config: ModelConfig, device: torch.device):
         self.shapes = dict(expected_shapes(config))
         self._device = device
+        self._stored = {}
 
     def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         values = torch.empty(self.shapes[name], dtype=torch.bfloat16, device=self._device)

@@ -3,17 +3,19 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.cluster.config.reading import load_yaml
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.config import ModelConfig
+from twostroke.cluster.config.sections import held_as
+from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
 
 if TYPE_CHECKING:
     from twostroke.model.fit import Fit
+    from twostroke.model.served import ServedModel
 
 CAN_T_BE_SERVED = 2
 GIB = 2**30
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"))
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     try:
         folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS)
-        told = _served(folder, load_model_config(folder), config, arguments)
+        told = _served(folder, config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
     if arguments.json:
@@ -56,59 +58,75 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> ClusterConfig:
     raw: dict[str, Any] = load_yaml(arguments.config) if arguments.config is not None else {}
-    for name in ("dtype", "quantization"):
-        if (value := getattr(arguments, name)) is not None:
-            raw["model"] = {**(raw.get("model") or {}), name: value}
+    read_config(raw)  # so that what is wrong in the file is told as the file's
+    lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
     return read_config(raw)
 
 
-def _served(folder: Path, model: ModelConfig, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What can be said of a model whose config can be read. Raises ConfigError where its tensors don't fit that.
-
-    On this machine's memory as many workers share it as `twostroke serve` would start.
+def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What can be said of a model that can be served: of a decode worker, and of a prefill worker where that holds the
+    model otherwise. Raises ConfigError where it can't, or its tensors don't fit it.
     """
+    from twostroke.model.served import open_model
+
+    model = open_model(folder)
+    told = _of_worker("decode", folder, model, config, arguments)
+    held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)
+    if config.has_prefill and (held.dtype, held.quantization) != (by_prefill.dtype, by_prefill.quantization):
+        prefill = told["prefill"] = _of_worker("prefill", folder, model, config, arguments)
+        if prefill["way"] == "refused" and told["way"] != "refused":
+            told |= {"way": "refused", "reason": f"prefill workers: {prefill['reason']}"}
+    return told
+
+
+def _of_worker(
+    role: Role, folder: Path, model: "ServedModel", config: ClusterConfig, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """On this machine's memory as many workers share it as `twostroke serve` would start."""
     import torch
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
-    from twostroke.model.checkpoint.weights import Checkpoint, has_weights
+    from twostroke.model.checkpoint.weights import has_weights
     from twostroke.model.engine_config import resolve_dtype
     from twostroke.model.fit import fit
 
-    decode = config.decode
-    ranks = arguments.tensor_parallel or decode.tensor_parallel
+    section = config.roles[role]
+    held = config.model_of(section)
+    ranks = arguments.tensor_parallel or section.tensor_parallel
     if arguments.gpu is None:
         workers = sum(config.counts[role].first for role in config.roles)
         device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks)
     else:
-        device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * decode.gpu_memory_utilization)
+        device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * section.gpu_memory_utilization)
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
-    found_dtype = Checkpoint(folder, model).dtype if has_weights(folder) else torch.bfloat16
-    dtype = resolve_dtype(config.model.dtype, found_dtype, device)
-    bounds = StepBounds(decode.max_step_tokens, decode.max_batch)
+    found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
+    dtype = resolve_dtype(held.dtype, found_dtype, device)
+    bounds = StepBounds(section.max_step_tokens, section.max_batch)
     found = fit(
         model,
         dtype,
-        config.model.quantization,
+        held.quantization,
         memory=memory,
         ranks=ranks,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
     return {
-        "family": model.spec.family,
-        "way": "refused" if found.max_requests == 0 else "native",
+        "family": model.family,
+        "way": "refused" if found.max_requests == 0 else model.way,
         "reason": _too_small(found, memory) if found.max_requests == 0 else None,
         "parameters": found.parameters,
-        "active_parameters": found.parameters,
+        "active_parameters": found.active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": config.model.quantization,
+        "quantization": held.quantization,
+        "weights": model.weights_as(held.quantization),
         "ranks": ranks,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,
         "kv_bytes_per_token": found.kv_bytes_per_token,
         "kv_window_bytes": found.kv_window_bytes,
-        "model_context": model.max_position,
+        "model_context": model.shape.max_position,
         "max_context": found.max_context,
         "max_requests": found.max_requests,
     }
@@ -130,18 +148,33 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
 
     if told["family"] is None:
         return [f"{arguments.model} can't be served: {told['reason']}"]
-    held = told["dtype"] + ("" if told["quantization"] == "none" else f" with {told['quantization']} weights")
     where = f"a {arguments.gpu}" if arguments.gpu else "this machine"
-    of_rank = "" if told["ranks"] == 1 else f" on each of {told['ranks']} ranks"
+
+    def of_rank(by: dict[str, Any]) -> str:
+        return "" if by["ranks"] == 1 else f" on each of {by['ranks']} ranks"
+
+    def taken(by: dict[str, Any]) -> str:
+        return (
+            f"weights {gibibytes(by['weight_bytes'])}{of_rank(by)}, the largest step {gibibytes(by['step_bytes'])}, "
+            f"KV {by['kv_bytes_per_token'] / 1024:.1f} KiB a token"
+            + (f" and up to {gibibytes(by['kv_window_bytes'])} a request" if by["kv_window_bytes"] else "")
+        )
+
+    through = " through transformers" if told["way"] == "transformers" else ""
+    held = held_as(told["dtype"], told["weights"])
     lines = [
-        f"{told['family']}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
-        f"weights {gibibytes(told['weight_bytes'])}{of_rank}, the largest step {gibibytes(told['step_bytes'])}, "
-        f"KV {told['kv_bytes_per_token'] / 1024:.1f} KiB a token",
+        f"{told['family']}{through}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
+        taken(told),
     ]
+    if (prefill := told.get("prefill")) is not None:
+        lines.append(
+            f"on a prefill worker in {held_as(prefill['dtype'], prefill['weights'])}: {taken(prefill)}, contexts "
+            f"of up to {prefill['max_context']:,} tokens"
+        )
     if told["way"] == "refused":
         return [*lines, f"can't be served on {where}: {told['reason']}"]
     lines.append(
-        f"on {where}, of which a worker may have {gibibytes(told['memory_bytes'])}{of_rank}: contexts of up to "
+        f"on {where}, of which a worker may have {gibibytes(told['memory_bytes'])}{of_rank(told)}: contexts of up to "
         f"{told['max_context']:,} tokens (the model's own: {told['model_context']:,}), "
         f"{told['max_requests']} of them at once if all that is left is KV cache"
     )
@@ -156,6 +189,8 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         "prefill": worker,
         "decode": worker,
     }
+    if prefill is not None:
+        settings["prefill"] = f"{worker[:-1]}, quantization: {prefill['quantization']}}}"
     return [
         *lines,
         "",

@@ -6,7 +6,7 @@ Imports no torch: the router's process reads it too.
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from twostroke.cluster.config.process_logs import LoggingConfig
 from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import (
     DecodeSection,
+    HeldModel,
     ModelSection,
     PrefillSection,
     RouterSection,
@@ -58,6 +59,12 @@ class ClusterConfig(Section):
                 raise ValueError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
         for role, section in self.roles.items():
             _check_signs_of_life(role, section.token_channel, self.router.token_channel)
+        dtypes = [self.model_of(section).dtype for section in (self.prefill, self.decode)]
+        if self.has_prefill and len(set(dtypes)) > 1:
+            raise ValueError(
+                f"prefill.dtype: {dtypes[0]} beside decode.dtype {dtypes[1]}: KV is of a worker's dtype, which both "
+                "must have to exchange it: give them the same (quantization may differ)"
+            )
         check_counts(self.autoscaling, self.counts, self.gpus_each)
         return self
 
@@ -65,6 +72,10 @@ class ClusterConfig(Section):
     def roles(self) -> Mapping[Role, PrefillSection | DecodeSection]:
         """The sections of both kinds of workers."""
         return {"prefill": self.prefill, "decode": self.decode}
+
+    def model_of(self, section: HeldModel) -> ModelSection:
+        """The model as one role's workers hold it."""
+        return self.model.model_copy(update=section.part(HeldModel).model_dump(exclude_none=True))
 
     @property
     def counts(self) -> Mapping[Role, WorkerCounts]:
@@ -143,6 +154,16 @@ class ClusterConfig(Section):
 def read_config(raw: object) -> ClusterConfig:
     """The configuration in `raw`, as YAML gives it. Raises ConfigError that begins with the setting at fault."""
     return read_settings(ClusterConfig, raw)
+
+
+def lay_over(raw: dict[str, Any], *, dtype: str | None, quantization: str | None) -> None:
+    """Have all workers hold the model so, whatever `raw` says of all of them or of one role; None: as it is."""
+    said = {name: value for name, value in (("dtype", dtype), ("quantization", quantization)) if value is not None}
+    for role in get_args(Role):
+        if raw.get(role):
+            raw[role] = {name: value for name, value in raw[role].items() if name not in said}
+    if said:
+        raw["model"] = {**(raw.get("model") or {}), **said}
 
 
 def with_keys(config: ClusterConfig, keys: Sequence[KeyConfig]) -> ClusterConfig:

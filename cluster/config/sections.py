@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.model.config import PrefillKernel
+from twostroke.model.config import PrefillKernel, Quantization
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.token_channels import TokenChannelConfig
@@ -36,6 +36,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 BUNDLED_MODEL = "bundled"
 
+Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 
@@ -49,9 +50,9 @@ class ModelSection(Section):
     """What clients call it; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where the workers are given GPUs."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["none", "int8", "int4"] = "none"
-    """Of the projections' weights, as they are loaded."""
+    dtype: Dtype = "auto"
+    quantization: Quantization = "auto"
+    """Of the projections' weights, as they are loaded; auto: as the checkpoint has them, none: widened to dtype."""
     block_size: BlockSize | None = None
     """Tokens; null: 16 on CPUs, 64 on GPUs."""
     max_context: Annotated[int, Ge(2)] | None = None
@@ -60,6 +61,22 @@ class ModelSection(Section):
     """Sampling defaults: of the model's generation_config.json, or OpenAI's."""
     chat_template: str | None = None
     """A file's path, or a template's text, in place of the model's own."""
+
+
+class HeldModel(Section):
+    """How workers of one role hold the model, where that is not as `model` says."""
+
+    block_size: BlockSize | None = None
+    """Tokens; null: model.block_size."""
+    dtype: Dtype | None = None
+    """null: model.dtype."""
+    quantization: Quantization | None = None
+    """null: model.quantization."""
+
+
+def held_as(dtype: str, weights: str | None) -> str:
+    """How a model is held, for people; None: its weights are of the dtype."""
+    return dtype if weights is None else f"{dtype} with {weights} weights"
 
 
 class WorkerResources(Section):
@@ -167,13 +184,11 @@ class Placement(Section):
         return options
 
 
-class PrefillSection(WorkerResources, Placement, PrefillConfig):
+class PrefillSection(WorkerResources, HeldModel, Placement, PrefillConfig):
     """Prefill workers: how many, on what, where, and how they work."""
 
     replicas: Annotated[int, Ge(0), Le(1024)] = 1
     """0: aggregated, decode workers read prompts themselves."""
-    block_size: BlockSize | None = None
-    """Tokens; null: model.block_size."""
 
     @property
     def worker(self) -> PrefillConfig:
@@ -181,12 +196,10 @@ class PrefillSection(WorkerResources, Placement, PrefillConfig):
         return self.part(PrefillConfig)
 
 
-class DecodeSection(WorkerResources, Placement, DecodeConfig):
+class DecodeSection(WorkerResources, HeldModel, Placement, DecodeConfig):
     """Decode workers: how many, on what, where, and how they work."""
 
     replicas: Annotated[int, Ge(1), Le(1024)] = 1
-    block_size: BlockSize | None = None
-    """Tokens; null: model.block_size."""
 
     @property
     def worker(self) -> DecodeConfig:

@@ -44,7 +44,7 @@ class WorkerSettings:
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
         return cls(
-            model=config.model,
+            model=config.model_of(section),
             resources=section.part(WorkerResources),
             max_step_tokens=section.max_step_tokens,
             max_batch=section.max_batch,

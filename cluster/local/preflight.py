@@ -6,6 +6,7 @@ from pathlib import Path
 
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.cluster.config.model_folder import chat_template_text
+from twostroke.cluster.config.sections import held_as
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
 
@@ -41,9 +42,6 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         gibibytes,
         step_bytes_on_cpu,
     )
-    from twostroke.model.checkpoint.config_file import load_model_config
-    from twostroke.model.checkpoint.decoder_weights import weight_bytes
-    from twostroke.model.checkpoint.weights import Checkpoint
     from twostroke.model.engine_config import (
         check_cores,
         resolve_device,
@@ -51,31 +49,33 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_max_context,
         resolve_num_blocks,
     )
-    from twostroke.model.parallel.tensor_parallel import check_size
+    from twostroke.model.served import open_model
     from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 
-    model = load_model_config(folder)
-    checkpoint = Checkpoint(folder, model)
+    found = open_model(folder)
+    model = found.shape
     TextTokenizer.load(folder, chat_template_text(config.model))
     defaults = read_sampling_defaults(folder, config.model.generation_config)
     device = torch.device(config.device)
-    dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
     free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
     caches: list[str] = []  # of roles for which nobody says a size
+    held: dict[str, str] = {}  # how each role holds the model
     for role, section in config.roles.items():
         most = config.counts[role].most
         if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
-        weights = weight_bytes(model, dtype, engine.quantization)
+        dtype = resolve_dtype(engine.dtype, found.dtype, device)
+        held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
+        weights = found.weight_bytes(dtype, engine.quantization)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)
             check_cores(engine)
-            check_size(model, ranks)
+            found.check_ranks(ranks)
             num_blocks = resolve_num_blocks(engine, model, dtype, weights // ranks + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
@@ -97,10 +97,11 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     if device.type == "cpu":
         rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         check_memory_of_all(needs, rest, free)
-    held = str(dtype).removeprefix("torch.")
-    if config.model.quantization != "none":
-        held += f" with {config.model.quantization} weights"
-    lines = [f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
+    if len(set(held.values())) == 1:
+        told = held["decode"]
+    else:
+        told = " and ".join(f"{how} at {role} workers" for role, how in held.items())
+    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {told} on {device.type}"]
     if str(defaults):
         lines.append(f"Sampling where a request says nothing, by generation_config.json: {defaults}")
     if caches:

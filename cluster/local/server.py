@@ -242,14 +242,13 @@ def with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
 def _describe_workers(url: str, api_key: str | None) -> list[str]:
     """A line for each kind of worker: how many are up, and what one's KV cache holds."""
     kinds = Counter(
-        (worker["role"], worker["ranks"], worker["num_blocks"], worker["block_size"], worker["max_context"])
+        tuple(worker[name] for name in ("role", "ranks", "num_blocks", "block_size", "full_contexts", "max_context"))
         for worker in fetch_status(url, api_key)["workers"]
     )
     lines: list[str] = []
-    for (role, ranks, num_blocks, block_size, max_context), count in sorted(kinds.items()):
+    for (role, ranks, num_blocks, block_size, requests, max_context), count in sorted(kinds.items()):
         who = f"{count} {role} " + ("worker is up with" if count == 1 else "workers are up, each with")
         shared = "" if ranks == 1 else f"{ranks} ranks and "
-        requests = num_blocks * block_size / max_context
         lines.append(
             f"{who} {shared}{num_blocks} KV blocks of {block_size} tokens: room for {requests:.1f} requests of the "
             f"full context of {max_context} tokens"

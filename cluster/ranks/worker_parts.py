@@ -133,12 +133,13 @@ async def load_parts(
             peer=peer,
             engine=engine,
             store=rank.store,
-            pool=BlockPool(rank.loaded.num_blocks, settings.block_size),
+            pool=BlockPool(rank.loaded.num_blocks, settings.block_size, rank.store.layout.groups),
             network=network,
             sender=sender,
             receiver=receiver,
             clock=time.monotonic,
             max_context=rank.loaded.max_context,
+            weights=rank.loaded.weights,
         )
 
     if settings.tensor_parallel == 1:
@@ -159,7 +160,13 @@ async def load_parts(
         rank = loading.result()
         addresses = await ranks.loaded()
         swap_space = rank.loaded.swap_space
-        check_step_size(settings, rank.loaded.max_context, 0 if swap_space is None else swap_space.num_blocks)
+        rows = -(-rank.loaded.max_context // settings.block_size)
+        check_step_size(
+            settings,
+            rank.loaded.max_context,
+            rows * rank.store.layout.groups.count,
+            0 if swap_space is None else swap_space.num_blocks,
+        )
     except BaseException as error:
         await led.close()
         await asyncio.wait({loading})  # no thread is left behind that loads
@@ -175,12 +182,15 @@ async def load_parts(
     )
 
 
-def check_step_size(settings: WorkerSettings, max_context: int, host_blocks: int) -> None:
-    """Raises ConfigError where a step might be too long to tell the ranks in one message. `max_context` in tokens."""
+def check_step_size(settings: WorkerSettings, max_context: int, blocks_of_one: int, host_blocks: int) -> None:
+    """Raises ConfigError where a step might be too long to tell the ranks in one message.
+
+    `max_context` in tokens; `blocks_of_one` is how long a block table can get.
+    """
     size = most_step_bytes(
         max_tokens=settings.max_step_tokens,
         max_sequences=settings.max_batch,
-        blocks_of_one=-(-max_context // settings.block_size),
+        blocks_of_one=blocks_of_one,
         host_blocks=host_blocks,
     )
     if size > MAX_PAYLOAD_BYTES:

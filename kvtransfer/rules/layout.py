@@ -11,10 +11,11 @@ unit ids are block ids.
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
+from twostroke.protocol.kv_layout import DTYPE_BYTES, NO_BLOCK, Encoding, KVGroups, KVLayout, group_table
 from twostroke.protocol.messages import Run
 
 SCALE_BYTES = 2  # bf16, one for each (token, head) of K and of V
@@ -34,11 +35,11 @@ class Lane:
 class Segment:
     """Units of one layer, as they lie in one side's store, in the order of the wire."""
 
-    layer: int
+    layer: int  # of the store: one of its tensors
     unit_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cut:
     """One rank's end of a lane: how its store is cut into the units that travel."""
 
@@ -71,21 +72,43 @@ class Cut:
     def _rows(self) -> int:
         return 2 * self.num_heads * self.unit_tokens
 
+    @cached_property
+    def _groups(self) -> KVGroups:
+        return self.layout.groups
+
     def segments(self, runs: Iterable[Run], block_ids: tuple[int, ...]) -> tuple[Segment, ...]:
         """Where the runs' units lie in this side's store, for a request with this block table."""
-        parts = self.units_per_block
-        if parts == 1:
-            return tuple(Segment(run.layer, block_ids[run.first_unit : run.first_unit + run.num_units]) for run in runs)
         return tuple(
-            Segment(
-                run.layer,
-                tuple(
-                    block_ids[unit // parts] * parts + unit % parts
-                    for unit in range(run.first_unit, run.first_unit + run.num_units)
-                ),
-            )
-            for run in runs
+            Segment(self._groups.tensor_of_layer[run.layer], tuple(self._unit_ids(run, block_ids))) for run in runs
         )
+
+    def _unit_ids(self, run: Run, block_ids: tuple[int, ...]) -> Sequence[int]:
+        parts, count, group = self.units_per_block, self._groups.count, self._groups.of_layer[run.layer]
+        if parts == 1:
+            return block_ids[run.first_unit * count + group : (run.first_unit + run.num_units) * count : count]
+        units = range(run.first_unit, run.first_unit + run.num_units)
+        return [block_ids[unit // parts * count + group] * parts + unit % parts for unit in units]
+
+
+def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
+    """The rows of a block table that hold `num_tokens` tokens, of which a transfer needs what follow-ups attend to.
+
+    Raises ValueError where there is no block for some of that, or where blocks are not distinct ones of `num_blocks`.
+    """
+    groups, rows = layout.groups, -(-num_tokens // layout.block_size)
+    table = tuple(block_ids[: rows * groups.count])
+    needed = [
+        block_id
+        for group in range(groups.count)
+        for block_id in group_table(table, group, groups.count)[
+            groups.first_kept(group, num_tokens) // layout.block_size :
+        ]
+    ]
+    if len(table) < rows * groups.count or NO_BLOCK in needed:
+        raise ValueError(f"{num_tokens} tokens do not fit the table {list(block_ids)} of {layout}")
+    if min(needed) < 0 or max(needed) >= num_blocks or len(set(needed)) != len(needed):
+        raise ValueError(f"these are not distinct blocks of {num_blocks}: {needed}")
+    return table
 
 
 def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane, ...]:
@@ -123,15 +146,28 @@ def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding)
     )
 
 
+def first_units(groups: KVGroups, num_tokens: int, unit_tokens: int, skip_tokens: int) -> list[int]:
+    """Of each layer, the first unit that is sent of so many tokens; the number of units where none is.
+
+    The target has the first `skip_tokens`, and nobody attends to what lies before a layer's window.
+    """
+    skipped = -(-skip_tokens // unit_tokens) if skip_tokens == num_tokens else skip_tokens // unit_tokens
+    return [max(skipped, groups.first_kept(group, num_tokens) // unit_tokens) for group in groups.of_layer]
+
+
 class ChunkPlan:
     """Every unit of every layer exactly once, but for the skipped ones, and none before it is full.
+
+    Of a layer with a window, only the units that the token after the last attends to.
 
     Nothing is cut into runs before it is asked for: what becomes ready while the link is busy, or the grant is late,
     goes in as few chunks as their size allows, several layers in one.
     """
 
-    def __init__(self, *, num_layers: int, num_tokens: int, num_ready_tokens: int):
+    def __init__(self, *, groups: KVGroups, num_tokens: int, num_ready_tokens: int):
+        num_layers = len(groups.of_layer)
         self._num_tokens = num_tokens
+        self._groups = groups
         self._ready = [num_ready_tokens] * num_layers  # tokens, from the first on
         self._num_unready = 0 if num_ready_tokens == num_tokens else num_layers  # layers
         self._unit_tokens = 0  # until `begin`
@@ -151,10 +187,11 @@ class ChunkPlan:
             raise ValueError(f"{skip_tokens} skipped tokens end within a unit of {unit_tokens}")
         self._unit_tokens = unit_tokens
         self._num_units = -(-self._num_tokens // unit_tokens)
-        skipped = self._full_units(skip_tokens)
-        self._taken = [skipped] * len(self._taken)
-        self._num_untaken = len(self._taken) if skipped < self._num_units else 0
-        self._waiting.extend(layer for layer, ready in enumerate(self._ready) if self._full_units(ready) > skipped)
+        self._taken = first_units(self._groups, self._num_tokens, unit_tokens, skip_tokens)
+        self._num_untaken = sum(taken < self._num_units for taken in self._taken)
+        self._waiting.extend(
+            layer for layer, ready in enumerate(self._ready) if self._full_units(ready) > self._taken[layer]
+        )
 
     def add_ready(self, layer: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `layer` are in the blocks. Raises ValueError for more than there are."""

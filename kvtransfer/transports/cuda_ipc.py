@@ -127,7 +127,7 @@ class CudaIpcSource:
 
     def describe(self, connected: socket.socket) -> None:
         cut, store = self._cut, self._store
-        layers = tuple(share_layer(store.layer_tensor(layer)) for layer in range(cut.layout.num_layers))
+        layers = tuple(share_layer(store.layer_tensor(layer)) for layer in range(cut.layout.num_tensors))
         send_description(
             connected, DevicePool(cut.layout, store.num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers)
         )
@@ -174,8 +174,8 @@ class PeerDevicePool:
         self._device = device
         self.places = places_of(cut)
         layer_bytes = pool.num_blocks * pool.layout.block_bytes
-        if len(pool.layers) != pool.layout.num_layers:
-            raise ProtocolError(f"the peer shares {len(pool.layers)} of its {pool.layout.num_layers} layers")
+        if len(pool.layers) != pool.layout.num_tensors:
+            raise ProtocolError(f"the peer shares {len(pool.layers)} of its {pool.layout.num_tensors} layers")
         for layer in pool.layers:
             if layer.layer_offset_bytes < 0 or layer.layer_offset_bytes + layer_bytes > layer.num_bytes:
                 raise ProtocolError(f"a layer of the peer is not within its {layer.num_bytes} bytes of memory")

@@ -65,7 +65,7 @@ class DeviceUnits:
         self.device = torch.device(store.device)
         self.places = places_of(cut)
         self._cut = cut
-        self._layers = [store.layer_tensor(layer) for layer in range(layout.num_layers)]  # kept alive
+        self._layers = [store.layer_tensor(layer) for layer in range(layout.num_tensors)]  # kept alive
         self._bases = np.array([tensor.data_ptr() for tensor in self._layers], np.int64)
         self._num_units = store.num_blocks * cut.units_per_block
 

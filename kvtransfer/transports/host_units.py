@@ -53,7 +53,7 @@ class HostUnits:
         self.is_whole_blocks = cut.units_per_block == 1 and cut.num_heads == layout.heads_per_rank
         self._parts = cut.units_per_block
         self._num_units = memory.num_blocks * self._parts
-        self._layers = [memory.layer_bytes(layer) for layer in range(layout.num_layers)]
+        self._layers = [memory.layer_bytes(layer) for layer in range(layout.num_tensors)]
         shape = memory.num_blocks, 2, layout.heads_per_rank, self._parts, self.unit_bytes // (2 * cut.num_heads)
         heads = slice(cut.first_head, cut.first_head + cut.num_heads)
         self._arrays = [np.frombuffer(layer, np.uint8).reshape(shape)[:, :, heads] for layer in self._layers]

@@ -8,14 +8,13 @@ and norms' weights are fp32, too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing
-from twostroke.model.cache.kv_cache import layer_announcer
+from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
@@ -52,11 +51,12 @@ class DecoderWeights:
 
 
 class Decoder:
-    """Runs a step's tokens through the layers, writing their KV into the cache on the way."""
+    """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
         """`weights` are those of `parallel.shard`."""
         self._config = config
+        self._groups = config.kv_groups
         self._weights = weights
         self._backend = backend
         self._parallel = parallel
@@ -69,31 +69,20 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor | None:
-        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
-
-        token_ids int64 [T]; kv_layers [num_blocks, 2, G, block_size, D] each.
-        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
-        another thread, while later layers are launched.
-        """
-        if on_layer is None or not kv_layers[0].is_cuda:
-            return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
-        device = kv_layers[0].device
-        stream = torch.cuda.current_stream(device)
-        with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
-            return self._forward(
-                token_ids, layout, kv_layers, drawing, lambda layer: announce(layer, stream.record_event())
-            )
+        """As StepDecoder.forward."""
+        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
+            return self._forward(token_ids, layouts, kv_tensors, drawing, announce)
 
     def _forward(
         self,
         token_ids: Tensor,
-        layout: BatchLayout,
-        kv_layers: Sequence[Tensor],
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor | None:
@@ -108,7 +97,8 @@ class Decoder:
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            kv_layer = kv_layers[index]
+            layout = layouts[self._groups.of_layer[index]]
+            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
             qkv = layer.qkv(x)
             if layer.row_norms is not None:
                 square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))

@@ -1,6 +1,7 @@
-"""The paged KV cache: one tensor a layer, [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim].
+"""The paged KV cache: tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim], one a layer, or one
+for a layer of each group (protocol/kv_layout.py).
 
-A block of a layer is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
+A block of a tensor is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
 Which block belongs to whom is the block pool's business, not ours.
 
 On a CPU the cache is a memfd, mapped MAP_SHARED, so that other processes of this machine can read it where it lies. A
@@ -8,8 +9,8 @@ memfd has no name, so a killed process leaves nothing behind, and no mount limit
 /dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
 meet a SIGBUS, and nobody but its maker ever writes into it.
 
-`layer_announcer` tells of layers whose KV is in the cache while a GPU computes on: the step's thread waits for none of
-them.
+`layer_announcing` tells of layers whose KV is in the cache, on a GPU while it computes on: the step's thread waits for
+none of them.
 """
 
 import contextlib
@@ -21,12 +22,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from twostroke.model.cache.memory import available_bytes, gibibytes
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -38,7 +40,7 @@ _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
 
 
 class KVCache:
-    """Block storage of all layers on one rank, zeros at first; what `kvtransfer` calls a KVStore.
+    """Block storage on one rank, zeros at first; what `kvtransfer` calls a KVStore.
 
     Zeros, not garbage: masked positions are multiplied by 0, and 0 * NaN is NaN.
     """
@@ -47,10 +49,10 @@ class KVCache:
         self.tensors = tensors
         self.layout = layout
         self.rank = rank
-        self.num_layers = layout.num_layers
+        self.groups = layout.groups
         self.num_blocks: int = tensors[0].shape[0]
         self.block_size = layout.block_size  # tokens
-        self.block_bytes = layout.block_bytes  # of one layer on this rank
+        self.block_bytes = layout.block_bytes  # of one tensor
 
     def close(self) -> None:
         """Let go of the memory; it is freed with the last tensor on it."""
@@ -104,7 +106,7 @@ class DeviceKVCache(KVCache):
 
 
 def make_kv_cache(
-    config: ModelConfig,
+    config: ModelShape,
     *,
     num_blocks: int,
     block_size: int,
@@ -120,23 +122,30 @@ def make_kv_cache(
     """
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(
-        model_digest, name, config.num_layers, config.num_kv_heads, config.head_dim, block_size, tp_size=tp_size
+        model_digest,
+        name,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        block_size,
+        tp_size=tp_size,
+        windows=config.windows,
     )
     shape = (num_blocks, 2, layout.heads_per_rank, block_size, config.head_dim)
-    layers, layer_bytes = range(layout.num_layers), num_blocks * layout.block_bytes
+    layers, layer_bytes = range(layout.num_tensors), num_blocks * layout.block_bytes
     if device.type != "cpu":
         return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)
     stride = -(-layer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         try:
-            fd, memory = make_shared_memory(stride * layout.num_layers)
+            fd, memory = make_shared_memory(stride * layout.num_tensors)
         except OSError as error:
             logger.warning(
                 "the KV cache can't be shared with other processes, so KV goes to them over sockets: %s", error
             )
             return HostKVCache([torch.zeros(shape, dtype=dtype) for _ in layers], layout, rank)
     except (MemoryError, RuntimeError) as error:  # the latter is torch's own word for it
-        size = gibibytes(layer_bytes * layout.num_layers)
+        size = gibibytes(layer_bytes * layout.num_tensors)
         raise ConfigError(f"no memory for a KV cache of {size}: use a smaller KV cache ({error})") from error
     count = layer_bytes // dtype.itemsize
     tensors = [torch.frombuffer(memory, dtype=dtype, count=count, offset=layer * stride) for layer in layers]
@@ -174,10 +183,10 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
     return fd, memory
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Bytes that one block takes on a rank, in all layers together."""
+def kv_block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
+    """Bytes that one block takes on a rank, in all tensors together."""
     heads = max(1, config.num_kv_heads // tp_size)
-    return 2 * config.num_layers * heads * config.head_dim * block_size * dtype.itemsize
+    return 2 * config.kv_groups.num_tensors * heads * config.head_dim * block_size * dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -204,3 +213,19 @@ def layer_announcer(
 
         yield announce
     last.result()
+
+
+@contextlib.contextmanager
+def layer_announcing(
+    on_layer: Callable[[int], None] | None, device: torch.device
+) -> Iterator[Callable[[int], None] | None]:
+    """Gives what a step on `device` calls, in order, with each layer whose KV it has written, or on CUDA launched the
+    write of: `on_layer(i)` is then called, on CUDA by another thread, and when the context is left, all calls are made.
+    None where nobody is to be told.
+    """
+    if on_layer is None or device.type != "cuda":
+        yield on_layer
+        return
+    stream = torch.cuda.current_stream(device)
+    with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
+        yield lambda layer: announce(layer, stream.record_event())

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.protocol.errors import ConfigError
 
 WORKER_BYTES = 600 * 2**20
@@ -77,7 +77,7 @@ def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int
     return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
 
 
-def step_bytes_on_cpu(config: ModelConfig, bounds: StepBounds, dtype: torch.dtype) -> int:
+def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, dtype: torch.dtype) -> int:
     """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
     widest = max(config.q_size + 2 * config.kv_size + config.q_size, 3 * config.intermediate_size)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * dtype.itemsize
@@ -135,9 +135,8 @@ def check_memory_of_all(needs: Sequence[MemoryNeed], rest: int, free: int) -> No
         )
 
 
-def describe_cache(num_blocks: int, block_size: int, block_bytes: int, max_context: int) -> str:
-    """For people: how much a cache holds. `block_bytes` are of all layers."""
-    requests = num_blocks * block_size / max_context
+def describe_cache(num_blocks: int, block_size: int, block_bytes: int, requests: float, max_context: int) -> str:
+    """For people: how much a cache holds. `requests` of the full context."""
     return (
         f"KV cache {gibibytes(num_blocks * block_bytes)}: {num_blocks} blocks of {block_size} tokens, room for "
         f"{requests:.1f} requests of the full context of {max_context} tokens"

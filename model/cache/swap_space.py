@@ -26,8 +26,8 @@ class SwapSpace:
     def __init__(self, kv_cache: KVCache, num_blocks: int):
         """Raises ConfigError where so much memory can't be had."""
         self.num_blocks = num_blocks
-        self.block_bytes = kv_cache.block_bytes * kv_cache.num_layers
-        """Of one block in all layers, on this rank."""
+        self.block_bytes = kv_cache.block_bytes * len(kv_cache.tensors)
+        """Of one block in all tensors, on this rank."""
         self.num_bytes = 0  # counter: copied so far, both ways
         self.seconds = 0.0  # counter: that took
         self._cache = kv_cache

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from twostroke.model.architectures import FAMILIES
-from twostroke.model.architectures.family import ConfigFields, Family
+from twostroke.model.architectures.families import FAMILIES
+from twostroke.model.architectures.families.family import ConfigFields, Family
+from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -14,7 +16,17 @@ CONFIG_FILE = "config.json"
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json. Raises ConfigError naming file and field."""
+    """Read `folder`/config.json of a family of ours. Raises ConfigError naming file and field."""
+    return parse_model_config(read_config_file(folder), str(folder / CONFIG_FILE))
+
+
+def is_native(raw: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json is of a family of ours."""
+    return _family(raw) is not None
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """`folder`/config.json, parsed. Raises ConfigError."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist or is no folder")
@@ -26,21 +38,25 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return parse_model_config(cast("dict[str, Any]", raw), str(path))
+    return cast("dict[str, Any]", raw)
 
 
 def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """The ModelConfig in a parsed config.json; `source` names it in errors. Raises ConfigError."""
-    return _family(raw, source).read_config(ConfigFields(raw, source))
+    family = _family(raw)
+    if family is None:
+        found = raw.get("architectures") or f"model_type {raw.get('model_type')!r}"
+        are = "is" if len(FAMILIES) == 1 else "are"
+        raise ConfigError(f"{source}: architectures: {found} is not supported, only {', '.join(FAMILIES)} {are}")
+    fields = ConfigFields(raw, source)
+    return replace(family.read_config(fields), stored=read_stored_quantization(fields))
 
 
-def _family(raw: Mapping[str, Any], source: str) -> Family:
+def _family(raw: Mapping[str, Any]) -> Family | None:
     architectures = raw.get("architectures")
     for family in FAMILIES.values():
         if architectures == [family.architecture] or (
             architectures is None and raw.get("model_type") == family.model_type
         ):
             return family
-    found = architectures if architectures is not None else f"model_type {raw.get('model_type')!r}"
-    are = "is" if len(FAMILIES) == 1 else "are"
-    raise ConfigError(f"{source}: architectures: {found} is not supported, only {', '.join(FAMILIES)} {are}")
+    return None

@@ -1,14 +1,25 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
+import re
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights
 from twostroke.model.architectures.rope import cos_sin_table, head_order
 from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
-from twostroke.model.checkpoint.quantization import of_lm_head, tensor_bytes
-from twostroke.model.checkpoint.weights import WHOLE, Checkpoint, expected_shapes
-from twostroke.model.config import ModelConfig, Projection, Quantization
+from twostroke.model.checkpoint.quantization import (
+    QuantizedWeight,
+    common_form,
+    form_of,
+    of_lm_head,
+    one_below_the_other,
+    tensor_bytes,
+)
+from twostroke.model.checkpoint.tensor_file import WHOLE
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
+from twostroke.model.config import ModelConfig, Projection, Quantization, WeightForm
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
 
 
@@ -19,32 +30,52 @@ def load_decoder_weights(
     device: torch.device,
     max_context: int,
     backend: Backend,
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
     shard: Shard = WHOLE_MODEL,
 ) -> DecoderWeights:
     """Those of one rank, of which it reads its slices alone. Raises ConfigError."""
 
-    def tensor(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
-        return checkpoint.tensor(name, rows, columns).to(device=device, dtype=dtype).contiguous()
+    def weight(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
+        """In the checkpoint's form, or as the setting asks for another."""
+        found = checkpoint.weight(name, rows, columns)
+        if isinstance(found, Tensor):
+            return found.to(device=device, dtype=dtype).contiguous()
+        return found.to(device) if quantization == "auto" else found.dequantized(dtype).to(device)
 
     def kept(name: str, rows: slice = WHOLE) -> Tensor:
         """A tensor that is used as it is: copied, or one view would keep the whole file mapped."""
         return checkpoint.tensor(name, rows).to(device=device, dtype=dtype, copy=True)
 
-    def rows_of(prefix: str, part: Projection, kind: str, rows: slice) -> Tensor:
+    def rows_within(part: Projection, rows: slice) -> slice:
+        return slice(part.first_row + rows.start, part.first_row + rows.stop)
+
+    def rows_of(prefix: str, part: Projection, rows: slice) -> Tensor | QuantizedWeight:
         """This rank's, those of queries and keys in the order that kernels turn."""
-        within = slice(part.first_row + rows.start, part.first_row + rows.stop)
-        found = tensor(f"{prefix}{part.name}.{kind}", within)
+        found = weight(f"{prefix}{part.name}.weight", rows_within(part, rows))
+        if order is None or part not in (parts.q, parts.k):
+            return found
+        return in_order(found) if isinstance(found, Tensor) else found.rows(in_order(torch.arange(len(found.values))))
+
+    def bias_of(prefix: str, part: Projection, rows: slice) -> Tensor:
+        found = kept(f"{prefix}{part.name}.bias", rows_within(part, rows))
         return in_order(found) if part in (parts.q, parts.k) else found
 
     def in_order(rows: Tensor) -> Tensor:
         return rows if order is None else rows.view(-1, config.head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
 
+    def linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, held: Quantization = quantization) -> Linear:
+        return backend.make_linear(weight, bias, held, dtype)
+
     def by_rows(prefix: str, parts: dict[Projection, slice]) -> Linear:
         """One projection that computes all of these, each for its rows: all have a bias, or none."""
-        weights = [rows_of(prefix, part, "weight", rows) for part, rows in parts.items()]
-        biases = [rows_of(prefix, part, "bias", rows) for part, rows in parts.items() if part.has_bias]
-        return backend.make_linear(torch.cat(weights), torch.cat(biases) if biases else None, quantization)
+        weights = [rows_of(prefix, part, rows) for part, rows in parts.items()]
+        biases = [bias_of(prefix, part, rows) for part, rows in parts.items() if part.has_bias]
+        quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
+        together = one_below_the_other(quantized) if len(quantized) == len(weights) else None
+        if together is None:
+            plain = [found if isinstance(found, Tensor) else found.dequantized(dtype) for found in weights]
+            return linear(torch.cat(plain), torch.cat(biases) if biases else None)
+        return linear(together, torch.cat(biases) if biases else None)
 
     def norm(name: str, rows: slice = WHOLE) -> Tensor:
         weight = checkpoint.tensor(f"{name}.weight", rows).to(device=device, dtype=torch.float32, copy=True)
@@ -56,8 +87,8 @@ def load_decoder_weights(
     def by_columns(prefix: str, projection: Projection, columns: slice) -> Linear:
         """This rank's summand; the bias counts once among them."""
         name = f"{prefix}{projection.name}"
-        bias = tensor(f"{name}.bias") if projection.has_bias and shard.rank == 0 else None
-        return backend.make_linear(tensor(f"{name}.weight", columns=columns), bias, quantization)
+        bias = kept(f"{name}.bias") if projection.has_bias and shard.rank == 0 else None
+        return linear(weight(f"{name}.weight", columns=columns), bias)
 
     query_rows, kv_rows = (
         slice(heads.start * config.head_dim, heads.stop * config.head_dim)
@@ -84,6 +115,12 @@ def load_decoder_weights(
         q, k = (in_order(norm(f"{prefix}{name}", rows)) for name, rows in named)
         return RowNorms(q, k, shard.size, config.rms_norm_eps)
 
+    def table(name: str) -> Tensor | Linear:
+        found = checkpoint.weight(name, vocabulary)
+        if isinstance(found, Tensor):
+            return kept(name, vocabulary)
+        return linear(found.to(device), None) if quantization == "auto" else found.dequantized(dtype).to(device)
+
     scale = config.attention_scale or config.head_dim**-0.5
 
     def layer(index: int) -> LayerWeights:
@@ -103,13 +140,13 @@ def load_decoder_weights(
             output_norm=norm_if_any(prefix, parts.output_norm),
         )
 
-    lm_head = backend.make_linear(tensor(_head(config), vocabulary), None, of_lm_head(quantization))
+    lm_head = linear(weight(_head(config), vocabulary), None, of_lm_head(quantization))
     embedding_scale = config.embedding_scale
     if config.rounds_embedding_scale:
         embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
     return DecoderWeights(
         dtype=dtype,
-        embedding=lm_head if config.tie_word_embeddings else kept(f"{spec.embedding}.weight", vocabulary),
+        embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
         embedding_scale=embedding_scale,
         first_token=vocabulary.start,
         layers=tuple(layer(index) for index in range(config.num_layers)),
@@ -118,13 +155,73 @@ def load_decoder_weights(
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantization) -> int:
-    """Of all ranks together, once the model is loaded in `dtype`; that norms are fp32 is nothing beside the rest."""
-    total = 0
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    forms: Mapping[str, WeightForm] | None = None,
+) -> int:
+    """Of all ranks together, once the model is loaded in `dtype`; that norms are fp32 is nothing beside the rest.
+
+    `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
+    """
+    stored = stored_forms(config) if forms is None else forms
+    layer, total = config.spec.layer, 0
+    # What is computed by one projection is held in one form.
+    fused = {part.name: parts for parts in ((layer.q, layer.k, layer.v), (layer.gate, layer.up)) for part in parts}
     for name, shape in expected_shapes(config):
-        held: Quantization = "none" if len(shape) == 1 or name == f"{config.spec.embedding}.weight" else quantization
-        total += tensor_bytes(shape, dtype, of_lm_head(quantization) if name == _head(config) else held)
+        is_table = name == f"{config.spec.embedding}.weight"
+        form = stored.get(name)
+        if name == _head(config):
+            form = form_of(of_lm_head(quantization), form)
+        elif is_table:
+            form = form_of("auto" if quantization == "auto" else "none", form)
+        elif len(shape) == 2:
+            prefix, part = _layer_and_name(config, name)
+            parts = fused.get(part, ())
+            form = common_form([stored.get(f"{prefix}{each.name}.weight") for each in parts]) if parts else form
+            form = form_of(quantization, form)
+        total += tensor_bytes(shape, dtype, form)
     return total
+
+
+def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
+    """How quantised weights are held, for people; None: as all others."""
+    if quantization != "auto":
+        return None if quantization == "none" else quantization
+    kinds = {_described(form) for form in forms.values()}
+    return " and ".join(sorted(kinds)) or None
+
+
+def _described(form: WeightForm) -> str:
+    kind = "FP8" if form.kind == "fp8" else form.kind
+    return kind if form.group_size is None else f"{kind} (groups of {form.group_size})"
+
+
+def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
+    """A weight's layer, as its prefix, and its projection's name there."""
+    layer = name.removeprefix(f"{config.spec.layers}.").partition(".")[0]
+    prefix = f"{config.spec.layers}.{layer}."
+    return prefix, name.removeprefix(prefix).removesuffix(".weight")
+
+
+def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
+    """Of the weights that config.json says are quantised, before there is a checkpoint to ask."""
+    stored = config.stored
+    if stored is None:
+        return {}
+
+    def is_left(module: str) -> bool:
+        return any(
+            re.match(pattern.removeprefix("re:"), module)
+            if pattern.startswith("re:")
+            else f".{pattern}." in f".{module}."
+            for pattern in stored.left
+        )
+
+    weights = (name for name, shape in expected_shapes(config) if len(shape) == 2)
+    table = f"{config.spec.embedding}.weight"
+    return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
 
 
 def _head(config: ModelConfig) -> str:

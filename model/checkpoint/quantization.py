@@ -1,18 +1,21 @@
 """Weight-only quantisation: what a quantised projection means, whatever device computes it and however it packs it.
 
-A weight [out, in] becomes integers and one scale for each group of `group_size` neighbouring columns of a row:
-W[o, i] = values[o, i] * scales[o, i // group_size]. Symmetric, without zero points. Activations stay as they are.
+A weight [out, in] is integers (or FP8 numbers), and one scale for each group of `group_size` neighbouring columns of a
+row: W[o, i] = values[o, i] * scales[o, i // group_size]. What is quantised here is symmetric. Checkpoints may have zero
+points or minima, which are an offset that is added: of a zero point z it is -z * scale. Activations stay as they are.
 int8 has one group a row, int4 groups of 64 columns (as Dettmers & Zettlemoyer 2023 found 4 bits to need).
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.config import Quantization
+from twostroke.model.config import Quantization, WeightForm
 
 INT4_GROUP = 64  # columns that share a scale
 
@@ -21,16 +24,124 @@ INT4_GROUP = 64  # columns that share a scale
 class QuantizedWeight:
     """The common form; each device packs it its own way."""
 
-    values: Tensor  # int8 [out, in]: -127 to 127, of four bits -8 to 7
-    scales: Tensor  # fp32 [out, groups], of four bits of either sign
+    values: Tensor  # [out, in], int8: -128 to 127, of four bits -8 to 7; or float8_e4m3fn
+    scales: Tensor  # fp32 [out, groups], of either sign
     group_size: int  # columns; the last group may be shorter
     bits: Literal[8, 4]
+    offsets: Tensor | None = None  # fp32 [out, groups], added to each weight of the group
+    order: Tensor | None = None  # int64 [in]: column i of all this is of the input order[i]; None: of input i
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[1]
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight that is computed with, [out, in]: the reference of every kernel."""
-        columns = self.values.shape[1]
-        scales = self.scales.repeat_interleave(self.group_size, dim=1)[:, :columns]
-        return (self.values.float() * scales).to(dtype)
+        weight = self.values.float() * self._of_columns(self.scales)
+        if self.offsets is not None:
+            weight += self._of_columns(self.offsets)
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order, weight)
+        return weight.to(dtype)
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """On that device, itself if it is there."""
+        offsets, order = (None if each is None else each.to(device) for each in (self.offsets, self.order))
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets, order=order)
+
+    def rows(self, chosen: slice | Tensor) -> "QuantizedWeight":
+        """Of these outputs alone, in this order."""
+        offsets = None if self.offsets is None else self.offsets[chosen]
+        return replace(self, values=self.values[chosen], scales=self.scales[chosen], offsets=offsets)
+
+    def columns(self, chosen: slice) -> "QuantizedWeight":
+        """Of these inputs alone. A group that is cut makes all groups smaller.
+
+        Raises ValueError where the inputs have an order of their own: what is chosen may lie in groups of any size.
+        """
+        if self.order is not None:
+            raise ValueError("columns with an order of their own can't be cut")
+        first, end, _ = chosen.indices(self.values.shape[1])
+        size = (
+            math.gcd(self.group_size, first) if end == self.values.shape[1] else math.gcd(self.group_size, first, end)
+        )
+        if self.num_groups == 1:
+            size = end - first
+        groups = torch.arange(first, end, size) // self.group_size
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(
+            self, values=self.values[:, first:end], scales=self.scales[:, groups], offsets=offsets, group_size=size
+        )
+
+    def with_groups_within(self, columns: int) -> "QuantizedWeight":
+        """The same weight in groups that divide `columns`, so of no more."""
+        size = columns if self.num_groups == 1 else math.gcd(self.group_size, columns)
+        return self if size == self.group_size else self._in_groups_of(size)
+
+    def _in_groups_of(self, size: int) -> "QuantizedWeight":
+        """Each within one of these groups."""
+        groups = torch.arange(0, self.values.shape[1], size) // self.group_size
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(self, scales=self.scales[:, groups], offsets=offsets, group_size=size)
+
+    def _of_columns(self, scales: Tensor) -> Tensor:
+        """fp32 [out, groups] -> [out, in]."""
+        return scales[:, :, None].expand(-1, -1, self.group_size).flatten(1)[:, : self.values.shape[1]]
+
+
+def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight of the rows of all, which have the same inputs: of different bits all get the more, of different
+    groups those that fit into each. None where integers meet FP8, or inputs in different orders."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(part.values.dtype != first.values.dtype for part in parts) or any(
+        (part.order is None) != (first.order is None)
+        or (part.order is not None and first.order is not None and not torch.equal(part.order, first.order))
+        for part in parts
+    ):
+        return None
+    size = math.gcd(*(part.group_size for part in parts if part.num_groups > 1)) or first.group_size
+    parts = [part._in_groups_of(size) for part in parts]
+    offsets = None
+    if any(part.offsets is not None for part in parts):
+        offsets = torch.cat([torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts])
+    return QuantizedWeight(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        size,
+        8 if any(part.bits == 8 for part in parts) else 4,
+        offsets,
+        first.order,
+    )
+
+
+def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
+    """What `one_below_the_other` makes of weights of these forms; None: none, as where one is not quantised."""
+    found = [form for form in forms if form is not None]
+    if len(found) < len(forms) or len({form.kind == "fp8" for form in found}) > 1:
+        return None
+    sizes = [form.group_size for form in found if form.group_size is not None]
+    return WeightForm(
+        kind=found[0].kind if len({form.kind for form in found}) == 1 else "int8",
+        group_size=math.gcd(*sizes) or None,
+        has_offsets=any(form.has_offsets for form in found),
+    )
+
+
+def two_byte_scales(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Factors fp32 [out], and fp16 scales and offsets [out, groups] whose products with them are the weight's.
+
+    Factors are powers of two: what checkpoints have in two bytes stays what it is, as long as the largest of a row is
+    not 2^29 times the smallest; other scales keep 11 bits.
+    """
+    largest = weight.scales.abs().amax(1)
+    if weight.offsets is not None:
+        largest = torch.maximum(largest, weight.offsets.abs().amax(1))
+    exponents = (torch.frexp(largest).exponent - 15).clamp(min=-126)  # fp16 ends at 2^16
+    factors = torch.ldexp(torch.ones_like(largest), exponents)
+    offsets = None if weight.offsets is None else (weight.offsets / factors[:, None]).half()
+    return factors, (weight.scales / factors[:, None]).half(), offsets
 
 
 def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
@@ -59,12 +170,27 @@ def of_lm_head(quantization: Quantization) -> Quantization:
     return "int8" if quantization == "int4" else quantization
 
 
-def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
-    """Of a weight (or, unquantised, of any tensor) of this shape."""
+def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
+    """How a projection is held that the checkpoint has in the form `stored`; None: in the dtype of activations."""
+    match quantization:
+        case "auto":
+            return stored
+        case "none":
+            return None
+        case "int8":
+            return WeightForm("int8", None)
+        case "int4":
+            return WeightForm("int4", INT4_GROUP)
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, form: WeightForm | None) -> int:
+    """Of a weight (or, where `form` is None, of any tensor) of this shape, for activations of `dtype`."""
     count = torch.Size(shape).numel()
-    if quantization == "none":
+    if form is None:
         return count * dtype.itemsize
     rows, columns = shape
-    if quantization == "int8":
-        return count + rows * torch.float32.itemsize
-    return count // 2 + rows * -(-columns // INT4_GROUP) * torch.bfloat16.itemsize
+    values = count // 2 if form.kind == "int4" else count
+    if form.group_size is None and not form.has_offsets and form.kind != "int4":
+        return values + rows * torch.float32.itemsize
+    groups = rows * -(-columns // (form.group_size or columns))
+    return values + groups * (2 if form.has_offsets else 1) * torch.float16.itemsize + rows * torch.float32.itemsize

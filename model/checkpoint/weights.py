@@ -5,43 +5,28 @@ Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, 
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twostroke.model.checkpoint.gguf_format import FILE as GGUF_FILE
-from twostroke.model.checkpoint.gguf_format import SUFFIX
-from twostroke.model.config import ModelConfig
+from twostroke.model.checkpoint.gguf.format import FILE as GGUF_FILE
+from twostroke.model.checkpoint.gguf.format import SUFFIX
+from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_weight
+from twostroke.model.checkpoint.quantization import QuantizedWeight
+from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
+from twostroke.model.config import ModelConfig, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-WHOLE = slice(None)
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-class TensorFile(Protocol):
-    """A file of tensors, mapped: nothing is read that is not asked for."""
-
-    def names(self) -> Collection[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> str:
-        """As safetensors names it."""
-
-    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """A part of a weight, or some rows of what has no columns. Raises ConfigError where it can't be read."""
-
-    def content(self, name: str) -> memoryview:
-        """The tensor's bytes as they lie in the file."""
 
 
 class _SafetensorsFile:
@@ -67,9 +52,14 @@ class _SafetensorsFile:
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         try:
             whole: Tensor = self._file.get_tensor(name)
-            return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+            if whole.dim() == 2:
+                return whole[rows, columns]
+            return whole[rows] if whole.dim() else whole
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path}: tensor {name} can't be read: {error}") from error
+
+    def stored_weight(self, name: str) -> StoredWeight | None:
+        return None
 
     def content(self, name: str) -> memoryview:
         return self.tensor(name, WHOLE, WHOLE).contiguous().view(-1).view(torch.uint8).numpy().data
@@ -79,21 +69,34 @@ class Checkpoint:
     """The checked tensors of one folder.
 
     Raises ConfigError naming file and tensor for: pickle files only, a missing shard, a missing, unknown or misshapen
-    tensor, a tensor of another type than bf16, fp16 or fp32, a damaged file.
+    tensor, a tensor of another type than bf16, fp16 or fp32 that is no part of a quantised weight, a damaged file.
     """
 
     def __init__(self, folder: Path, config: ModelConfig):
-        self._files = _tensor_files(folder)
-        self._open = {path: _open(path) for path in sorted(set(self._files.values()))}
+        self._folder = folder
+        self._paths = tensor_files(folder)
+        files = {path: open_file(path) for path in sorted(set(self._paths.values()))}
+        for name, path in self._paths.items():
+            if name not in files[path].names():
+                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
+        self._files = {name: files[path] for name, path in self._paths.items()}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._stored: dict[str, StoredWeight] = {}
         self._config = config
         self.shapes = dict(expected_shapes(config))
-        self._check(folder)
+        self._check()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: that of its embedding."""
-        return self._dtypes[f"{self._config.spec.embedding}.weight"]
+        """Of the checkpoint: that of its embedding. fp16 beside quantised weights is bf16, which loses nothing of
+        those, and has fast kernels everywhere."""
+        found = self._dtypes[f"{self._config.spec.embedding}.weight"]
+        return torch.bfloat16 if self._stored and found == torch.float16 else found
+
+    @property
+    def forms(self) -> Mapping[str, WeightForm]:
+        """Of the weights that are quantised."""
+        return {name: stored.form for name, stored in self._stored.items()}
 
     @property
     def num_parameters(self) -> int:
@@ -102,9 +105,26 @@ class Checkpoint:
     def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         """A view of the mapped file, in the checkpoint's dtype: what is sliced away is never read.
 
-        `columns` are of weights; biases and norms have rows alone.
+        `columns` are of weights; biases and norms have rows alone. Not for quantised weights.
         """
-        return self._open[self._files[name]].tensor(name, rows, columns)
+        return self._files[name].tensor(name, rows, columns)
+
+    def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
+        """As `tensor`, of a weight that may be quantised; what comes of that is a copy.
+
+        Raises ConfigError for columns of a weight whose inputs have an order of their own (GPTQ's `desc_act`).
+        """
+        if name not in self._stored:
+            return self.tensor(name, rows, columns)
+        found = self._stored[name].read(rows)
+        if columns == WHOLE or columns == slice(0, found.values.shape[1]):
+            return found
+        if found.order is not None:
+            raise ConfigError(
+                f"{self._folder}: tensor {name} is quantised with desc_act, whose groups ranks can't share: set "
+                "tensor_parallel: 1, or take a checkpoint without desc_act"
+            )
+        return found.columns(columns)
 
     def digest(self) -> str:
         """16 hex digits of the config and of every tensor's name, type, shape and bytes.
@@ -114,33 +134,57 @@ class Checkpoint:
         """
         sha = hashlib.sha256(repr(self._config).encode())
         for name, shape in sorted(self.shapes.items()):
-            content = self._open[self._files[name]].content(name)
-            sha.update(f"{name} {self._dtypes[name]} {shape}".encode() + xxhash.xxh3_128_digest(content))
+            stored = self._stored.get(name)
+            sha.update(f"{name} {self._dtypes[name] if stored is None else stored.form} {shape}".encode())
+            for part in (name,) if stored is None else stored.tensors:
+                sha.update(xxhash.xxh3_128_digest(self._files[part].content(part)))
         return sha.hexdigest()[:16]
 
-    def _check(self, folder: Path) -> None:
-        config = self._config
+    def _check(self) -> None:
+        config, known = self._config, set(self.shapes)
         for name, shape in self.shapes.items():
-            if name not in self._files:
-                raise ConfigError(f"{folder}: tensor {name} is missing")
-            path = self._files[name]
-            file = self._open[path]
-            if name not in file.names():
-                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
-            found, dtype = file.shape(name), file.dtype(name)
-            if found != shape:
-                raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
-            if dtype not in _DTYPES:
-                raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(_DTYPES)} are supported")
-            self._dtypes[name] = _DTYPES[dtype]
-        tied = f"{config.spec.lm_head}.weight" if config.tie_word_embeddings else None
-        for name, path in self._files.items():
-            if name in self.shapes or name.startswith(config.spec.ignored):
+            stored = self._find_stored(name, shape)
+            if stored is not None:
+                self._stored[name] = stored
+                known.update(stored.tensors)
+            else:
+                self._check_tensor(name, shape)
+        if config.tie_word_embeddings:
+            known.add(f"{config.spec.lm_head}.weight")
+        for name, path in self._paths.items():
+            if name in known or name.endswith(".rotary_emb.inv_freq") or name.startswith(config.spec.ignored):
                 continue
-            if name != tied and not name.endswith(".rotary_emb.inv_freq"):
-                raise ConfigError(
-                    f"{path}: tensor {name} is none of a {config.spec.family} decoder as config.json describes it"
-                )
+            if self._stored and (name.endswith(NOT_READ) or self._is_empty_bias(name)):
+                continue
+            raise ConfigError(
+                f"{path}: tensor {name} is none of a {config.spec.family} decoder as config.json describes it"
+            )
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._files:
+            raise ConfigError(f"{self._folder}: tensor {name} is missing")
+        path, found, dtype = self._paths[name], self._files[name].shape(name), self._files[name].dtype(name)
+        if found != shape:
+            raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+        if dtype not in DTYPES:
+            raise ConfigError(f"{path}: tensor {name} is {dtype}, only {', '.join(DTYPES)} are supported")
+        self._dtypes[name] = DTYPES[dtype]
+
+    def _find_stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight | None:
+        """None for what is not quantised, whatever quantization_config says: its tensors say it themselves."""
+        file = self._files.get(name)
+        if file is not None and (found := file.stored_weight(name)) is not None:
+            self._check_tensor(name, shape)
+            return found
+        config = self._config
+        is_table = name == f"{config.spec.embedding}.weight"
+        if config.stored is None or len(shape) != 2 or is_table or (file is not None and file.dtype(name) in DTYPES):
+            return None
+        return stored_weight(config.stored, name, (shape[0], shape[1]), self._files, str(self._folder))
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Some writers of GPTQ give every projection a bias, of zeros."""
+        return name.endswith(".bias") and not self._files[name].tensor(name, WHOLE, WHOLE).any()
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -189,14 +233,14 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{spec.layers}.{index}.{name}", shape
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index = folder / INDEX_FILE
     if index.exists():
         return _indexed_files(index)
     for single in (folder / SINGLE_FILE, folder / GGUF_FILE):
         if single.exists():
-            return dict.fromkeys(_open(single).names(), single)
+            return dict.fromkeys(open_file(single).names(), single)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ConfigError(
@@ -227,9 +271,9 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     return files
 
 
-def _open(path: Path) -> TensorFile:
+def open_file(path: Path) -> TensorFile:
     if path.name != GGUF_FILE:
         return _SafetensorsFile(path)
-    from twostroke.model.checkpoint.gguf_file import GgufFile  # imports `gguf`, which takes a while
+    from twostroke.model.checkpoint.gguf.file import GgufFile  # imports `gguf`, which takes a while
 
     return GgufFile(path)

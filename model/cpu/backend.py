@@ -5,6 +5,7 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, HeadNorms, Linear, RowNorms
 from twostroke.model.batch import BatchLayout
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.kernels import attention, elementwise, gemm
@@ -17,9 +18,15 @@ class CpuBackend:
     def __init__(self) -> None:
         self.launcher = Launcher()
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+    def make_linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        quantization: Quantization,
+        dtype: torch.dtype,
+    ) -> Linear:
         """As Backend.make_linear."""
-        return linears.make_linear(weight, bias, quantization, self.launcher)
+        return linears.make_linear(weight, bias, quantization, dtype, self.launcher)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         """As Backend.embed."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.cpu.kernels.program import Launcher, NotRecordable, Program
@@ -19,7 +19,7 @@ Recording takes milliseconds, so each size is recorded as it is, when it first c
 class CpuCapturedSteps:
     """Implements CapturedSteps over the kernels that a launcher records. Used on the engine's thread."""
 
-    def __init__(self, decoder: Decoder, launcher: Launcher, kv_cache: KVCache, max_context: int):
+    def __init__(self, decoder: StepDecoder, launcher: Launcher, kv_cache: KVCache, max_context: int):
         """Records the largest batch, which makes the room that all others share.
 
         Where the backend leaves an operation to torch, nothing can be recorded, and all batches run eagerly.
@@ -28,7 +28,7 @@ class CpuCapturedSteps:
         self._launcher = launcher
         self._kv_cache = kv_cache
         self._max_batch = min(MAX_BATCH, kv_cache.num_blocks)
-        self._inputs = DecodeInputs(self._max_batch, max_context, kv_cache.block_size)
+        self._inputs = DecodeInputs(self._max_batch, max_context, kv_cache.block_size, groups=kv_cache.groups)
         self._programs: dict[int, tuple[Program, Tensor]] = {}
         try:
             self._record(self._max_batch)

@@ -4,6 +4,7 @@ Each holds one copy of its weights that serves every number of rows, and a row's
 rows, nor on how many there are.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,18 +20,28 @@ from twostroke.model.cpu.kernels.program import Launcher
 ROWS_WIDENED = 256  # of weights, by torch, at a time
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, launcher: Launcher) -> Linear:
-    """The fastest that this CPU has for activations of the weight's dtype. weight [out, in], bias [out].
+def make_linear(
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    launcher: Launcher,
+) -> Linear:
+    """As Backend.make_linear: the fastest that this CPU has.
 
     CPUs without AVX-512 keep the checkpoint's layout, for torch: oneDNN's own layout is faster, but no row can be read
     from it, as tied embeddings must.
     """
-    if quantization == "none":
-        return CpuLinear(weight, bias, launcher) if is_supported(weight.dtype) else PlainLinear(weight, bias)
+    if isinstance(weight, QuantizedWeight):
+        if is_quantized_supported(dtype, weight.values.shape[1]) and quant.can_pack(weight):
+            return CpuQuantizedLinear(quant.pack(weight), bias, launcher)
+        return TorchQuantizedLinear(weight, bias)
+    if quantization in ("auto", "none"):
+        return CpuLinear(weight, bias, launcher) if is_supported(dtype) else PlainLinear(weight, bias)
     bits: Literal[8, 4] = 8 if quantization == "int8" else 4
-    if is_quantized_supported(weight.dtype, weight.shape[1]):
-        return CpuQuantizedLinear(weight, bias, bits, launcher)
-    return TorchQuantizedLinear(weight, bias, bits)
+    if is_quantized_supported(dtype, weight.shape[1]):
+        return CpuQuantizedLinear(quant.quantize_and_pack(weight.contiguous(), bits), bias, launcher)
+    return TorchQuantizedLinear(quantize(weight, bits), bias)
 
 
 def is_supported(dtype: torch.dtype) -> bool:
@@ -67,27 +78,22 @@ class CpuLinear:
 
 
 class CpuQuantizedLinear:
-    """int8 or int4 weights for bf16 activations, packed. Implements model.backend.Linear."""
+    """8-bit or 4-bit weights for bf16 activations, packed. Implements model.backend.Linear."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4], launcher: Launcher):
-        """weight [out, in], bias [out]."""
-        self.out_features, self.in_features = weight.shape
-        self._bits = bits
+    def __init__(self, weight: quant.PackedWeight, bias: Tensor | None, launcher: Launcher):
+        """bias [out]."""
+        self.out_features, self.in_features = weight.out_features, weight.in_features
         self._launcher = launcher
-        self._values, self._scales = quant.quantize_and_pack(weight.contiguous(), bits)
+        self._weight = weight
         self._bias = gemm.bias_of_panels(bias, self.out_features)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """As Linear, for contiguous bf16 x; gives bf16 or fp32."""
-        weights = self._values, self._scales, self._bias, self._bits
-        return quant.multiply(self._launcher, x, *weights, self.out_features, out_dtype or x.dtype)
+        return quant.multiply(self._launcher, x, self._weight, self._bias, out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed, in bf16. Raises ValueError for int4, of which no embedding is made."""
-        if self._bits != 8:
-            raise ValueError("an embedding is held in 8 bits, not in 4")
-        shape = self.out_features, self.in_features
-        return quant.look_up_int8(self._launcher, token_ids, self._values, self._scales, shape, first)
+        """As Linear.embed, in bf16, of a weight whose inputs have no order of their own."""
+        return quant.look_up(self._launcher, token_ids, self._weight, first)
 
 
 class PlainLinear:
@@ -109,17 +115,17 @@ class PlainLinear:
 
 
 class TorchQuantizedLinear:
-    """int8 or int4 weights for any activations, in torch, on any CPU. Implements model.backend.Linear.
+    """Quantised weights for any activations, in torch, on any CPU. Implements model.backend.Linear.
 
     Weights are widened a slice of rows at a time, which stays in the cache while it is multiplied. Of four bits two
     neighbouring columns are a byte, each with 8 added, the first one low.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]):
-        """weight [out, in], bias [out]."""
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None):
+        """bias [out]. Both are copied."""
+        self.out_features, self.in_features = weight.values.shape
         starts = range(0, self.out_features, ROWS_WIDENED)
-        self._slices = [_nibbles_joined(quantize(weight[first : first + ROWS_WIDENED], bits)) for first in starts]
+        self._slices = [_copied(weight.rows(slice(first, first + ROWS_WIDENED))) for first in starts]
         self._bias = None if bias is None else bias.clone()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -141,15 +147,18 @@ class TorchQuantizedLinear:
         if part.bits == 8:
             return part.dequantized(dtype)
         nibbles = torch.stack((part.values & 15, part.values >> 4), dim=2).flatten(1)[:, : self.in_features]
-        return QuantizedWeight(nibbles.char() - 8, part.scales, part.group_size, 4).dequantized(dtype)
+        return replace(part, values=nibbles.char() - 8).dequantized(dtype)
 
 
-def _nibbles_joined(weight: QuantizedWeight) -> QuantizedWeight:
+def _copied(weight: QuantizedWeight) -> QuantizedWeight:
     """Four-bit values two a byte: uint8 [rows, in / 2 rounded up]; eight-bit ones as they are."""
     if weight.bits == 8:
-        return weight
-    nibbles = functional.pad(weight.values + 8, (0, weight.values.shape[1] % 2)).view(torch.uint8)
-    return QuantizedWeight(nibbles[:, 0::2] | nibbles[:, 1::2] << 4, weight.scales, weight.group_size, 4)
+        values = weight.values.clone()
+    else:
+        nibbles = functional.pad(weight.values + 8, (0, weight.values.shape[1] % 2)).view(torch.uint8)
+        values = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    offsets = None if weight.offsets is None else weight.offsets.clone()
+    return replace(weight, values=values, scales=weight.scales.clone(), offsets=offsets)
 
 
 def embed(token_ids: Tensor, table: Tensor, first: int, dtype: torch.dtype) -> Tensor:

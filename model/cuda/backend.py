@@ -24,7 +24,14 @@ from twostroke.model.cuda.kernels.attention import (
     prefill_attention,
     prefill_config,
 )
-from twostroke.model.cuda.kernels.gemm import MOST_TOKENS, SplitWorkspace, gemm, gemm_config, pack
+from twostroke.model.cuda.kernels.gemm import MOST_TOKENS, SplitWorkspace, can_pack, gemm, gemm_config, pack
+from twostroke.model.cuda.kernels.grouped_gemm import (
+    TOKENS_OF_CONFIGS,
+    grouped_config,
+    grouped_embedding,
+    grouped_gemm,
+    pack_groups,
+)
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.kernels.tma_prefill import (
     LEAST_QUERY_LEN,
@@ -86,6 +93,36 @@ class CudaLinear:
         return elementwise.vocab_embedding(token_ids, self._weight, first, dtype)
 
 
+class GroupedCudaLinear:
+    """Weights as a checkpoint has quantised them, for our kernel alone. Implements model.backend.Linear."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None):
+        """weight [out, in] and bias [out], on one device. Raises ValueError for groups that are too small."""
+        self._weight = pack_groups(weight)
+        self.out_features, self.in_features = self._weight.rows, self._weight.columns
+        self._order = weight.order
+        self._bias = bias
+        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
+
+        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
+        """
+        out_dtype = out_dtype or x.dtype
+        if (x.dtype, out_dtype) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype))
+            for tokens in TOKENS_OF_CONFIGS:
+                self(x.new_zeros((tokens, self.in_features)), out_dtype)
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        return grouped_gemm(x, self._weight, self._bias, out_dtype, grouped_config(x.dtype, len(x)))
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed, of a weight whose inputs have no order of their own."""
+        return grouped_embedding(token_ids, self._weight, first, dtype)
+
+
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
 # (queries, prefix) of the prompts by which kernels are held against each other: several tiles, whole and in part.
@@ -113,11 +150,21 @@ class CudaBackend:
         self._compiled: set[tuple[object, ...]] = set()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> CudaLinear:
+    def make_linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        quantization: Quantization,
+        dtype: torch.dtype,
+    ) -> CudaLinear | GroupedCudaLinear:
+        if isinstance(weight, QuantizedWeight):
+            if not can_pack(weight):
+                return GroupedCudaLinear(weight, bias)
+        elif quantization in ("int8", "int4"):
+            weight = quantize(weight, 8 if quantization == "int8" else 4)
         if self._workspace is None:
-            self._workspace = SplitWorkspace(weight.device)
-        held = weight if quantization == "none" else quantize(weight, 8 if quantization == "int8" else 4)
-        return CudaLinear(held, bias, self._target, self._workspace)
+            self._workspace = SplitWorkspace(weight.device if isinstance(weight, Tensor) else weight.values.device)
+        return CudaLinear(weight, bias, self._target, self._workspace)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Tensor):

@@ -5,14 +5,14 @@ which compute and write the same once more. Inputs go from pinned memory into th
 the host may prepare a step while the one before runs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import take_drawn
+from twostroke.model.batch import StepDecoder, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
@@ -56,24 +56,29 @@ class CudaGraphSteps:
     """Implements CapturedSteps. Used on the engine's thread, on its current stream."""
 
     def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, max_context: int, max_batch: int, recorder: Recorder | None = None
+        self,
+        decoder: StepDecoder,
+        kv_cache: KVCache,
+        max_context: int,
+        max_batch: int,
+        recorder: Recorder | None = None,
     ):
         """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
         self._device = kv_cache.tensors[0].device
         recorder = Recorder(self._device) if recorder is None else recorder
         self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
         largest, pinned = self._sizes[-1], self._device.type == "cuda"
-        self._block_size = kv_cache.block_size
+        self._block_size, self._groups = kv_cache.block_size, kv_cache.groups
 
         def staging() -> _Staging:
-            inputs = DecodeInputs(largest, max_context, self._block_size, pinned=pinned)
+            inputs = DecodeInputs(largest, max_context, self._block_size, groups=self._groups, pinned=pinned)
             tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=pinned)
             return _Staging(inputs, tables, recorder.event())
 
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [staging(), staging()]
         self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
-        self._placed = DecodeInputs(largest, max_context, self._block_size, device=self._device)
+        self._placed = DecodeInputs(largest, max_context, self._block_size, groups=self._groups, device=self._device)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
         self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=self._device)
         # Kept with all tensors in them: a graph remembers places alone.
@@ -107,12 +112,13 @@ class CudaGraphSteps:
 
     def _place_tables(self, staging: _Staging, size: int, width: int) -> None:
         """Whole tables would be megabytes a step: as wide as the longest context to come, times the batch."""
-        host, there = (tables[: size * width].view(size, width) for tables in (staging.tables, self._tables))
-        host.copy_(staging.inputs.block_tables[:size, :width])
+        shape = self._groups.count, size, width
+        host, there = (tables[: math.prod(shape)].view(shape) for tables in (staging.tables, self._tables))
+        host.copy_(staging.inputs.block_tables[:, :size, :width])
         there.copy_(host, non_blocking=True)
-        self._placed.block_tables[:size, :width].copy_(there)
+        self._placed.block_tables[:, :size, :width].copy_(there)
 
-    def _step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
+    def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""
         run = decode_step(decoder, kv_cache, self._placed, size)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelShape
 from twostroke.model.step import Draw
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Address, SampledToken
@@ -88,7 +88,7 @@ class SingleRank:
         """There is no group."""
 
 
-def check_size(config: ModelConfig, size: int) -> None:
+def check_size(config: ModelShape, size: int) -> None:
     """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
     fault = None
     if config.num_heads % size:

@@ -98,7 +98,7 @@ class Doctor:
             "transport": large.transport,
             "why": large.why,
             "missing": large.missing,
-            "bytes_per_s": num_tokens * token_bytes / max(seconds, 1e-9),  # a clock may be coarse
+            "bytes_per_s": num_tokens * token_bytes * source.layout.groups.share_sent(num_tokens) / max(seconds, 1e-9),
             "round_trip_s": median(small.seconds),
             "error": None,
         }
@@ -121,7 +121,7 @@ class Doctor:
         """Tokens that a trial may have there: half of what the worker would allow, since its numbers are a bit old."""
         stats = self.stats(worker.peer)
         free_blocks = worker.num_blocks if stats is None else stats.free_blocks
-        return free_blocks // 4 * worker.layout.block_size
+        return free_blocks // 4 // worker.layout.groups.count * worker.layout.block_size
 
 
 def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo]) -> list[str]:

@@ -168,10 +168,13 @@ class RouterService:
                     "node": info.token_address.host,
                     "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
+                    "dtype": info.layout.dtype,
+                    "weights": info.weights,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,
+                    "full_contexts": round(info.full_contexts, 2),
                     "stats": msgspec.to_builtins(self.channels.stats(info.peer)),
                 }
                 for info in self.fleet.workers()

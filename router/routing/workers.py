@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.kv_layout import TYPICAL_TOKENS, incompatibility
 from twostroke.protocol.requests import Peer, Promise
 from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, typical
 from twostroke.router.channels.token_channels import TokenChannels
@@ -76,14 +76,18 @@ class KnownWorker:
             stats = WorkerStats(free_blocks=info.num_blocks, total_blocks=info.num_blocks)
         self.tier = DRAINING if stats.is_draining else tier
         self.requests = load.requests(stats.num_running + stats.num_waiting)
-        self.free_tokens = stats.free_blocks * info.layout.block_size - load.since.context_tokens
+        contexts = load.context_tokens(stats.context_tokens) if info.role == "decode" else 0.0
+        usual_tokens = contexts / self.requests if contexts and self.requests else TYPICAL_TOKENS
+        layout, groups = info.layout, info.layout.groups
+        block_tokens = groups.tokens_a_block(layout.block_size, usual_tokens)
+        self.free_tokens = stats.free_blocks * block_tokens - load.since.context_tokens
         half_prompt = self._update_queue(stats, load, classes)
         if costs is None:
             return
 
         decoding = context_tokens = 0.0
         if info.role == "decode":
-            decoding, context_tokens = self.requests, load.context_tokens(stats.context_tokens)
+            decoding, context_tokens = self.requests, contexts
         self.token_s, self.pair_s, self.context_s = costs.token_s, costs.pair_s, costs.context_s
         self.tightest_tpot_s = _NO_LIMIT_S if stats.tightest_tpot_s is None else stats.tightest_tpot_s
         self.step_s = step_s = costs.base_s + decoding * costs.row_s + context_tokens * costs.context_s
@@ -92,8 +96,8 @@ class KnownWorker:
         self.stalled = decoding + 1 if info.role == "decode" else 0.0
         self.queue_token_s = costs.token_s + step_s / self.chunk_tokens + costs.pair_s * half_prompt
 
-        layout = info.layout
         token_bytes = layout.block_bytes * layout.tp_size * layout.num_layers / layout.block_size
+        token_bytes *= groups.share_sent(usual_tokens)
         self.token_transfer_s = token_bytes / bytes_per_s
         self.layer_transfer_s = self.token_transfer_s / layout.num_layers
 

@@ -88,6 +88,11 @@ def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str
     return numbers
 
 
+def _tokens(blocks: Iterable[tuple[int, WorkerInfo]]) -> float:
+    """How many tokens of typical requests so many blocks hold."""
+    return float(sum(count * info.layout.groups.tokens_a_block(info.layout.block_size) for count, info in blocks))
+
+
 def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
     queued = sum(one.requests for _, stats in workers for one in stats.queued)
     present = sum(stats.num_waiting + stats.num_running for _, stats in workers)
@@ -97,8 +102,8 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
         "queued_tokens": float(sum(stats.num_waiting_tokens for _, stats in workers)),
         "num_decoding": float(max(0, present - queued)),
         "context_tokens": float(sum(stats.context_tokens for _, stats in workers)),
-        "owned_tokens": float(sum(stats.owned_blocks * info.layout.block_size for info, stats in workers)),
-        "total_tokens": float(sum(stats.total_blocks * info.layout.block_size for info, stats in workers)),
+        "owned_tokens": _tokens((stats.owned_blocks, info) for info, stats in workers),
+        "total_tokens": _tokens((stats.total_blocks, info) for info, stats in workers),
     }
     if workers:
         numbers["max_batch"] = float(statistics.median_low(info.max_batch for info, _ in workers))

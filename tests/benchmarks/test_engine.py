@@ -1,6 +1,7 @@
 """The work that the engine bench holds against the machine's limits, counted another way."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_a_prompt_leaves_out_of_the_last_layer_what_only_other_rows_would_read()
     work = prefill_work(config, 1024, "none")
     last_layer = everything / config.num_layers
     assert everything - last_layer < work.operations - 2 * config.num_layers * config.q_size * 1024**2 < everything
+
+
+def test_layers_with_windows_read_and_weigh_no_more_than_their_window() -> None:
+    windowed = config_of("gemma3-1b")
+    full = replace(windowed, windows=())
+    near, far = (decode_work(windowed, 1, context, "none").bytes for context in (512, 1024))
+    assert near == decode_work(full, 1, 512, "none").bytes
+    assert far - near == 4 * 512 * 2 * windowed.kv_size * 2, "4 of 26 layers keep everything"
+    assert prefill_work(windowed, 512, "none") == prefill_work(full, 512, "none")
+    spared = prefill_work(full, 2048, "none").operations - prefill_work(windowed, 2048, "none").operations
+    assert spared == 22 * 4 * windowed.q_size * (2048 - 512) ** 2 / 2
 
 
 def test_the_floor_is_the_slower_of_reading_and_computing() -> None:

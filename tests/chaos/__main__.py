@@ -21,10 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.clients import Answer, SteadyLoad, answers_of_all, draw_requests
+from tests.chaos.clients import MODEL, Answer, SteadyLoad, answers_of_all, draw_requests
 from tests.chaos.faults import Chaos, Injected, Injector, NotBack, wreak
 from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
+from tests.chaos.models import NAMES, model_path
 from tests.chaos.verdict import Verdict, judge
+from twostroke.protocol.errors import ConfigError
 
 LEASE_S = 10.0  # the longest that blocks of a lost router are held (token_channel.lease_s)
 SHOWN_FINDINGS = 20
@@ -39,6 +41,7 @@ def main() -> int:
         "--clients", type=int, default=8, help="with one request after another, and a short pause between (%(default)s)"
     )
     parser.add_argument("--requests", type=int, default=60, help="different ones (%(default)s)")
+    parser.add_argument("--model", choices=NAMES, default="bundled", help="what is served (%(default)s)")
     parser.add_argument("--transport", choices=("auto", "tcp", "shm", "torch_distributed"), default="auto")
     parser.add_argument(
         "--slack", type=float, default=1.0, help="times may be so many times their bounds (%(default)s)"
@@ -51,8 +54,10 @@ def main() -> int:
     log = Path(tempfile.mkstemp(prefix="twostroke-chaos-", suffix=".log")[1])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server's processes are ended then, too
     try:
-        verdict = asyncio.run(run(arguments, console, log))
-    except (NotUp, NotBack) as error:
+        with tempfile.TemporaryDirectory(prefix="twostroke-chaos-") as folder:
+            path = model_path(arguments.model, Path(folder))
+            verdict = asyncio.run(run(arguments, path, console, log))
+    except (ConfigError, NotUp, NotBack) as error:
         console.print(f"[red]{error}[/] (the server's words: {log}, /tmp/ray/session_*/logs)")
         return 1
     show(verdict, console)
@@ -60,8 +65,8 @@ def main() -> int:
     return int(bool(verdict.failures))
 
 
-async def run(arguments: argparse.Namespace, console: Console, log: Path) -> Verdict:
-    """The whole run. Raises NotUp, NotBack."""
+async def run(arguments: argparse.Namespace, model: str, console: Console, log: Path) -> Verdict:
+    """The whole run, over the model at this path. Raises NotUp, NotBack."""
     began = time.monotonic()
 
     def tell(injected: Injected) -> None:
@@ -69,7 +74,11 @@ async def run(arguments: argparse.Namespace, console: Console, log: Path) -> Ver
         console.print(f"{injected.begin - began:6.1f} s  {injected.name}: {injected.proof}{back}")
 
     requests = draw_requests(arguments.seed, arguments.requests)
-    settings = {**SETTINGS, "kv_transfer": {"transport": arguments.transport}}
+    settings = {
+        **SETTINGS,
+        "model": {**SETTINGS["model"], "path": model, "name": MODEL},
+        "kv_transfer": {"transport": arguments.transport},
+    }
     console.print("Starting 2 prefill workers, 2 decode workers, 2 routers ...")
     async with ServerUnderChaos(settings, log) as server:
         console.print(f"Up after {time.monotonic() - began:.1f} s. The same requests without faults first:")

@@ -299,7 +299,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
         sequence = SequenceState(request, BLOCK)
         sequence.block_ids, sequence.num_computed = [*block_ids, *parts.pool.allocate(9)], num_tokens
         (token,) = await FakeEngine(parts.store).step([sequence.step(sequence.num_uncomputed)])
-        is_whole = token is not None and token.token_id == expected_tokens(request, LAYERS)[0]
+        is_whole = token is not None and token.token_id == expected_tokens(request, (0,) * LAYERS)[0]
         sequence.reset(parts.pool)
     else:
         parts.receiver.refuse(ticket)
@@ -313,7 +313,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
 async def test_what_was_decoded_here_is_sent_to_whoever_pulls_it(rig: Rig) -> None:
     first = a_request(10, max_tokens=20)
     await rig.worker.decode(first, None)
-    turn = (*first.token_ids, *expected_tokens(first, LAYERS))
+    turn = (*first.token_ids, *expected_tokens(first, (0,) * LAYERS))
     second = msgspec.structs.replace(first, token_ids=(*turn, 1, 2, 3), num_prompt_tokens=len(turn) + 3)
     assert await export(rig, second) == (28, True), "the last drawn token was never computed"
     same = msgspec.structs.replace(first, token_ids=turn[:28], num_prompt_tokens=28)
@@ -364,7 +364,7 @@ async def test_a_draining_worker_waits_for_transfers_too(rig: Rig) -> None:
 async def test_a_resumed_request_pulls_what_the_lost_worker_may_have_left_elsewhere(rig: Rig) -> None:
     async with source_beside(rig) as source:
         first = a_request(30, max_tokens=20)
-        sent = expected_tokens(first, LAYERS)[:12]
+        sent = expected_tokens(first, (0,) * LAYERS)[:12]
         resumed = msgspec.structs.replace(first, token_ids=(*first.token_ids, *sent))
         await source.compute(resumed)
         ticket = source.offer(resumed)

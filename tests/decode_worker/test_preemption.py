@@ -118,7 +118,7 @@ def test_one_whose_whole_prefix_is_cached_needs_no_copy():
     job = a_job(rig, 8)
     assert swapping.swap_out(job) is not None
     assert swapping.pool.owned_blocks == 2
-    assert swapping.swap_in(job) is None
+    assert swapping.swap_in(job, rig.pool) is None
     assert swapping.pool.owned_blocks == 0
 
 

@@ -159,7 +159,7 @@ def test_linears_equal_their_reference(
     backend: Backend, rows: int, columns: int, quantization: Quantization, dtype: torch.dtype
 ) -> None:
     _, weight, bias = case(1, rows, columns, dtype)
-    linear = backend.make_linear(weight, bias, quantization)
+    linear = backend.make_linear(weight, bias, quantization, dtype)
     for tokens in (1, 2, 16, 17, 32, 40, 64, 65, 200, 1111):
         x = case(tokens, rows, columns, dtype)[0]
         expected = x.float() @ computed_with(weight, quantization).T + bias.float()
@@ -174,7 +174,7 @@ def test_linears_equal_their_reference(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_splits_give_the_same_bits_every_time_beside_any_rows(backend: Backend, quantization: Quantization) -> None:
     x, weight, _ = case(13, 1024, 14336, torch.bfloat16)
-    linear = backend.make_linear(weight, None, quantization)
+    linear = backend.make_linear(weight, None, quantization, weight.dtype)
     first = linear(x, torch.float32)
     for _ in range(200):
         assert torch.equal(linear(x, torch.float32), first)
@@ -191,7 +191,7 @@ def test_captured_linears_that_share_a_workspace_stay_right(
 ) -> None:
     x, up, _ = case(tokens, 1536, 1024, torch.bfloat16)
     _, down, _ = case(tokens, 1024, 1536, torch.bfloat16)
-    first, second = (backend.make_linear(weight, None, quantization) for weight in (up, down))
+    first, second = (backend.make_linear(weight, None, quantization, weight.dtype) for weight in (up, down))
     second(first(x), torch.float32)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -210,7 +210,7 @@ def test_captured_linears_that_share_a_workspace_stay_right(
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_embeddings_look_up_the_slice_of_a_rank(backend: Backend, quantization: Quantization) -> None:
     _, weight, _ = case(1, 500, 1030, torch.bfloat16)
-    linear = backend.make_linear(weight, None, quantization)
+    linear = backend.make_linear(weight, None, quantization, weight.dtype)
     token_ids = torch.tensor([1000, 999, 1499, 1500, 0, 1234, 2**40], device="cuda")
     rows = linear.embed(token_ids, 1000, torch.bfloat16)
     assert torch.equal(rows[[0, 2, 5]], computed_with(weight, quantization)[[0, 499, 234]].bfloat16())

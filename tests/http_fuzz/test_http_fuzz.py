@@ -30,8 +30,8 @@ CPU_S = 1.0
 CPU_PER_ENGINE_S = 2.0  # of the fake engines, which run in this very thread
 
 COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
-    ("/v1/completions", "POST"): (215, 150),
-    ("/v1/chat/completions", "POST"): (185, 125),
+    ("/v1/completions", "POST"): (140, 100),
+    ("/v1/chat/completions", "POST"): (120, 80),
     ("/tokenize", "POST"): (50, 25),
     ("/detokenize", "POST"): (40, 25),
     ("/v1/models/{name}", "GET"): (20, 0),

@@ -45,6 +45,7 @@ class Shape:
     decode_step_tokens: int = 512
     num_blocks: int = 2048
     dtype: str = "float32"
+    decode_quantization: str = "none"
     num_prefill: int = 1
     prefill_ranks: int = 1
     decode_ranks: int = 1
@@ -161,7 +162,11 @@ def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shap
 def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> WorkerSettings:
     """What the ranks of a worker are told."""
     return WorkerSettings(
-        model=ModelSection(path=str(folder), dtype=shape.dtype),  # type: ignore[arg-type]
+        model=ModelSection(
+            path=str(folder),
+            dtype=shape.dtype,  # type: ignore[arg-type]
+            quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
+        ),
         resources=WorkerResources(num_blocks=shape.num_blocks),
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,

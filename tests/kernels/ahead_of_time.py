@@ -27,9 +27,9 @@ from triton.runtime.jit import JITFunction
 
 from twostroke.model.backend import AttentionForm, HeadNorms, RowNorms
 from twostroke.model.batch import BatchLayout
-from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation
-from twostroke.model.cuda.backend import CudaBackend, CudaLinear
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
@@ -178,6 +178,19 @@ def projections(capability: int) -> None:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
+def grouped_projections(capability: int) -> None:
+    """Every kind of weight that checkpoints have in groups, bf16 in, in every tile; embeddings on sm_90."""
+    for kind, group, has_offsets in (("int8", 32, False), ("int4", 128, True), ("int4", 16, True), ("fp8", 128, False)):
+        values = torch.zeros((1024, 256), dtype=torch.float8_e4m3fn if kind == "fp8" else torch.int8)
+        scales = torch.ones((1024, 256 // group))
+        offsets = torch.ones_like(scales) if has_offsets else None
+        weight = QuantizedWeight(values, scales, group, 4 if kind == "int4" else 8, offsets)
+        linear = GroupedCudaLinear(weight, None)
+        linear(torch.zeros((1, 256), dtype=torch.bfloat16))
+        if capability == 90:
+            linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
+
+
 def sampling(capability: int) -> None:
     """Drawing from a large vocabulary."""
     del capability
@@ -200,6 +213,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
     "elementwise": elementwise,
     "projections": projections,
+    "grouped_projections": grouped_projections,
     "sampling": sampling,
     "transfer": transfer,
 }

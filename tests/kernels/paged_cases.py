@@ -9,6 +9,7 @@ from torch import Tensor
 from twostroke.model import reference
 from twostroke.model.backend import AttentionForm, HeadNorms, Linear
 from twostroke.model.batch import BatchLayout
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
 
@@ -98,7 +99,10 @@ def paged_case(
 class ReferenceBackend:
     """Implements `Backend` in plain torch, on any device."""
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+    def make_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, quantization: Quantization, dtype: torch.dtype
+    ) -> Linear:
+        assert isinstance(weight, Tensor)
         return PlainLinear(weight, bias)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
+
+
+def wide(capability: int) -> Any:
+    """What `make test-wide` compiles for; `make test` has the oldest GPU, without TMA and wgmma, and one with both."""
+    return pytest.param(capability, marks=pytest.mark.wide)
+
+
+CAPABILITIES = [80, wide(89), 90, wide(100)]
 COPYING = {"move_units_kernel", "digest_parts_kernel"}
 
 
@@ -32,7 +40,7 @@ def names(kernels: list[dict[str, Any]]) -> set[str]:
     return {kernel["kernel"] for kernel in kernels}
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
     capability: int, tmp_path: Path
 ) -> None:
@@ -62,7 +70,7 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
     assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] in by_tma} == dims_by_tma
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [wide(80), 90])
 def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
     kernels = compiled("elementwise", capability, tmp_path)
     of_some_families = {"square_sums_kernel", "norm_rows_kernel", "soft_cap_kernel"}
@@ -71,7 +79,7 @@ def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Pa
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [wide(80), 90])
 def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path: Path) -> None:
     kernels = compiled("transfer", capability, tmp_path)
     assert names(kernels) == COPYING | {"code_units_kernel", "digest_kernel"}
@@ -80,7 +88,7 @@ def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_are(
     capability: int, tmp_path: Path
 ) -> None:
@@ -99,6 +107,15 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
         # Of tokens: cuBLAS has prompts unless weights are quantised.
         largest = 64 if bits == 16 else 256 if capability >= 90 else 128
         assert max(kernel["block_t"] for kernel in tiles) == largest
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("grouped_projections", capability, tmp_path)
+    products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_gemm_kernel"]
+    assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
+    assert all(kernel["async_copies"] for kernel in products)
+    assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
 def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tests.simulation.virtual_loop import run_virtually
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
-from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import KVLayout, group_layers
 from twostroke.protocol.messages import Chunk, Commit
 from twostroke.protocol.requests import Address, Ticket
 
@@ -53,7 +53,7 @@ async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
         BLOCKS,
         NUM_TOKENS,
         NUM_TOKENS,
-        num_layers=2,
+        groups=LAYOUT.groups,
         on_ended=lambda _: None,
         clock=asyncio.get_running_loop().time,
         progress_s=progress_s,
@@ -136,7 +136,7 @@ def test_a_target_that_says_too_late_that_its_request_waits_for_room_has_not_all
 
 def chunks() -> list[Chunk]:
     """The two chunks of the prompt, as an outgoing lane makes them."""
-    plan = ChunkPlan(num_layers=2, num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
+    plan = ChunkPlan(groups=group_layers((0, 0)), num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
     plan.begin(4, 0)
     runs = [plan.next_runs(4), plan.next_runs(4)]
     return [Chunk(TICKET.transfer_id, sequence, part, 4 * CUT.unit_bytes) for sequence, part in enumerate(runs)]

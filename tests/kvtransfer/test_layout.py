@@ -17,7 +17,7 @@ from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import KVLayout, group_layers
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import SampledToken, mint_ticket
@@ -100,7 +100,7 @@ def test_every_byte_arrives_once_where_it_belongs(
     assert len({lane.source_rank for lane in lanes}) >= min(source_tp, target_tp), "copies share the work"
     for lane in lanes:
         from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
-        plan = ChunkPlan(num_layers=LAYERS, num_tokens=num_tokens, num_ready_tokens=num_tokens)
+        plan = ChunkPlan(groups=group_layers((0,) * LAYERS), num_tokens=num_tokens, num_ready_tokens=num_tokens)
         plan.begin(from_cut.unit_tokens, num_skipped)
         while runs := plan.next_runs(max_units):
             places = zip(_units(from_cut, runs, source_ids), _units(to_cut, runs, target_ids), strict=True)

@@ -48,7 +48,7 @@ from twostroke.protocol.stats import WorkerStats
         (0, [Run(0, 1, 3)], "there are no units 1 to 4"),
         (0, [Run(0, -1, 2)], "there are no units -1 to 1"),
         (0, [Run(0, 1, 1), Run(1, 2, 2)], "there are no units 2 to 4"),
-        (0, [Run(0, 0, 1)], "unit 0 was skipped in the grant"),
+        (0, [Run(0, 0, 1)], "unit 0 of layer 0 was skipped in the grant"),
         (0, [Run(0, 1, 2), Run(0, 2, 1)], "units 2 to 3 of layer 0 came twice"),
     ],
 )

@@ -16,6 +16,7 @@ from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_shapes
+from twostroke.model.config import Quantization
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, row_keys
@@ -86,12 +87,13 @@ def make_decoder(
     parallel: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("cpu"),  # noqa: B008
+    quantization: Quantization = "none",
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
     checkpoint, shard = Checkpoint(folder, config), parallel.shard
     context = max_context or config.max_position
-    weights = load_decoder_weights(checkpoint, config, dtype, device, context, backend, shard=shard)
+    weights = load_decoder_weights(checkpoint, config, dtype, device, context, backend, quantization, shard)
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,
@@ -137,7 +139,7 @@ def generate() -> Generate:
         computed = list(cached) if cached is not None else [0] * len(prompts)  # tokens whose KV an earlier run left
         ends = [len(prompt) + new_tokens for prompt in prompts]
         # Tables that interleave and run backwards: neither order nor neighbourhood of blocks may matter.
-        width = max(-(-end // block_size) for end in ends)
+        width = max(-(-end // block_size) for end in ends) * runner.groups.count
         tables = [[(width - 1 - i) * len(prompts) + row for i in range(width)] for row in range(len(prompts))]
         while any(len(history) < end for history, end in zip(histories, ends, strict=True)):
             rows: list[int] = []

@@ -14,6 +14,7 @@ from numba import carray
 from torch import Tensor
 
 from tests.model.conftest import make_decoder
+from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layout
 from twostroke.model.cache.kv_cache import KVCache
@@ -39,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mqa": {**WIDE, "num_key_value_heads": 1},
     "tied": {**WIDE, "tie_word_embeddings": True},
     "odd": {"hidden_size": 200, "intermediate_size": 99, "head_dim": 72},
+    "windows, caps, factors": {**FAMILY_SHAPES["gemma2"], **WIDE, "head_dim": 64, "sliding_window": 9},
+    "norms of rows": {**FAMILY_SHAPES["olmo3"], **WIDE, "sliding_window": 13},
 }
 
 
@@ -69,7 +72,7 @@ def LOOK_UP(words):
 class Backend(CpuBackend):
     """Simple projections in fp32, which can be recorded on any CPU."""
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any) -> "Linear":
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any, dtype: Any) -> "Linear":
         return Linear(weight, self)
 
     def embed(self, token_ids: Tensor, table: Any, first: int, dtype: torch.dtype) -> Tensor:
@@ -195,7 +198,7 @@ def test_inputs_are_those_of_a_layout() -> None:
     for size in (64, 3, 17, 1):
         batch = decodes(rng, size)
         inputs.fill(batch)
-        mine, expected = inputs.layout(size), make_layout(batch, BLOCK_SIZE, CPU)
+        (mine,), expected = inputs.layouts(size), make_layout(batch, BLOCK_SIZE, CPU)
         for name in ("positions", "slots", "query_starts", "context_lens"):
             assert torch.equal(getattr(mine, name), getattr(expected, name)), name
             assert getattr(mine, name).dtype == getattr(expected, name).dtype, name

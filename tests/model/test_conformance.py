@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 
 from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
@@ -159,8 +159,10 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
 
 def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     backend = CpuBackend()
+    config = load_model_config(folder)
+    num_blocks *= config.kv_groups.count
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
-    max_context = load_model_config(folder).max_position
+    max_context = config.max_position
     captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
     return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, captured)
 
@@ -217,6 +219,27 @@ def test_every_family_generates_as_transformers_does(shape: str, write_checkpoin
     expected, margins = reference(folder, prompts)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
     runner = make_runner(folder, 8, len(prompts) * 84)
+    assert generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+
+
+def test_of_a_checkpoint_that_sees_images_the_text_is_served(tmp_path: Path, generate: Any) -> None:
+    """As transformers saves it: other names of tensors, and those of the part that sees."""
+    text = {
+        **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16},
+        **{"sliding_window": 24, "layer_types": [W, W, F], "query_pre_attn_scalar": 20},
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = {"image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, **tokens)
+    torch.manual_seed(2)
+    model = Gemma3ForConditionalGeneration(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    prompts = random_prompts(90, 1, (1, 17, 64, 129))
+    expected, margins = reference(tmp_path, prompts)
+    assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    runner = make_runner(tmp_path, 8, len(prompts) * 84)
     assert generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 

@@ -23,7 +23,7 @@ NOWHERE = Address("nobody", 1)
 @played_by(play, role="prefill", max_step_tokens=7)
 async def test_the_reply_has_the_first_token_and_blocks_go_back(rig: Rig) -> None:
     reply: PrefillReply = await rig.worker.prefill(a_request(40), None)
-    assert [token.token_id for token in reply.event.tokens] == expected_tokens(a_request(40), LAYERS)[:1]
+    assert [token.token_id for token in reply.event.tokens] == expected_tokens(a_request(40), (0,) * LAYERS)[:1]
     assert (reply.event.index, reply.event.finish_reason) == (0, None)
     assert reply.num_cached_tokens == 0
     assert reply.prefill_s > 0

@@ -57,6 +57,7 @@ CORPUS: tuple[Message, ...] = (
     messages.StepEnded(),
     messages.OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
     messages.TransferReady(3, 17),
+    messages.WindowsMoved(3, (4, -1)),
     messages.CommitTransfer(3, _TOKEN),
     messages.DeclineTransfer(_TICKET, "nothing is cached"),
     messages.ExpectTransfer(4, _TICKET, (6, 7), 20, 16),

@@ -1,7 +1,8 @@
 """A model that is a hash function, with KV that can be wrong.
 
 The "KV" of a position is 8 bytes for each layer: a hash of the position before (read from the store), the token and the
-layer. The next token is a hash of all KV bytes up to the last position, read from the store through the block table.
+layer. The next token is a hash of all KV bytes up to the last position, or of those in a layer's window, read from the
+store through the block table.
 So one wrong, missing, stale or overwritten block anywhere gives a wrong token, and an oracle that never saw a block
 knows which tokens are right.
 """
@@ -38,8 +39,10 @@ def draw(kv: Sequence[bytes], sampling: SamplingParams, forbidden: Sequence[int]
     return token
 
 
-def expected_tokens(request: GenerateRequest, num_layers: int) -> list[int]:
+def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[int]:
     """All output tokens of a fresh request, without any worker."""
+    seen = [8 * window for window in windows]  # bytes; all of them where it is 0
+    num_layers = len(windows)
     kv = [bytearray() for _ in range(num_layers)]
     last = [b""] * num_layers
 
@@ -52,7 +55,11 @@ def expected_tokens(request: GenerateRequest, num_layers: int) -> list[int]:
         extend(token_id)
     outputs: list[int] = []
     while True:
-        token = draw([bytes(layer) for layer in kv], request.sampling, forbidden_tokens(request, len(outputs)))
+        token = draw(
+            [bytes(layer[-size:]) for layer, size in zip(kv, seen, strict=True)],
+            request.sampling,
+            forbidden_tokens(request, len(outputs)),
+        )
         outputs.append(token)
         if finish_reason(request, len(outputs), token) is not None:
             return outputs
@@ -110,7 +117,7 @@ class FakeEngine(Engine):
                 raise RuntimeError("a draw whose history is not what is computed")
             if one.draw is not None and one.follows is not None and is_penalised(one.draw.sampling):
                 raise RuntimeError("a draw with penalties whose history is not known yet")
-        tables = [tuple(one.block_ids[: -(-_end(one) // self._store.layout.block_size)]) for one in batch]
+        tables = [self._store.in_use(one.block_ids, one.start, _end(one)) for one in batch]
         grips = [self._store.grip(table) for table in tables]
         copied = [self._store.grip(copy.cache_blocks) for copy in copies]
         try:

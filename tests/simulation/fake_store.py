@@ -12,7 +12,7 @@ import numpy as np
 
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.model.step import BlockCopy
-from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, group_table
 from twostroke.worker.block_pool import BlockPool
 
 KV_HEADS = 2
@@ -23,9 +23,16 @@ Grip = tuple[int, ...]
 """Which allocations of some blocks a reader or writer was let into."""
 
 
-def fake_layout(*, num_layers: int, block_size: int, tp_size: int = 1, num_kv_heads: int = KV_HEADS) -> KVLayout:
+def fake_layout(
+    *,
+    num_layers: int,
+    block_size: int,
+    tp_size: int = 1,
+    num_kv_heads: int = KV_HEADS,
+    windows: tuple[int, ...] = (),
+) -> KVLayout:
     """A layout of 2-byte values with a head dimension of 1."""
-    return KVLayout("fake", "bfloat16", num_layers, num_kv_heads, 1, block_size, tp_size)
+    return KVLayout("fake", "bfloat16", num_layers, num_kv_heads, 1, block_size, tp_size, windows=windows)
 
 
 class FakeStore:
@@ -39,7 +46,8 @@ class FakeStore:
         self.protected: set[int] = set()  # blocks whose KV is there already: nobody writes into them
         self.violations: list[str] = []
         shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
-        self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(layout.num_layers)]
+        self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(layout.num_tensors)]
+        self._groups = layout.groups
         self._allocations = [0] * num_blocks  # how often each block has been allocated
         self._units: dict[Cut, list[Array]] = {}
 
@@ -62,11 +70,20 @@ class FakeStore:
         """To be shown at each later `touch`: blocks that were allocated anew meanwhile are somebody else's."""
         return tuple([self._allocations[block_id] for block_id in block_ids])
 
+    def in_use(self, table: Sequence[int], start: int, end: int) -> list[int]:
+        """The blocks of a table that tokens from `start` up to `end` attend to, or write into."""
+        size, groups = self.layout.block_size, self._groups
+        return [
+            table[row * groups.count + group]
+            for group in range(groups.count)
+            for row in range(groups.first_kept(group, start) // size, -(-end // size))
+        ]
+
     def touch(self, block_ids: Sequence[int], what: str, grip: Grip | None = None) -> None:
         """Note where somebody reads or writes blocks that nobody owns, or that have changed hands since `grip`."""
         if self.is_owned is None:
             return
-        stray = [block_id for block_id in block_ids if not self.is_owned(block_id)]
+        stray = [block_id for block_id in block_ids if block_id == NO_BLOCK or not self.is_owned(block_id)]
         if stray:
             self.violations.append(f"{what} blocks {stray}, which nobody owns")
         elif grip is not None and grip != self.grip(block_ids):
@@ -81,19 +98,23 @@ class FakeStore:
     # --- for whoever computes: positions of a sequence ---
 
     def read(self, layer: int, block_ids: Sequence[int], num_positions: int) -> bytes:
-        """KV of a sequence's first positions, 8 bytes each where one rank has all heads."""
+        """KV of a sequence's first positions, 8 bytes each where one rank has all heads; of a window its own alone."""
         return self.values(layer, block_ids, num_positions).tobytes()
 
     def values(self, layer: int, block_ids: Sequence[int], num_positions: int) -> Array:
         """The same as an array [position, 2, heads, head_dim]."""
         num_blocks = -(-num_positions // self.layout.block_size)
-        blocks = self.layers[layer][list(block_ids[:num_blocks])].transpose(0, 3, 1, 2, 4)
-        return blocks.reshape(-1, *blocks.shape[2:])[:num_positions]
+        memory, blocks_of = self._place(layer, block_ids)
+        blocks = memory[list(blocks_of[:num_blocks])].transpose(0, 3, 1, 2, 4)
+        window = self._groups.layer_windows[layer]
+        first = max(0, num_positions - window) if window else 0
+        return blocks.reshape(-1, *blocks.shape[2:])[first:num_positions]
 
     def position(self, layer: int, block_ids: Sequence[int], position: int) -> bytes:
         """KV of one position, as in `read`."""
         block, offset = divmod(position, self.layout.block_size)
-        return self.layers[layer][block_ids[block], :, :, offset].tobytes()
+        memory, blocks = self._place(layer, block_ids)
+        return memory[blocks[block], :, :, offset].tobytes()
 
     def write(self, layer: int, block_ids: Sequence[int], first_position: int, kv: bytes) -> None:
         """Store the KV of consecutive positions."""
@@ -102,14 +123,20 @@ class FakeStore:
 
     def write_values(self, layer: int, block_ids: Sequence[int], first_position: int, values: Array) -> None:
         """The same from an array [position, 2, heads, head_dim]."""
+        memory, table = self._place(layer, block_ids)
         if len(values) == 1:
             block, offset = divmod(first_position, self.layout.block_size)
-            self.layers[layer][block_ids[block], :, :, offset] = values[0]
+            memory[table[block], :, :, offset] = values[0]
             return
         positions = range(first_position, first_position + len(values))
-        blocks = [block_ids[position // self.layout.block_size] for position in positions]
+        blocks = [table[position // self.layout.block_size] for position in positions]
         offsets = [position % self.layout.block_size for position in positions]
-        self.layers[layer][blocks, :, :, offsets] = values
+        memory[blocks, :, :, offsets] = values
+
+    def _place(self, layer: int, block_ids: Sequence[int]) -> tuple[Array, Sequence[int]]:
+        """Where a layer's KV lies: its tensor, and its group's part of the block table."""
+        table = group_table(block_ids, self._groups.of_layer[layer], self._groups.count)
+        return self.layers[self._groups.tensor_of_layer[layer]], table
 
     # --- for links: units of a lane ---
 
@@ -170,7 +197,7 @@ class SpoilingPool(BlockPool):
     """A pool that tells its store whose blocks are whose."""
 
     def __init__(self, store: FakeStore):
-        super().__init__(store.num_blocks, store.layout.block_size)
+        super().__init__(store.num_blocks, store.layout.block_size, store.layout.groups)
         self._store = store
         store.is_owned = lambda block_id: self.references(block_id) > 0
 

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
+
+import pytest
 
 from tests.simulation.memory_network import Trace
 
@@ -29,6 +31,12 @@ class Counts:
         """Sum up."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+
+def starts(num_seeds: int, of_one: int, *, at_once: int) -> list[Any]:
+    """Where each test's seeds begin: those below `at_once` are of `make test`, all others of `make test-wide`."""
+    firsts = range(0, num_seeds, of_one)
+    return [pytest.param(first, marks=[pytest.mark.wide] if first >= at_once else []) for first in firsts]
 
 
 C = TypeVar("C", bound=Counts)

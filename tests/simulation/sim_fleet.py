@@ -95,7 +95,7 @@ class SimFleet:
         is_prefill = role == "prefill"
         block_size = scenario.prefill_block_size if is_prefill else scenario.decode_block_size
         store = FakeStore(
-            fake_layout(num_layers=scenario.num_layers, block_size=block_size),
+            fake_layout(num_layers=len(scenario.windows), block_size=block_size, windows=scenario.windows),
             num_blocks=scenario.prefill_blocks if is_prefill else scenario.decode_blocks,
         )
         swap_space = None

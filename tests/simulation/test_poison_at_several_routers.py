@@ -98,7 +98,7 @@ def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WOR
 
 
 async def is_served(site: Site, router: SimRouter) -> bool:
-    return await site.ask(router, INNOCENT) == expected_tokens(INNOCENT, site.scenario.num_layers)
+    return await site.ask(router, INNOCENT) == expected_tokens(INNOCENT, site.scenario.windows)
 
 
 @played_by(play)
@@ -138,7 +138,7 @@ async def test_two_routers_that_try_it_at_once_lose_two_workers_each_at_most_and
     beside = [request(5, number, 1) for number in range(12)]
     asking = [asyncio.create_task(site.ask(site.routers[one.token_ids[1] % 2], one)) for one in beside]
     await asyncio.gather(*(site.refuses(router) for router in site.routers))
-    assert await asyncio.gather(*asking) == [expected_tokens(one, site.scenario.num_layers) for one in beside]
+    assert await asyncio.gather(*asking) == [expected_tokens(one, site.scenario.windows) for one in beside]
     assert 2 <= site.num_killed <= 4
     for router in site.routers:
         assert await site.refuses(router) == 0.0

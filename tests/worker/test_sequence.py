@@ -38,8 +38,7 @@ def compute(sequence: SequenceState, pool: BlockPool, num_tokens: int) -> None:
     """What a scheduler does around a step."""
     sequence.reserve(pool, num_tokens)
     sequence.step(num_tokens)
-    sequence.num_computed += num_tokens
-    sequence.publish_full_blocks(pool)
+    sequence.computed(pool, sequence.num_computed + num_tokens)
 
 
 def test_hashes_grow_with_the_tokens_as_the_whole_chain_would() -> None:
@@ -118,8 +117,7 @@ def test_any_chunking_computes_each_token_once_and_leaves_nothing_behind(
                 assert (step.draw is not None) == (step.start + num_tokens == len(sequence.token_ids))
                 assert len(step.block_ids) * block_size >= step.start + num_tokens
                 starts.append(step.start + num_tokens)
-                sequence.num_computed += num_tokens
-                sequence.publish_full_blocks(pool)
+                sequence.computed(pool, sequence.num_computed + num_tokens)
                 pool.check_integrity()
             if output < num_outputs:
                 sequence.append(output)

@@ -68,7 +68,7 @@ def a_request(length: int = 10, name: str = "r", **fields: Any) -> GenerateReque
 
 def expected(request: GenerateRequest) -> list[tuple[int, int]]:
     """(index, token) of its whole answer."""
-    return list(enumerate(expected_tokens(request, LAYERS)))
+    return list(enumerate(expected_tokens(request, (0,) * LAYERS)))
 
 
 def make_parts(
@@ -251,8 +251,7 @@ class Source:
         sequence = SequenceState(request, self.parts.store.layout.block_size)
         sequence.reserve(self.parts.pool, sequence.num_uncomputed)
         await FakeEngine(self.parts.store).step([sequence.step(sequence.num_uncomputed)])
-        sequence.num_computed = len(request.token_ids)
-        sequence.publish_full_blocks(self.parts.pool)
+        sequence.computed(self.parts.pool, len(request.token_ids))
         sequence.reset(self.parts.pool)
 
     def ticket(self, name: str = "r", target: Peer | None = None, secret: bytes = SECRET) -> Ticket:

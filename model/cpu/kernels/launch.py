@@ -196,6 +196,7 @@ def _pointer_to(kind: types.Type, pointee: Any) -> Any:
     return as_pointer
 
 
+as_bytes = _pointer_to(types.uint8, ir.IntType(8))
 as_floats = _pointer_to(types.float32, ir.FloatType())
 as_halves = _pointer_to(types.uint16, ir.IntType(16))  # the bits of bf16 values
 as_integers = _pointer_to(types.int64, WIDE)
@@ -243,3 +244,9 @@ def float_of_bits(builder, bits):
 def bits_of_float(builder, value):
     """float32 -> its bits as uint32."""
     return builder.bitcast(value, ir.IntType(32))
+
+
+@written_in_llvm(types.float32, types.uint16)
+def float_of_half(builder, bits):
+    """uint16 -> the float32 of the fp16 number with these bits."""
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())

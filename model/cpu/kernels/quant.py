@@ -1,21 +1,25 @@
-"""Projections with int8 and int4 weights on AVX512-BF16: y = x W^T + b, x and W's integers in bf16, sums in fp32.
+"""Projections with 8-bit and 4-bit weights on AVX512-BF16: y = x W^T + b, x and W's values in bf16, sums in fp32.
 
 Up to DIRECT_MOST_ROWS rows weights are unpacked in registers, once for every four rows; for more they are unpacked
 once into a scratch of bf16 that stays in the L1 cache, and multiplied from there. Both ways add in the same order: a
-row's result does not depend on the rows beside it. Scales multiply fp32 sums: of a whole row (int8) or of a group.
+row's result does not depend on the rows beside it. Scales multiply fp32 sums: those of groups of input columns each
+group's, and one factor the sum of all. A group's offset multiplies the sum of its activations, which is made before.
 
 A panel of 64 output columns is a row of steps of 256 bytes, 64 bytes for each 16 output columns l. Of four bits such a
 vector covers 8 input columns: 16-bit word 2 l + e holds, lowest bits first, columns e, 2 + e, 4 + e and 6 + e of output
-l, each with 8 added. Of eight bits it covers 4: a sign and seven bits of magnitude, column 2 j + e of output l in byte
-16 (l // 4) + 8 j + 2 (l % 4) + e. A table look-up (`vpermw`; `vpermi2b` for the low and for the high bytes, which are
-then interleaved) makes bf16 of them, exactly, in the pairs along the input that `vdpbf16ps` multiplies.
+l, each with 8 added. Of eight bits it covers 4: column 2 j + e of output l in byte 16 (l // 4) + 8 j + 2 (l % 4) + e, a
+sign and seven bits, which are the magnitude of an integer, or the exponent and mantissa of an FP8 number. Looking codes
+up in a table (`vpermw`; `vpermi2b` for the low and for the high bytes, which are then interleaved) makes bf16 of them,
+exactly, in the pairs along the input that `vdpbf16ps` multiplies: integers and FP8 differ in nothing but the table.
 
 Reference: `QuantizedWeight.dequantized`.
 """
 
+import functools
 import itertools
-import struct
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,10 +28,12 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import carray, njit
 from numba.core import cgutils
 from torch import Tensor
+from torch.nn import functional
 
-from twostroke.model.checkpoint.quantization import INT4_GROUP
+from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight, two_byte_scales
 from twostroke.model.cpu.kernels import floats
 from twostroke.model.cpu.kernels.floats import (
+    FLOATS,
     INTS,
     LANES,
     LINE_BYTES,
@@ -53,12 +59,13 @@ from twostroke.model.cpu.kernels.gemm import (
 from twostroke.model.cpu.kernels.launch import (
     WIDE,
     Kernel,
+    as_bytes,
     as_floats,
     as_halves,
     as_integers,
-    as_short_integers,
     at,
     compiled,
+    float_of_half,
     taken,
     written_in_llvm,
 )
@@ -70,7 +77,11 @@ ROWS_AN_ITEM = 256
 CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpacked at a time
 _PREFETCH_BYTES = 4096  # from what is multiplied to what is asked for
 
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
+LEAST_GROUP = 16  # input columns
+Kind = Literal["int8", "int8 + 1/2", "int4", "fp8"]
+"""What codes stand for. A sign and seven bits don't count down to -128, but one half more than an integer they do."""
+
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 _ORDER = ir.VectorType(ir.IntType(32), 4 * LANES)
@@ -81,64 +92,112 @@ def is_supported() -> bool:
     return floats.is_supported() and bool(binding.get_host_cpu_features().get("avx512vbmi"))
 
 
-def _bf16_bits(value: float) -> int:
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return int(bits) >> 16
+@functools.cache
+def values_of_codes(kind: Kind) -> Tensor:
+    """What each code stands for, fp32 [256], of four bits [16]."""
+    if kind == "int4":
+        return torch.arange(16.0) - 8
+    codes = torch.arange(256, dtype=torch.uint8)
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    magnitudes = torch.arange(128.0) + (0.5 if kind == "int8 + 1/2" else 0.0)
+    return torch.cat((magnitudes, -magnitudes))
+
+
+@functools.cache
+def _table(kind: Kind) -> Tensor:
+    """The registers to look up in, bytes [vectors, 64]: of eight bits low bytes, then high bytes."""
+    bits = values_of_codes(kind).bfloat16().view(torch.int16)
+    if kind == "int4":  # bit 4 of an index is the neighbour's: the table says the same for both
+        return bits.repeat(2).view(torch.uint8).view(1, 64)
+    low, high = bits.view(torch.uint8).view(256, 2).unbind(1)
+    return torch.cat((low[:128], high[:128])).view(4, 64)
 
 
 def _constant(kind: Any, values: Sequence[float]) -> Any:
     return ir.Constant(kind, values)
 
 
-def _unpacked(builder: Any, pairs: Any) -> list[Any]:
+def _load_table(builder: Any, address: Any, vectors: int) -> list[Any]:
+    lines = [at(builder, address, WIDE(LINE_BYTES * vector), _BYTES) for vector in range(vectors)]
+    return [builder.load(line, align=1) for line in lines]
+
+
+def _unpacked(builder: Any, pairs: Any, table: list[Any]) -> list[Any]:
     return [pairs]
 
 
-def _unpack_int4(builder: Any, packed: Any) -> list[Any]:
+def _unpack_4_bits(builder: Any, packed: Any, table: list[Any]) -> list[Any]:
     """4 vectors of bf16 pairs, of input columns 2 j and 2 j + 1."""
-    # Bit 4 of an index is the neighbour's: the table says the same for both.
-    table = _constant(_WORDS, [_bf16_bits(i % 16 - 8) for i in range(32)])
+    found = builder.bitcast(table[0], _WORDS)
     words = builder.bitcast(packed, _WORDS)
     shifted = [words] + [builder.lshr(words, _constant(_WORDS, [4 * j] * 32)) for j in range(1, 4)]
-    return [call(builder, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, word) for word in shifted]
+    return [call(builder, "llvm.x86.avx512.permvar.hi.512", _WORDS, found, word) for word in shifted]
 
 
-def _unpack_int8(builder: Any, packed: Any) -> list[Any]:
+def _unpack_8_bits(builder: Any, packed: Any, table: list[Any]) -> list[Any]:
     """2 vectors of bf16 pairs, of input columns 2 j and 2 j + 1."""
-    magnitudes = [_bf16_bits(i) for i in range(128)]
-    low, high = ([bits >> shift & 0xFF for bits in magnitudes] for shift in (0, 8))
     numbers = builder.bitcast(packed, _BYTES)
 
-    def found(table: list[int]) -> Any:
-        halves = _constant(_BYTES, table[:64]), _constant(_BYTES, table[64:])
-        return call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _BYTES, halves[0], numbers, halves[1])
+    def found(first: Any, second: Any) -> Any:
+        return call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _BYTES, first, numbers, second)
 
-    signs = builder.and_(numbers, _constant(_BYTES, [0x80] * 64))
-    parts = found(low), builder.or_(found(high), signs)
+    sign = _constant(_BYTES, [0x80] * 64)
+    low, high = found(*table[:2]), builder.or_(found(*table[2:]), builder.and_(numbers, sign))
     orders = [
         [16 * lane + 8 * j + i // 2 + 64 * (i % 2) for lane in range(4) for i in range(16)] for j in range(2)
     ]  # as vpunpcklbw and vpunpckhbw
-    return [builder.shuffle_vector(*parts, _constant(_ORDER, order)) for order in orders]
+    return [builder.shuffle_vector(low, high, _constant(_ORDER, order)) for order in orders]
 
 
-def _load_step(builder: Any, start: Any, unpack: Any) -> list[list[Any]]:
+def _load_step(builder: Any, start: Any, unpack: Any, table: list[Any]) -> list[list[Any]]:
     """The weights of one step, as [vector][pair]."""
     lines = [at(builder, start, WIDE(LINE_BYTES * vector), INTS) for vector in range(VECTORS)]
-    return [unpack(builder, builder.load(line, align=4)) for line in lines]
+    return [unpack(builder, builder.load(line, align=4), table) for line in lines]
 
 
-def _make_tile(most_rows: int, unpack: Any, columns: int, lines: int, scaled: bool) -> Any:
-    """c[rows, 64] += a[rows, in] times one panel of `groups` groups of `steps` steps, scaled by its own if `scaled`.
+def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: int, scaled: bool) -> Any:
+    """c[rows, 64] += a[rows, in] times one panel of `groups` groups of `steps` steps; scaled by its own if `scaled`,
+    and with its own offsets times the activations' sums, where `offsets` is no 0.
 
-    `unpack` makes pairs of `columns` input columns of a step's vectors. Asks for `lines` cache lines every step,
-    `ahead_stride` bytes further each time, starting at `ahead`. Arguments are addresses, strides in bytes, and counts.
+    `unpack` makes pairs of `columns` input columns of a step's vectors, with a table of `vectors` vectors. Asks for
+    `lines` cache lines every step, `ahead_stride` bytes further each time, starting at `ahead`. Arguments are
+    addresses, strides in bytes, and counts.
     """
 
     @written_in_llvm()
-    def tile(builder, rows, a, a_stride, packed, steps, groups, scales, c, ahead, ahead_stride):
+    def tile(
+        builder, rows, a, a_stride, packed, steps, groups, table, scales, offsets, x_sums, x_sums_stride, c, ahead,
+        ahead_stride,
+    ):  # fmt: skip
+        has_offsets = builder.icmp_unsigned("!=", offsets, WIDE(0))
+
+        def widened(base: Any, group: Any, vector: int) -> Any:
+            """A group's fp16 numbers of 16 outputs, as fp32."""
+            start = builder.add(base, builder.mul(group, WIDE(2 * PANEL_COLUMNS)))
+            halves = builder.load(at(builder, start, WIDE(2 * LANES * vector), _HALVES), align=2)
+            return builder.fpext(halves, FLOATS)
+
+        def scale(group: Any, totals: RegisterTile, group_sums: RegisterTile) -> None:
+            count = len(totals.sums)
+            factors = [widened(scales, group, vector) for vector in range(VECTORS)]
+            for row, vector in itertools.product(range(count), range(VECTORS)):
+                place = totals.sums[row][vector]
+                whole = builder.load(group_sums.sums[row][vector])
+                builder.store(multiply_add(builder, builder.load(place), whole, factors[vector]), place)
+            with builder.if_then(has_offsets):
+                added = [widened(offsets, group, vector) for vector in range(VECTORS)]
+                for row in range(count):
+                    start = builder.add(x_sums, builder.mul(x_sums_stride, WIDE(row)))
+                    x_sum = spread(builder, start, builder.mul(group, WIDE(4)))
+                    for vector in range(VECTORS):
+                        place = totals.sums[row][vector]
+                        builder.store(multiply_add(builder, builder.load(place), x_sum, added[vector]), place)
+
         def write(count: int) -> None:
             totals, group_sums = RegisterTile(builder, count, VECTORS), RegisterTile(builder, count, VECTORS)
             row_starts = [builder.add(a, builder.mul(a_stride, WIDE(row))) for row in range(count)]
+            found = _load_table(builder, table, vectors)
             totals.load(c, WIDE(STEP_BYTES))
             with cgutils.for_range(builder, groups) as group:
                 group_sums.clear()
@@ -148,22 +207,19 @@ def _make_tile(most_rows: int, unpack: Any, columns: int, lines: int, scaled: bo
                     asked = builder.add(ahead, builder.mul(index, ahead_stride))
                     for line in range(lines):
                         ask_for_line(builder, builder.add(asked, WIDE(LINE_BYTES * line)), 3)
-                    weights = _load_step(builder, builder.add(packed, builder.mul(index, WIDE(STEP_BYTES))), unpack)
+                    start = builder.add(packed, builder.mul(index, WIDE(STEP_BYTES)))
+                    weights = _load_step(builder, start, unpack, found)
                     across = builder.mul(index, WIDE(2 * columns))
                     for pair, row in itertools.product(range(columns // 2), range(count)):
                         value = spread(builder, row_starts[row], builder.add(across, WIDE(4 * pair)))
                         group_sums.add(row, dot_pairs, value, [vector[pair] for vector in weights])
-                scale_start = builder.add(scales, builder.mul(group.index, WIDE(2 * PANEL_COLUMNS)))
-                for row, vector in itertools.product(range(count), range(VECTORS)):
-                    place = totals.sums[row][vector]
-                    whole, total = builder.load(group_sums.sums[row][vector]), builder.load(place)
-                    if scaled:
-                        halves = builder.load(at(builder, scale_start, WIDE(2 * LANES * vector), _HALVES), align=2)
-                        wide = builder.shl(builder.zext(halves, INTS), _constant(INTS, [16] * LANES))
-                        total = multiply_add(builder, total, whole, wide)
-                    else:
-                        total = builder.fadd(total, whole)
-                    builder.store(total, place)
+                if scaled:
+                    scale(group.index, totals, group_sums)
+                else:
+                    for row, vector in itertools.product(range(count), range(VECTORS)):
+                        place = totals.sums[row][vector]
+                        whole = builder.load(group_sums.sums[row][vector])
+                        builder.store(builder.fadd(builder.load(place), whole), place)
             totals.store(c, WIDE(STEP_BYTES))
 
         for_each_height(builder, rows, most_rows, write)
@@ -171,19 +227,22 @@ def _make_tile(most_rows: int, unpack: Any, columns: int, lines: int, scaled: bo
     return tile
 
 
-_direct_int4 = _make_tile(DIRECT_ROWS, _unpack_int4, 8, VECTORS, True)
-_direct_int8 = _make_tile(DIRECT_ROWS, _unpack_int8, 4, VECTORS, False)
-_unpacked_int4 = _make_tile(TILE_ROWS, _unpacked, 2, 1, True)
-_unpacked_int8 = _make_tile(TILE_ROWS, _unpacked, 2, 2, False)
+_direct_4_bits = _make_tile(DIRECT_ROWS, _unpack_4_bits, 1, 8, VECTORS, True)
+_direct_8_bits = _make_tile(DIRECT_ROWS, _unpack_8_bits, 4, 4, VECTORS, False)
+_direct_8_bits_scaled = _make_tile(DIRECT_ROWS, _unpack_8_bits, 4, 4, VECTORS, True)
+_pairs_4_bits = _make_tile(TILE_ROWS, _unpacked, 0, 2, 1, True)
+_pairs_8_bits = _make_tile(TILE_ROWS, _unpacked, 0, 2, 2, False)
+_pairs_8_bits_scaled = _make_tile(TILE_ROWS, _unpacked, 0, 2, 2, True)
 
 
-def _make_unpacking(unpack: Any, columns: int) -> Any:
+def _make_unpacking(unpack: Any, vectors: int, columns: int) -> Any:
     @written_in_llvm()
-    def unpacking(builder, packed, steps, pairs):
+    def unpacking(builder, packed, steps, table, pairs):
+        found = _load_table(builder, table, vectors)
         with cgutils.for_range(builder, steps) as loop:
             start = builder.add(packed, builder.mul(loop.index, WIDE(STEP_BYTES)))
             into = builder.add(pairs, builder.mul(loop.index, WIDE(STEP_BYTES * columns // 2)))
-            for vector, weights in enumerate(_load_step(builder, start, unpack)):
+            for vector, weights in enumerate(_load_step(builder, start, unpack, found)):
                 for pair, values in enumerate(weights):
                     place = WIDE(STEP_BYTES * pair + LINE_BYTES * vector)
                     builder.store(values, at(builder, into, place, values.type), align=4)
@@ -191,165 +250,235 @@ def _make_unpacking(unpack: Any, columns: int) -> Any:
     return unpacking
 
 
-_unpack_steps_int4 = _make_unpacking(_unpack_int4, 8)
-_unpack_steps_int8 = _make_unpacking(_unpack_int8, 4)
+_unpack_steps_4_bits = _make_unpacking(_unpack_4_bits, 1, 8)
+_unpack_steps_8_bits = _make_unpacking(_unpack_8_bits, 4, 4)
 
 
 @compiled
-def _direct(bits, rows, a, a_stride, packed, steps, groups, scales, c):
-    ahead = packed + _PREFETCH_BYTES
-    if bits == 8:
-        _direct_int8(rows, a, a_stride, packed, steps, groups, scales, c, ahead, STEP_BYTES)
-    else:
-        _direct_int4(rows, a, a_stride, packed, steps, groups, scales, c, ahead, STEP_BYTES)
+def _place(words, panel, first_row, column):
+    """Where the scales of a panel's group at `column` are, its offsets, and its activations' sums from `first_row` on;
+    0 for what there is not."""
+    group = column // words[18]
+    scales, offsets, x_sums = np.int64(0), np.int64(0), np.int64(0)
+    if words[6]:
+        scales = words[6] + (panel * words[19] + group) * PANEL_COLUMNS * 2
+    if words[7]:
+        offsets = words[7] + (panel * words[19] + group) * PANEL_COLUMNS * 2
+        x_sums = words[8] + (first_row * words[19] + group) * 4
+    return scales, offsets, x_sums
 
 
 @compiled
-def _from_pairs(bits, rows, a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride):
-    if bits == 8:
-        _unpacked_int8(rows, a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+def _direct(words, panel, first_row, rows, column, width, group, c):
+    """Groups of a panel, which its columns from `column` on, `width` of them, are made of."""
+    bits, a_stride, x_sums_stride = words[17], 2 * words[12], 4 * words[19]
+    a = words[3] + first_row * a_stride + 2 * column
+    packed = words[4] + (panel * words[12] + column) * PANEL_COLUMNS * bits // 8
+    steps, groups, ahead = group * bits // 32, width // group, packed + _PREFETCH_BYTES
+    scales, offsets, x_sums = _place(words, panel, first_row, column)
+    where = (rows, a, a_stride, packed, steps, groups, words[5], scales, offsets, x_sums, x_sums_stride, c)
+    if bits == 4:
+        _direct_4_bits(*where, ahead, STEP_BYTES)
+    elif scales:
+        _direct_8_bits_scaled(*where, ahead, STEP_BYTES)
     else:
-        _unpacked_int4(rows, a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+        _direct_8_bits(*where, ahead, STEP_BYTES)
 
 
 @compiled
-def _unpack(bits, packed, columns, pairs):
-    if bits == 8:
-        _unpack_steps_int8(packed, columns // 4, pairs)
+def _from_pairs(words, panel, first_row, rows, column, width, group, pairs, c, ahead, ahead_stride):
+    """As _direct, of columns whose weights are unpacked at `pairs`."""
+    a_stride, x_sums_stride = 2 * words[12], 4 * words[19]
+    a = words[3] + first_row * a_stride + 2 * column
+    scales, offsets, x_sums = _place(words, panel, first_row, column)
+    where = (rows, a, a_stride, pairs, group // 2, width // group, 0, scales, offsets, x_sums, x_sums_stride, c)
+    if words[17] == 4:
+        _pairs_4_bits(*where, ahead, ahead_stride)
+    elif scales:
+        _pairs_8_bits_scaled(*where, ahead, ahead_stride)
     else:
-        _unpack_steps_int4(packed, columns // 8, pairs)
+        _pairs_8_bits(*where, ahead, ahead_stride)
+
+
+@compiled
+def _unpack(words, packed, columns, pairs):
+    if words[17] == 8:
+        _unpack_steps_8_bits(packed, columns // 4, words[5], pairs)
+    else:
+        _unpack_steps_4_bits(packed, columns // 8, words[5], pairs)
 
 
 @compiled
 def _write(words, sums, first_row, rows, panel):
-    """Round sums [rows, PANEL_COLUMNS], after what scaling is left and the bias, into their place of the output."""
-    scales, first = carray(as_floats(words[5]), (words[11] * PANEL_COLUMNS,)), panel * PANEL_COLUMNS
+    """Round sums [rows, PANEL_COLUMNS], times their outputs' factors and with the bias, into their place."""
+    factors, first = carray(as_floats(words[9]), (words[15] * PANEL_COLUMNS,)), panel * PANEL_COLUMNS
     for row in range(rows):
-        if words[13] == 8:
-            for i in range(PANEL_COLUMNS):
-                sums[row, i] *= scales[first + i]
-        finish_row(sums[row].ctypes.data, words[6], words[7], words[10], words[9], first_row + row, first)
-
-
-@compiled
-def _group(bits):
-    """Input columns whose sum is scaled, of int8 added up, at once."""
-    return CHUNK if bits == 8 else INT4_GROUP
+        for i in range(PANEL_COLUMNS):
+            sums[row, i] *= factors[first + i]
+        finish_row(sums[row].ctypes.data, words[10], words[11], words[14], words[13], first_row + row, first)
 
 
 @Kernel
 def _multiply_direct(words):
-    """words: x, packed, scales, bias, out, in, out, whether out is bf16, panels, rows, bits."""
-    columns, rows, bits = words[8], words[12], words[13]
-    group, step_columns, panel_bytes = _group(bits), 32 // bits, PANEL_COLUMNS * bits // 8
-    groups, rest = columns // group, columns % group
+    """words: x, packed, table, scales, offsets, x's sums, factors, bias, out, in, out, whether out is bf16, panels,
+    rows, bits, columns of a group, groups."""
+    columns, rows, group = words[12], words[16], words[18]
+    whole = columns // group * group
     sums = np.empty((DIRECT_ROWS, PANEL_COLUMNS), np.float32)
     for panel in taken(words, words[1]):
-        packed = words[4] + panel * columns * panel_bytes
-        scales = words[5] + panel * ((columns + group - 1) // group) * PANEL_COLUMNS * 2
         for first_row in range(0, rows, DIRECT_ROWS):
-            count = min(DIRECT_ROWS, rows - first_row)
-            a, c = words[3] + first_row * 2 * columns, sums.ctypes.data
+            count, c = min(DIRECT_ROWS, rows - first_row), sums.ctypes.data
             sums[:] = np.float32(0)
-            _direct(bits, count, a, 2 * columns, packed, group // step_columns, groups, scales, c)
-            if rest:
-                done = groups * group
-                end, end_scales = packed + done * panel_bytes, scales + groups * PANEL_COLUMNS * 2
-                _direct(bits, count, a + 2 * done, 2 * columns, end, rest // step_columns, 1, end_scales, c)
+            _direct(words, panel, first_row, count, 0, whole, group, c)
+            if whole < columns:
+                _direct(words, panel, first_row, count, whole, columns - whole, columns - whole, c)
             _write(words, sums, first_row, count, panel)
 
 
 @Kernel
 def _multiply_unpacked(words):
     """words: as those of _multiply_direct."""
-    columns, panels, bits = words[8], words[11], words[13]
-    group, panel_bytes = _group(bits), PANEL_COLUMNS * bits // 8
-    groups = (columns + group - 1) // group
+    columns, panels, group = words[12], words[15], words[18]
+    panel_bytes = PANEL_COLUMNS * words[17] // 8
     sums = np.empty((ROWS_AN_ITEM, PANEL_COLUMNS), np.float32)
     memory = np.empty((CHUNK // 2 + 1) * PANEL_COLUMNS, np.uint32)
     aligned = memory[-memory.ctypes.data % LINE_BYTES // 4 :]
     for item in taken(words, words[1]):
         panel, first_row = item % panels, item // panels * ROWS_AN_ITEM
-        rows = min(ROWS_AN_ITEM, words[12] - first_row)
+        rows = min(ROWS_AN_ITEM, words[16] - first_row)
         height = (rows + TILE_ROWS - 1) // TILE_ROWS  # as even as tiles can be
         height = (rows + height - 1) // height
         packed = words[4] + panel * columns * panel_bytes
         sums[:] = np.float32(0)
         for column in range(0, columns, CHUNK):
             width, pairs = min(CHUNK, columns - column), aligned.ctypes.data
-            _unpack(bits, packed + column * panel_bytes, width, pairs)
-            scales = words[5] + (panel * groups + column // group) * PANEL_COLUMNS * 2
-            ahead = packed + (column + width) * panel_bytes
-            whole, rest = width // group, width % group
+            _unpack(words, packed + column * panel_bytes, width, pairs)
+            ahead, whole = packed + (column + width) * panel_bytes, width // group * group
             for row in range(0, rows, height):
-                count = min(height, rows - row)
-                a = words[3] + ((first_row + row) * columns + column) * 2
-                c = sums.ctypes.data + row * STEP_BYTES
+                count, c = min(height, rows - row), sums.ctypes.data + row * STEP_BYTES
                 asked = 0 if row else 2 * panel_bytes  # the first tile asks for all of the next chunk
-                _from_pairs(bits, count, a, 2 * columns, pairs, group // 2, whole, scales, c, ahead, asked)
-                if rest:
-                    done = whole * group
-                    end, end_scales = pairs + done // 2 * STEP_BYTES, scales + whole * PANEL_COLUMNS * 2
-                    _from_pairs(bits, count, a + 2 * done, 2 * columns, end, rest // 2, 1, end_scales, c, ahead, 0)
+                of_x = first_row + row
+                _from_pairs(words, panel, of_x, count, column, whole, group, pairs, c, ahead, asked)
+                if whole < width:
+                    end, rest = pairs + whole // 2 * STEP_BYTES, width - whole
+                    _from_pairs(words, panel, of_x, count, column + whole, rest, rest, end, c, ahead, 0)
         _write(words, sums, first_row, rows, panel)
 
 
-def multiply(
-    launcher: Launcher,
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor,
-    bits: Literal[8, 4],
-    columns: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """x bf16 [T, in], contiguous; values and scales by `quantize_and_pack`; bias by `bias_of_panels`. Returns
-    `out_dtype` [T, columns]."""
-    (rows, inner), panels = x.shape, len(values)
-    out = launcher.empty((rows, columns), out_dtype)
+@Kernel
+def _sum_groups(words):
+    """words: x, sums fp32 [rows, groups], rows, columns, columns of a group, groups."""
+    rows, columns, group, groups = words[5], words[6], words[7], words[8]
+    x, sums = carray(as_halves(words[3]), (rows, columns)), carray(as_floats(words[4]), (rows, groups))
+    for row in taken(words, rows):
+        for index in range(groups):
+            total = np.float32(0)
+            for i in range(index * group, min(columns, (index + 1) * group)):
+                total += widen(x[row, i])
+            sums[row, index] = total
+
+
+@Kernel
+def _reorder(words):
+    """words: x, order, out, rows, columns."""
+    rows, columns = words[6], words[7]
+    x, out = carray(as_halves(words[3]), (rows, columns)), carray(as_halves(words[5]), (rows, columns))
+    order = carray(as_integers(words[4]), (columns,))
+    for row in taken(words, rows):
+        for i in range(columns):
+            out[row, i] = x[row, order[i]]
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in the kernels' form."""
+
+    codes: Tensor  # bytes [panels, bytes of a panel]
+    kind: Kind
+    factors: Tensor  # fp32 [panels * 64], of outputs
+    scales: Tensor | None  # fp16 [panels, groups, 64]; None: only factors
+    offsets: Tensor | None  # as scales
+    group_size: int  # columns; CHUNK where there are no scales
+    order: Tensor | None  # int64 [in]: which input comes where
+    out_features: int
+    in_features: int
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.in_features // self.group_size)
+
+
+def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """x bf16 [T, in], contiguous; bias by `bias_of_panels`. Returns `out_dtype` [T, out]."""
+    (rows, inner), panels, groups = x.shape, len(weight.codes), weight.num_groups
+    if weight.order is not None:
+        ordered = launcher.empty((rows, inner), torch.bfloat16)
+        launcher.run(_reorder, rows, 1, x, weight.order, ordered, rows, inner)
+        x = ordered
+    x_sums: Tensor | int = 0
+    if weight.offsets is not None:
+        x_sums = launcher.empty((rows, groups), torch.float32)
+        launcher.run(_sum_groups, rows, 1, x, x_sums, rows, inner, weight.group_size, groups)
+    out = launcher.empty((rows, weight.out_features), out_dtype)
     direct = rows <= DIRECT_MOST_ROWS
+    scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
     launcher.run(
         _multiply_direct if direct else _multiply_unpacked,
         panels if direct else panels * -(-rows // ROWS_AN_ITEM),
         1,
-        *(x, values, scales, bias, out),
-        *(inner, columns, out_dtype == torch.bfloat16, panels, rows, bits),
+        *(x, weight.codes, _table(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
+        *(inner, weight.out_features, out_dtype == torch.bfloat16, panels, rows),
+        *(weight.bits, weight.group_size, groups),
     )
     return out
 
 
 @Kernel
-def _look_up_int8(words):
-    """words: token ids, packed, scales, out, first id, ids in the table, hidden."""
-    rows, first, count, hidden = words[1], words[7], words[8], words[9]
-    ids, scales = carray(as_integers(words[3]), (rows,)), carray(as_floats(words[5]), (count,))
-    out = carray(as_halves(words[6]), (rows, hidden))
+def _look_up(words):
+    """words: token ids, packed, values of codes, scales, offsets, factors, out, first id, ids in the table, hidden,
+    bits, columns of a group, groups."""
+    rows, first, count, hidden, bits = words[1], words[10], words[11], words[12], words[13]
+    ids, values = carray(as_integers(words[3]), (rows,)), carray(as_floats(words[5]), (256,))
+    factors, out = carray(as_floats(words[8]), (count,)), carray(as_halves(words[9]), (rows, hidden))
     for row in taken(words, rows):
         index = ids[row] - first
         if index < 0 or index >= count:
             out[row, :] = 0
             continue
-        output = index % PANEL_COLUMNS
-        lane = output % 16
-        place = words[4] + index // PANEL_COLUMNS * hidden * PANEL_COLUMNS
-        place += output // 16 * LINE_BYTES + lane // 4 * 16 + lane % 4 * 2
-        for column in range(0, hidden, 4):
-            pairs = carray(as_halves(place + column * PANEL_COLUMNS), (5,))
-            for j in range(2):
-                for e in range(2):
-                    code = np.int32(pairs[4 * j]) >> (8 * e) & 0xFF
-                    value = np.float32(code & 0x7F) * scales[index]
-                    store(out[row], column + 2 * j + e, -value if code & 0x80 else value)
+        panel, output = index // PANEL_COLUMNS, index % PANEL_COLUMNS
+        lane, vector = output % 16, output // 16
+        place = words[4] + panel * hidden * PANEL_COLUMNS * bits // 8 + vector * LINE_BYTES
+        for column in range(hidden):
+            step = place + column * bits // 32 * STEP_BYTES
+            if bits == 8:
+                within = lane // 4 * 16 + lane % 4 * 2 + column % 4 // 2 * 8 + column % 2
+                code = np.int64(carray(as_bytes(step), (LINE_BYTES,))[within])
+            else:
+                word = np.int64(carray(as_halves(step), (32,))[2 * lane + column % 2])
+                code = word >> column % 8 // 2 * 4 & 15
+            value = values[code]
+            if words[6]:
+                at_group = ((panel * words[15] + column // words[14]) * PANEL_COLUMNS + output) * 2
+                value *= float_of_half(carray(as_halves(words[6] + at_group), (1,))[0])
+                if words[7]:
+                    value += float_of_half(carray(as_halves(words[7] + at_group), (1,))[0])
+            store(out[row], column, value * factors[index])
 
 
-def look_up_int8(
-    launcher: Launcher, token_ids: Tensor, values: Tensor, scales: Tensor, shape: tuple[int, int], first: int
-) -> Tensor:
-    """As Backend.embed, in bf16, of a table of `shape` that `quantize_and_pack` packed in eight bits."""
+def look_up(launcher: Launcher, token_ids: Tensor, weight: PackedWeight, first: int) -> Tensor:
+    """As Backend.embed, in bf16, of a table whose inputs are in order."""
     rows = token_ids.numel()
-    out = launcher.empty((rows, shape[1]), torch.bfloat16)
-    launcher.run(_look_up_int8, rows, 1, token_ids, values, scales, out, first, *shape)
+    out = launcher.empty((rows, weight.in_features), torch.bfloat16)
+    scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
+    launcher.run(
+        *(_look_up, rows, 1),
+        *(token_ids, weight.codes, values_of_codes(weight.kind), scales, offsets, weight.factors, out),
+        *(first, weight.out_features, weight.in_features, weight.bits, weight.group_size, weight.num_groups),
+    )
     return out
 
 
@@ -370,78 +499,128 @@ def _round(values, count, step, lowest, highest, numbers):
 
 
 @Kernel
-def _pack_int8(words):
-    """words: weight, packed (zeros), scales fp32 [panels * 64], rows, columns."""
-    panels, rows, columns = words[1], words[6], words[7]
-    weight = carray(as_halves(words[3]), (rows, columns))
-    packed = carray(as_halves(words[4]), (panels, columns // 4, STEP_BYTES // 2))
-    scales = carray(as_floats(words[5]), (panels * PANEL_COLUMNS,))
+def _quantize_int8(words):
+    """words: weight, codes bytes [rows, columns], scales fp32 [rows], columns."""
+    rows, columns = words[1], words[6]
+    weight, codes = carray(as_halves(words[3]), (rows, columns)), carray(as_bytes(words[4]), (rows, columns))
+    scales = carray(as_floats(words[5]), (rows,))
     values, sizes = np.empty(columns, np.float32), np.empty(columns, np.float32)
     numbers = np.empty(columns, np.int32)
-    for panel in taken(words, panels):
-        for output in range(min(PANEL_COLUMNS, rows - panel * PANEL_COLUMNS)):
-            row = panel * PANEL_COLUMNS + output
-            for i in range(columns):
-                values[i] = widen(weight[row, i])
-                sizes[i] = abs(values[i])
-            step = _share(largest(sizes, columns), np.float32(127))
-            if step == 0:
-                step = np.float32(1)
-            scales[row] = step
-            _round(values, columns, step, np.float32(-127), np.float32(127), numbers)
-            for i in range(columns):
-                numbers[i] = abs(numbers[i]) | (numbers[i] >> 24 & 0x80)
-            place = output // 16 * 32 + output % 16 // 4 * 8 + output % 4
-            for i in range(columns // 4):
-                packed[panel, i, place] = np.uint16(numbers[4 * i] | numbers[4 * i + 1] << 8)
-                packed[panel, i, place + 4] = np.uint16(numbers[4 * i + 2] | numbers[4 * i + 3] << 8)
+    for row in taken(words, rows):
+        for i in range(columns):
+            values[i] = widen(weight[row, i])
+            sizes[i] = abs(values[i])
+        step = _share(largest(sizes, columns), np.float32(127))
+        if step == 0:
+            step = np.float32(1)
+        scales[row] = step
+        _round(values, columns, step, np.float32(-127), np.float32(127), numbers)
+        for i in range(columns):
+            codes[row, i] = np.uint8(abs(numbers[i]) | (numbers[i] >> 24 & 0x80))
 
 
 @Kernel
-def _pack_int4(words):
-    """words: weight, packed (zeros), scales bf16 [panels, groups, 64], rows, columns."""
-    panels, rows, columns = words[1], words[6], words[7]
+def _quantize_int4(words):
+    """words: weight, codes bytes [rows, columns], scales bf16 [rows, groups], columns."""
+    rows, columns = words[1], words[6]
     groups = (columns + INT4_GROUP - 1) // INT4_GROUP
-    weight = carray(as_halves(words[3]), (rows, columns))
-    packed = carray(as_short_integers(words[4]), (panels, columns // 8, STEP_BYTES // 4))
-    scales = carray(as_halves(words[5]), (panels, groups, PANEL_COLUMNS))
+    weight, codes = carray(as_halves(words[3]), (rows, columns)), carray(as_bytes(words[4]), (rows, columns))
+    scales = carray(as_halves(words[5]), (rows, groups))
     values, numbers = np.empty(INT4_GROUP, np.float32), np.empty(INT4_GROUP, np.int32)
     negative = np.empty(INT4_GROUP, np.float32)
+    for row in taken(words, rows):
+        for group in range(groups):
+            first = group * INT4_GROUP
+            count = min(INT4_GROUP, columns - first)
+            for i in range(count):
+                values[i] = widen(weight[row, first + i])
+                negative[i] = -values[i]
+            high, low = largest(values, count), -largest(negative, count)
+            store(scales[row], group, _share(high if high > -low else low, np.float32(-8)))
+            step = widen(scales[row, group])
+            if step == 0:
+                step = np.float32(1)
+                store(scales[row], group, step)
+            _round(values, count, step, np.float32(-8), np.float32(7), numbers)
+            for i in range(count):
+                codes[row, first + i] = np.uint8(numbers[i] + 8)
+
+
+@Kernel
+def _pack(words):
+    """words: codes bytes [rows, columns], packed (zeros), rows, columns, bits."""
+    panels, rows, columns, bits = words[1], words[5], words[6], words[7]
+    codes = carray(as_bytes(words[3]), (rows, columns))
+    steps = columns * bits // 32
+    packed = carray(as_halves(words[4]), (panels, steps, STEP_BYTES // 2))
     for panel in taken(words, panels):
         for output in range(min(PANEL_COLUMNS, rows - panel * PANEL_COLUMNS)):
-            for group in range(groups):
-                first = group * INT4_GROUP
-                count = min(INT4_GROUP, columns - first)
-                for i in range(count):
-                    values[i] = widen(weight[panel * PANEL_COLUMNS + output, first + i])
-                    negative[i] = -values[i]
-                high, low = largest(values, count), -largest(negative, count)
-                place = scales[panel, group]
-                store(place, output, _share(high if high > -low else low, np.float32(-8)))
-                step = widen(place[output])
-                if step == 0:
-                    step = np.float32(1)
-                    store(place, output, step)
-                _round(values, count, step, np.float32(-8), np.float32(7), numbers)
-                for i in range(count // 8):
-                    word = np.int32(0)
-                    for k in range(8):
-                        word |= (numbers[8 * i + k] + 8) << (16 * (k % 2) + k // 2 * 4)
-                    packed[panel, first // 8 + i, output] = word
+            row = codes[panel * PANEL_COLUMNS + output]
+            place = output // 16 * 32 + output % 16 // 4 * 8 + output % 4
+            for i in range(steps):
+                if bits == 8:
+                    packed[panel, i, place] = np.uint16(row[4 * i] | row[4 * i + 1] << 8)
+                    packed[panel, i, place + 4] = np.uint16(row[4 * i + 2] | row[4 * i + 3] << 8)
+                else:
+                    for e in range(2):
+                        word = np.int32(0)
+                        for k in range(4):
+                            word |= np.int32(row[8 * i + 2 * k + e]) << 4 * k
+                        packed[panel, i, 2 * output + e] = np.uint16(word)
 
 
-def quantize_and_pack(weight: Tensor, bits: Literal[8, 4]) -> tuple[Tensor, Tensor]:
-    """weight bf16 [out, in], contiguous, `in` a multiple of 8 -> packed bytes [panels, bytes], and scales.
+def can_pack(weight: QuantizedWeight) -> bool:
+    """Whether there are kernels for its columns and groups."""
+    columns = weight.values.shape[1]
+    return columns % 8 == 0 and (weight.num_groups == 1 or math.gcd(weight.group_size, CHUNK) >= LEAST_GROUP)
 
-    What `quantize` makes of it. Scales are fp32 [out, rounded up to panels] of eight bits, bf16 [panels, groups, 64] of
-    four.
-    """
+
+def pack(weight: QuantizedWeight) -> PackedWeight:
+    """Of a weight that `can_pack`."""
+    if weight.values.dtype == torch.float8_e4m3fn:
+        return _packed("fp8", weight.values.view(torch.uint8), weight)
+    if weight.bits == 4:
+        return _packed("int4", (weight.values + 8).view(torch.uint8), weight)
+    signs = (weight.values < 0).byte() << 7
+    if not weight.values.numel() or int(weight.values.min()) > -128:
+        return _packed("int8", weight.values.abs().view(torch.uint8) | signs, weight)
+    less = weight.scales / -2  # what the half is too much
+    offsets = less if weight.offsets is None else weight.offsets + less
+    magnitudes = torch.where(weight.values < 0, ~weight.values, weight.values)
+    return _packed("int8 + 1/2", magnitudes.view(torch.uint8) | signs, replace(weight, offsets=offsets))
+
+
+def quantize_and_pack(weight: Tensor, bits: Literal[8, 4]) -> PackedWeight:
+    """weight bf16 [out, in], contiguous, `in` a multiple of 8: `pack` of what `quantize` makes of it."""
     rows, columns = weight.shape
-    panels = -(-rows // PANEL_COLUMNS)
-    packed = zeros_on_huge_pages((panels, PANEL_COLUMNS * columns * bits // 8), torch.uint8)
+    codes = torch.empty((rows, columns), dtype=torch.uint8)
     if bits == 8:
-        scales = torch.zeros(panels * PANEL_COLUMNS)
-    else:
-        scales = torch.zeros((panels, -(-columns // INT4_GROUP), PANEL_COLUMNS), dtype=torch.bfloat16)
-    (_pack_int8 if bits == 8 else _pack_int4).run(panels, 1, weight, packed, scales, rows, columns)
-    return packed, scales
+        steps = torch.empty((rows, 1))
+        _quantize_int8.run(rows, 16, weight, codes, steps, columns)
+        return _packed("int8", codes, QuantizedWeight(codes, steps, columns, 8))
+    steps = torch.empty((rows, -(-columns // INT4_GROUP)), dtype=torch.bfloat16)
+    _quantize_int4.run(rows, 16, weight, codes, steps, columns)
+    return _packed("int4", codes, QuantizedWeight(codes, steps.float(), min(INT4_GROUP, columns), 4))
+
+
+def _packed(kind: Kind, codes: Tensor, weight: QuantizedWeight) -> PackedWeight:
+    """`codes` [out, in] with the weight's scales."""
+    rows, columns = codes.shape
+    panels, bits = -(-rows // PANEL_COLUMNS), weight.bits
+    packed = zeros_on_huge_pages((panels, PANEL_COLUMNS * columns * bits // 8), torch.uint8)
+    _pack.run(panels, 1, codes.contiguous(), packed, rows, columns, bits)
+    beyond = panels * PANEL_COLUMNS - rows
+    if kind != "int4" and weight.num_groups == 1 and weight.offsets is None:
+        factors = functional.pad(weight.scales[:, 0], (0, beyond))
+        return PackedWeight(packed, kind, factors, None, None, CHUNK, weight.order, rows, columns)
+    weight = weight.with_groups_within(CHUNK)
+    factors, *numbers = two_byte_scales(weight)
+
+    def of_panels(scales: Tensor | None) -> Tensor | None:
+        if scales is None:
+            return None
+        return functional.pad(scales, (0, 0, 0, beyond)).view(panels, PANEL_COLUMNS, -1).transpose(1, 2).contiguous()
+
+    scales, offsets = map(of_panels, numbers)
+    factors = functional.pad(factors, (0, beyond))
+    return PackedWeight(packed, kind, factors, scales, offsets, weight.group_size, weight.order, rows, columns)

@@ -86,6 +86,16 @@ def pack(weight: Tensor | QuantizedWeight) -> PackedWeight:
     return PackedWeight(packed, scales.bfloat16(), rows, columns, 4)
 
 
+def can_pack(weight: QuantizedWeight) -> bool:
+    """Whether it is of the two forms that `pack` takes, as what `quantize` makes is; others are for grouped_gemm.py."""
+    if weight.values.dtype != torch.int8 or weight.offsets is not None or weight.order is not None:
+        return False
+    if weight.bits == 8:
+        return weight.num_groups == 1
+    is_bf16 = torch.equal(weight.scales, weight.scales.bfloat16().float())
+    return is_bf16 and (weight.group_size == INT4_GROUP or weight.num_groups == 1)
+
+
 def unpack(weight: PackedWeight) -> Tensor:
     """The weights that are computed with, fp32 [out, in]: the reference of the kernels that read them."""
     if weight.bits == 16:

@@ -72,6 +72,27 @@ def test_a_configuration_file_says_how_the_model_is_held(tmp_path: Path, capsys:
     assert told["max_requests"] == 1
 
 
+def test_each_role_is_told_where_they_hold_the_model_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {dtype: bfloat16}\ndecode: {quantization: int4}\n")
+    asked = (tmp_path, capsys, LLAMA_3_1_8B, "--config", str(path))
+    code, told = checked(*asked, "--gpu", "h100-80gb")
+    assert (code, told["quantization"], told["prefill"]["quantization"]) == (0, "int4", "auto")
+    assert told["weight_bytes"] < 0.4 * told["prefill"]["weight_bytes"]
+    code, told = checked(*asked, "--gpu", "l4", "--quantization", "int8")
+    assert (code, told["quantization"], "prefill" in told) == (0, "int8", False)
+    path.write_text("model: {dtype: float32}\ndecode: {quantization: int4}\n")
+    code, told = checked(*asked, "--gpu", "l4")
+    assert (code, told["way"], told["prefill"]["way"]) == (2, "refused", "refused")
+    assert told["reason"].startswith("prefill workers: weights take 29.")
+    assert main(["check", str(tmp_path), "--config", str(path), "--gpu", "h100-80gb"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("on a prefill worker in float32: weights 29.")
+    assert "    prefill: {num_gpus: 1, tensor_parallel: 1, quantization: auto}" in lines
+
+
 def test_what_is_refused_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = checked(tmp_path, capsys, {"architectures": ["MambaForCausalLM"]})
     assert (code, told["way"]) == (2, "refused")
@@ -87,4 +108,4 @@ def test_people_are_told_how_to_serve_it(tmp_path: Path, capsys: pytest.CaptureF
     assert lines[0] == "Llama, 8,030.3 M parameters, in bfloat16"
     assert "128.0 KiB a token" in lines[1]
     assert "contexts of up to 131,072 tokens" in lines[2]
-    assert f"    model: {{path: {tmp_path}, quantization: none}}" in lines
+    assert f"    model: {{path: {tmp_path}, quantization: auto}}" in lines

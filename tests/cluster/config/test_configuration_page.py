@@ -74,8 +74,8 @@ def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
     options = [get_args(one)[0] if get_origin(one) is Annotated else one for one in get_args(kind) or (kind,)]
     by_name = get_origin(kind) is Mapping
     assert row.bounds.endswith(" by name") == by_name
-    if get_origin(kind) is Literal:
-        assert row.bounds == ", ".join(f"`{option}`" for option in get_args(kind))
+    if literals := [one for one in (kind, *options) if get_origin(one) is Literal]:
+        assert row.bounds == ", ".join(f"`{option}`" for option in get_args(literals[0]))
     elif kind is bool:
         assert row.bounds == "`true`, `false`"
     elif by_name and options[1] is str:

@@ -10,7 +10,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config, with_keys_of_file
 from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import parse_cores
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -116,6 +116,41 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
     assert config.decode.worker.token_channel.lease_s == 20
     assert config.router.pipeline.retries == 1
     assert config.kv_transfer.transfer.lease_s == 2.5
+
+
+def test_a_role_may_hold_the_model_in_its_own_way() -> None:
+    config = read_config(
+        {
+            "model": {"quantization": "int8", "dtype": "bfloat16", "max_context": 512},
+            "prefill": {"quantization": "none"},
+            "decode": {"quantization": "int4", "num_blocks": 64},
+        }
+    )
+    held = {role: WorkerSettings.of(config, section).model for role, section in config.roles.items()}
+    assert [held[role].quantization for role in ("prefill", "decode")] == ["none", "int4"]
+    assert {(one.dtype, one.max_context) for one in held.values()} == {("bfloat16", 512)}
+    assert WorkerSettings.of(config, config.decode).engine_config(Path("m")).quantization == "int4"
+    assert config.model_of(read_config({}).decode) == config.model
+
+
+def test_roles_that_exchange_kv_have_one_dtype() -> None:
+    raw = {"model": {"dtype": "bfloat16"}, "prefill": {"dtype": "float32"}}
+    with pytest.raises(
+        ConfigError, match=r"^prefill\.dtype: float32 beside decode\.dtype bfloat16: .* give them the s"
+    ):
+        read_config(raw)
+    assert read_config({"prefill": {"dtype": "float32", "replicas": 0}}).prefill.dtype == "float32"
+    assert read_config({**raw, "decode": {"dtype": "float32"}}).model.dtype == "bfloat16"
+
+
+def test_an_option_goes_before_what_a_file_says_of_one_role() -> None:
+    raw = {"decode": {"quantization": "int4", "replicas": 2}, "prefill": None, "model": {"dtype": "float32"}}
+    lay_over(raw, dtype=None, quantization="int8")
+    assert raw == {
+        "decode": {"replicas": 2},
+        "prefill": None,
+        "model": {"dtype": "float32", "quantization": "int8"},
+    }
 
 
 CLASSES = {

@@ -42,6 +42,17 @@ def test_how_large_caches_of_no_said_size_get_is_told(monkeypatch: pytest.Monkey
     assert len(check_model(said, BUNDLED_MODEL_DIR)) == 1
 
 
+def test_how_each_role_holds_the_model_is_told() -> None:
+    sizes = {"num_blocks": 64}
+    config = read_config({"model": {"dtype": "float32"}, "prefill": sizes, "decode": sizes | {"quantization": "int8"}})
+    (told,) = check_model(config, BUNDLED_MODEL_DIR)
+    assert told.endswith(
+        "parameters, float32 at prefill workers and float32 with int8 weights at decode workers on cpu"
+    )
+    alike = read_config({"model": {"dtype": "float32"}, "prefill": sizes, "decode": sizes})
+    assert check_model(alike, BUNDLED_MODEL_DIR)[0].endswith("parameters, float32 on cpu")
+
+
 def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{name: bob, sha256: {'cd' * 32}, requests_per_minute: 60}}]")

@@ -189,8 +189,8 @@ def test_the_engine_is_told_its_ranks() -> None:
 def test_steps_that_no_message_could_hold_are_refused() -> None:
     config = read_config({"decode": {"tensor_parallel": 2}, "model": {"block_size": 16}})
     settings = WorkerSettings.of(config, config.decode)
-    check_step_size(settings, max_context=32_768, host_blocks=10_000)
+    check_step_size(settings, max_context=32_768, blocks_of_one=2048, host_blocks=10_000)
     with pytest.raises(ConfigError, match="max_batch: steps of 256 requests with 131072 tokens in blocks of 16"):
-        check_step_size(settings, max_context=131_072, host_blocks=0)
+        check_step_size(settings, max_context=131_072, blocks_of_one=8192, host_blocks=0)
     with pytest.raises(ConfigError, match="max_context or swap_gib"):
-        check_step_size(settings, max_context=32_768, host_blocks=1_000_000)
+        check_step_size(settings, max_context=32_768, blocks_of_one=2048, host_blocks=1_000_000)

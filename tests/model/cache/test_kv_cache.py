@@ -53,8 +53,8 @@ def mapped() -> int:
 
 def test_a_block_of_a_layer_is_one_piece_of_bytes() -> None:
     cache = shared_cache()
-    assert (cache.num_layers, cache.num_blocks, cache.block_size) == (3, 5, 4)
-    assert cache.block_bytes * cache.num_layers == kv_block_bytes(CONFIG, 4, torch.bfloat16)
+    assert (len(cache.tensors), cache.num_blocks, cache.block_size) == (3, 5, 4)
+    assert cache.block_bytes * len(cache.tensors) == kv_block_bytes(CONFIG, 4, torch.bfloat16)
     view = cache.layer_bytes(1)
     assert view.nbytes == cache.num_blocks * cache.block_bytes
     assert not view.readonly

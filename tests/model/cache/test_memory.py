@@ -95,7 +95,7 @@ def test_a_sum_that_just_fits_is_taken() -> None:
 
 
 def test_a_cache_is_described_in_full_requests() -> None:
-    said = describe_cache(num_blocks=1024, block_size=16, block_bytes=2**20, max_context=8192)
+    said = describe_cache(num_blocks=1024, block_size=16, block_bytes=2**20, requests=2.0, max_context=8192)
     assert said == (
         "KV cache 1.00 GiB: 1024 blocks of 16 tokens, room for 2.0 requests of the full context of 8192 tokens"
     )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
+from twostroke.model.checkpoint.weights import num_parameters
 from twostroke.model.config import RopeConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -18,6 +19,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9}
 
 
@@ -48,7 +50,7 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"attention_bias": 1}, "attention_bias"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": "gptq"}, "quantization_config"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.short_factor"),
@@ -61,6 +63,11 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
         (MINISTRAL | {"layer_types": ["full_attention"]}, "layer_types"),
+        (GEMMA3 | {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        (GEMMA3 | {"rope_scaling": {"type": "proportional"}}, "rope_scaling.rope_type"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config.hidden_size"),
         (MINISTRAL | {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
     ],
 )
@@ -99,6 +106,10 @@ W, F = "sliding_attention", "full_attention"
         ("Phi3", {"sliding_window": 2047}, (2047,) * 4),
         ("SmolLM3", {"sliding_window": 9, "use_sliding_window": True, "no_rope_layer_interval": 2}, (0, 9, 0, 9)),
         ("Llama", {"sliding_window": 128}, ()),  # not a field of its
+        ("Gemma2", {"sliding_window": 64}, (64, 0, 64, 0)),
+        ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 3}, (64, 64, 0, 64)),
+        ("Gemma3", {"sliding_window": 64, "layer_types": [F, F, F, W]}, (0, 0, 0, 64)),
+        ("Olmo3", {}, (4096, 4096, 4096, 0)),
     ],
 )
 def test_windows_are_those_of_transformers(family: str, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
@@ -106,6 +117,50 @@ def test_windows_are_those_of_transformers(family: str, fields: dict[str, Any], 
     config = parse_model_config(LLAMA | shape | fields, "config.json")
     assert config.windows == windows
     assert config.max_position == 8192
+
+
+def test_layers_with_windows_turn_by_angles_of_their_own_whatever_the_window_is() -> None:
+    shape = {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 10_000}
+    old = {"rope_theta": 7e4, "rope_local_base_freq": 300.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    new = {
+        "rope_parameters": {
+            F: {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e4},
+            W: {"rope_type": "default", "rope_theta": 300.0},
+        }
+    }
+    for spelling in (old, new):
+        config = parse_model_config(LLAMA | GEMMA3 | shape | spelling, "config.json")
+        assert config.windows == ()
+        local, full = RopeConfig(theta=300.0), RopeConfig("linear", theta=7e4, factor=8.0)
+        assert [config.rope_of(layer) for layer in range(4)] == [local, full, local, full]
+
+
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    **{"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "vocab_size": 262_144},
+    **{"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32_768},
+    **{"rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6},
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        **{"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters", "context", "with_windows"),
+    [(GEMMA3_1B, 999_885_952, 32_768, 22), (GEMMA3_4B, 3_880_263_168, 131_072, 29)],
+)
+def test_published_files_that_leave_much_out_are_read(
+    raw: dict[str, Any], parameters: int, context: int, with_windows: int
+) -> None:
+    config = parse_model_config(raw, "config.json")
+    assert num_parameters(config) == parameters
+    assert config.max_position == context
+    assert sum(window > 0 for window in config.windows) == len(config.local_layers) == with_windows
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

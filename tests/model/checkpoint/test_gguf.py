@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -18,10 +18,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.model.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.gguf_file import NAMES
-from twostroke.model.checkpoint.gguf_folder import folder_of
+from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
+from twostroke.model.checkpoint.gguf.file import NAMES
+from twostroke.model.checkpoint.gguf.folder import folder_of
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.protocol.errors import ConfigError
+from twostroke.router.text.generation_config import SamplingDefaults, read_sampling_defaults
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 GGUF_NAMES = {name: stem for stem, name in NAMES.items()}
@@ -59,14 +61,15 @@ def write_metadata(path: Path, tokenizer: Tokenizer | None = None, **fields: Any
     needed = {"embedding_length": 64, "attention.head_count": 2, "block_count": 2, "context_length": 2}
     needed |= {"feed_forward_length": 2, "attention.layer_norm_rms_epsilon": 1e-5}
     for field, value in (needed | fields).items():
+        name = field if field.startswith("general.") else f"llama.{field}"
         if field == "tensor":
             writer.add_tensor("rope_freqs.weight", np.array(value, np.float32))
         elif isinstance(value, str):
-            writer.add_string(f"llama.{field}", value)
+            writer.add_string(name, value)
         elif isinstance(value, float):
-            writer.add_float32(f"llama.{field}", value)
+            writer.add_float32(name, value)
         else:
-            writer.add_uint32(f"llama.{field}", value)
+            writer.add_uint32(name, value)
     if tokenizer is None:
         writer.add_tokenizer_model("llama")
         writer.add_token_list(["a", "b"])
@@ -155,6 +158,27 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
     assert len(found.digest()) == 16
 
 
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_of_any_kind_mean_what_their_authors_say(kind: str) -> None:
+    """Of random bytes, but for scales and minima."""
+    wide = GGMLQuantizationType[kind]
+    together, size = GGML_QUANT_SIZES[wide]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (7 * 2, size), dtype=np.uint8)
+    halves = {"Q6_K": [208]}.get(kind, [0, 2] if BLOCK_KINDS[kind].form.has_offsets else [0])
+    for first in halves:
+        blocks[:, first : first + 2] = random.normal(0, 0.01, (14, 1)).astype(np.float16).view(np.uint8)
+    data = blocks.reshape(7, -1)
+    found = read_blocks(data, BLOCK_KINDS[kind])
+    expected = torch.from_numpy(dequantize(data, wide))
+    torch.testing.assert_close(found.dequantized(torch.float32), expected, rtol=1e-5, atol=1e-6)
+    form = BLOCK_KINDS[kind].form
+    assert found.num_groups == 2 * together // found.group_size
+    assert (found.group_size, found.offsets is not None) == (form.group_size, form.has_offsets)
+    least, most = (-8, 7) if form.kind == "int4" else (-128, 127)
+    assert least <= int(found.values.min()) <= int(found.values.max()) <= most
+
+
 def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> None:
     original = bundled_tokenizer()
     original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # gpt-2's
@@ -167,6 +191,13 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> Non
     said = json.loads((folder / "tokenizer_config.json").read_text())
     assert said["chat_template"] == "{{ messages[0].content }}"
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 1]}
+
+
+def test_what_a_file_says_of_sampling_is_the_default_of_its_requests(tmp_path: Path) -> None:
+    said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    write_metadata(tmp_path / "some.gguf", bundled_tokenizer(), **said)
+    defaults = read_sampling_defaults(folder_of(tmp_path / "some.gguf", tmp_path / "cache"), "auto")
+    assert defaults == SamplingDefaults(temperature=0.6, top_k=20)
 
 
 def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Quantised projections against the weight that they say they compute with.
 """
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -11,14 +12,14 @@ import torch
 from numba import cfunc, types
 from torch import Tensor
 
-from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.kernels import attention, decode, elementwise, gemm, prefill, quant
 from twostroke.model.cpu.kernels.launch import Kernel, Kernels, Words, compiled
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.cpu.linears import CpuLinear, CpuQuantizedLinear, TorchQuantizedLinear
+from twostroke.model.cpu.linears import CpuLinear, CpuQuantizedLinear, TorchQuantizedLinear, make_linear
 
 needs_packing = pytest.mark.skipif(
     not linears.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"
@@ -128,7 +129,7 @@ def test_embeddings_are_rows_of_a_slice_of_the_vocabulary(
 @needs_packing
 def test_other_formats_are_left_to_torch() -> None:
     weight, bias = random_weights(90, 51, torch.float16)
-    linear = CpuBackend().make_linear(weight, bias, "none")
+    linear = CpuBackend().make_linear(weight, bias, "none", weight.dtype)
     x = torch.randn(3, 51).half()
     torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, bias))
 
@@ -138,7 +139,7 @@ def test_other_formats_are_left_to_torch() -> None:
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, quantization: Quantization) -> None:
     weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((40, 24), (40,), (3, 24)))
-    linear = CpuBackend().make_linear(weight, bias, quantization)
+    linear = CpuBackend().make_linear(weight, bias, quantization, dtype)
     before = linear(x).clone()
     weight.zero_()
     bias.zero_()
@@ -190,7 +191,7 @@ def test_projections_compute_with_the_dequantised_weight(
     generator = torch.Generator().manual_seed(inputs)
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16() if has_bias else None
-    linear = CpuQuantizedLinear(weight, bias, bits, Launcher())
+    linear = CpuQuantizedLinear(quant.quantize_and_pack(weight, bits), bias, Launcher())
     meant = quantize(weight, bits).dequantized(torch.float32).double()
     for tokens in (1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 257):
         x = torch.randn(tokens, inputs, generator=generator).bfloat16()
@@ -203,17 +204,86 @@ def test_projections_compute_with_the_dequantised_weight(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4]) -> None:
     generator = torch.Generator().manual_seed(0)
-    linear = CpuQuantizedLinear(torch.randn(100, 600, generator=generator).bfloat16(), None, bits, Launcher())
+    weight = torch.randn(100, 600, generator=generator).bfloat16()
+    linear = CpuQuantizedLinear(quant.quantize_and_pack(weight, bits), None, Launcher())
     x = torch.randn(40, 600, generator=generator).bfloat16()
     together = linear(x, torch.float32)
     for first, count in ((0, 1), (3, 2), (5, 4), (2, 7), (10, 9), (20, 17)):
         assert torch.equal(linear(x[first : first + count], torch.float32), together[first : first + count])
 
 
+FORMS: dict[str, tuple[int, int | None, bool]] = {  # bits (0: FP8), columns of a group, offsets
+    "int8 by rows": (8, None, False),
+    "int8 by rows with offsets": (8, None, True),
+    "int8 by 16": (8, 16, False),
+    "int8 by 32 with offsets": (8, 32, True),
+    "int4 by rows": (4, None, False),
+    "int4 by 16 with offsets": (4, 16, True),
+    "int4 by 32": (4, 32, False),
+    "int4 by 128 with offsets": (4, 128, True),
+    "int4 by 96": (4, 96, False),
+    "FP8 by rows": (0, None, False),
+    "FP8 by 128": (0, 128, False),
+}
+
+
+def random_quantized(form: str, outputs: int, inputs: int) -> QuantizedWeight:
+    """Every value that there is, scales and offsets that fp16 holds."""
+    bits, group, has_offsets = FORMS[form]
+    generator = torch.Generator().manual_seed(inputs)
+    size = inputs if group is None else min(group, inputs)
+    shape = (outputs, -(-inputs // size))
+    scales = (torch.randn(shape, generator=generator) / 256).half().float()
+    offsets = torch.randn(shape, generator=generator).half().float() if has_offsets else None
+    if bits == 0:
+        values = torch.randn(outputs, inputs, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        values[:, 0] = -0.0
+        return QuantizedWeight(values, scales, size, 8, offsets)
+    least, most = (-8, 8) if bits == 4 else (-128, 128)
+    values = torch.randint(least, most, (outputs, inputs), generator=generator, dtype=torch.int8)
+    values[:, 0] = least
+    return QuantizedWeight(values, scales, size, 4 if bits == 4 else 8, offsets)
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (65, 72), (100, 600)])
+@pytest.mark.parametrize("form", FORMS)
+def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, outputs: int, inputs: int) -> None:
+    weight = random_quantized(form, outputs, inputs)
+    generator = torch.Generator().manual_seed(outputs)
+    ordered = replace(weight, order=torch.randperm(inputs, generator=generator))
+    # Offsets keep 11 bits: those of 8-bit weights, less half a step where there is a -128, are rounded to that.
+    relative = 1e-4 if weight.offsets is not None and weight.bits == 8 else 2e-6
+    for each in (weight, ordered):
+        linear = make_linear(each, None, "auto", torch.bfloat16, PoisonedLauncher())
+        assert isinstance(linear, CpuQuantizedLinear)
+        meant = each.dequantized(torch.float32).double()
+        for tokens in (1, 4, 7, 9, 31):
+            x = torch.randn(tokens, inputs, generator=generator).bfloat16()
+            expected = x.double() @ meant.T
+            size = float((x.double().abs() @ meant.abs().T).max())
+            torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-5, atol=relative * size)
+            assert torch.equal(linear(x[:1], torch.float32), linear(x, torch.float32)[:1])
+    table = make_linear(weight, None, "auto", torch.bfloat16, Launcher())
+    found = table.embed(torch.tensor([99, 100 + outputs - 1, 100, 100 + outputs]), 100, torch.bfloat16)
+    expected = weight.dequantized(torch.float32).bfloat16()
+    torch.testing.assert_close(found[1:3], expected[[outputs - 1, 0]], rtol=8e-3, atol=10 * relative)
+    assert not found[[0, 3]].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_cpu_computes_with_any_form(form: str) -> None:
+    weight = replace(random_quantized(form, 300, 72), order=torch.randperm(72))
+    linear = make_linear(weight, None, "auto", torch.float32, Launcher())
+    assert isinstance(linear, TorchQuantizedLinear)
+    x = torch.randn(3, 72)
+    torch.testing.assert_close(linear(x), x @ weight.dequantized(torch.float32).T)
+
+
 @needs_avx512_bf16
 def test_an_int8_head_serves_as_embedding() -> None:
     weight = torch.randn(150, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = CpuQuantizedLinear(weight, None, 8, Launcher())
+    linear = CpuQuantizedLinear(quant.quantize_and_pack(weight, 8), None, Launcher())
     expected = quantize(weight, 8).dequantized(torch.bfloat16)
     assert torch.equal(linear.embed(torch.arange(150), 0, torch.bfloat16), expected)
     found = linear.embed(torch.tensor([99, 100, 249, 250]), 100, torch.bfloat16)
@@ -230,7 +300,7 @@ def test_any_cpu_computes_with_the_dequantised_weight(
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator).to(dtype)
-    linear = TorchQuantizedLinear(weight, bias, bits)
+    linear = TorchQuantizedLinear(quantize(weight, bits), bias)
     meant = quantize(weight, bits).dequantized(dtype)
     x = torch.randn(5, inputs, generator=generator).to(dtype)
     torch.testing.assert_close(linear(x), x @ meant.T + bias, rtol=2e-2, atol=2e-2)

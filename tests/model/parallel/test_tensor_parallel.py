@@ -37,7 +37,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 128, 16
+BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 512, 16
 LENGTHS = (1, 7, 8, 9, 40, 90)
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -48,6 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "fused tensors, heads turned in part": FAMILY_SHAPES["phi4_mini"],
     "norms of heads": FAMILY_SHAPES["qwen3"],
+    "windows, two ways to turn": FAMILY_SHAPES["gemma3"]
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
 
@@ -56,6 +59,7 @@ class Ranks:
 
     def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
         self._runners = runners
+        self.groups = runners[0].groups
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
@@ -64,7 +68,8 @@ class Ranks:
 
 
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
-    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, parallel=parallel)
+    num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
+    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
     sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else DrawnElsewhere()
     return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position)
 
@@ -165,6 +170,6 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
         loaded = list(threads.map(lambda rank: load_engine(config, RankPlace(rank, rendezvous.address)), range(2)))
     assert heads == [2, 2]
     for rank in loaded:
-        assert 0 < rank.num_blocks * rank.kv_cache.block_bytes * rank.kv_cache.num_layers <= 2**20
+        assert 0 < rank.num_blocks * rank.kv_cache.block_bytes * len(rank.kv_cache.tensors) <= 2**20
         rank.engine.close()
         rank.kv_cache.close()

@@ -213,7 +213,7 @@ def _scenario(policy: Policy, seed: int, decode_cache_tokens: int) -> Scenario:
     return replace(
         make_scenario(0),
         seed=seed,
-        num_layers=FAKE_LAYERS,
+        windows=(0,) * FAKE_LAYERS,
         prefill_block_size=block_size,
         decode_block_size=block_size,
         transports=("memory_pull",),

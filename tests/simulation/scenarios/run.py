@@ -188,7 +188,7 @@ class _Simulation:
             assert is_rightly_so, f"{name}: failed with {error!r} after {len(tokens)} tokens"
             self._report.refused += 1
             return
-        expected = expected_tokens(arrival.request, self._scenario.num_layers)
+        expected = expected_tokens(arrival.request, self._scenario.windows)
         if not reading.done() or reading.cancelled():
             self._report.cancelled += reading.done()
             assert tokens == expected[: len(tokens)], f"{name}: {tokens} before the client left, expected {expected}"

@@ -1,6 +1,8 @@
 """What a seed means: workers, pools, requests, cancels and faults. Pure; the same seed gives the same scenario."""
 
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -8,6 +10,7 @@ from msgspec import structs
 from tests.simulation.fake_model import POISON, VOCAB, expected_tokens
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.kv_layout import group_layers
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.worker.token_server import TokenServerConfig
@@ -41,7 +44,7 @@ class Arrival:
 
 
 def make_arrivals(
-    draw: random.Random, num_routers: int, num_layers: int, *, is_crowded: bool, is_overload: bool
+    draw: random.Random, num_routers: int, windows: Sequence[int], *, is_crowded: bool, is_overload: bool
 ) -> tuple[Arrival, ...]:
     """`is_crowded`: many short prompts with long answers. `is_overload`: more of all kinds, and all at once."""
     stems = [_tokens(draw, draw.randint(1, 120)) for _ in range(2)]
@@ -77,7 +80,7 @@ def make_arrivals(
                 )
             )
     for first in arrivals[:2] if draw.random() < 0.5 else ():
-        arrivals.append(_next_turn(draw, first, num_layers, f"template-{len(arrivals)}"))
+        arrivals.append(_next_turn(draw, first, windows, f"template-{len(arrivals)}"))
     return tuple(arrivals)
 
 
@@ -117,9 +120,9 @@ def asked_again(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arr
     return (*arrivals, *again)
 
 
-def _next_turn(draw: random.Random, first: Arrival, num_layers: int, name: str) -> Arrival:
+def _next_turn(draw: random.Random, first: Arrival, windows: Sequence[int], name: str) -> Arrival:
     """A request that goes on from another's answer, perhaps before that has come to its end."""
-    said = (*first.request.token_ids, *expected_tokens(first.request, num_layers))
+    said = (*first.request.token_ids, *expected_tokens(first.request, windows))
     prompt = (*said, *_tokens(draw, draw.choice((1, 10))))[:MAX_PROMPT]
     return replace(
         first,
@@ -228,7 +231,7 @@ class Scenario:
     """One simulated run."""
 
     seed: int
-    num_layers: int
+    windows: tuple[int, ...]  # of each layer, in tokens; 0: it attends to all
     prefill_block_size: int
     decode_block_size: int
     transports: tuple[str, ...]
@@ -258,7 +261,9 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
         prefill_block_size = draw.choice((1, 2, 3, 4, 8, 16))
     num_prefill = draw.choice((0, 0, 1, 1, 1, 2, 2))
     max_batch = draw.choice((1, 2, 3, 8))
-    num_layers = draw.choice((1, 2, 3))
+    windows = _windows(seed, draw.choice((1, 2, 3)))
+    if any(windows):  # which need the same
+        prefill_block_size = decode_block_size
     swap_share = draw.choice((0.0, 0.5, 2.0, 2.0))
     is_crowded = draw.random() < 0.2  # many short prompts with long answers: blocks run out while all decode
     if is_crowded:
@@ -268,7 +273,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     is_poisonous = with_faults and not is_overload and draw.random() < POISON_SHARE
     if is_poisonous:
         num_routers = draw.choice((1, 2, 2))
-    arrivals = make_arrivals(draw, num_routers, num_layers, is_crowded=is_crowded, is_overload=is_overload)
+    arrivals = make_arrivals(draw, num_routers, windows, is_crowded=is_crowded, is_overload=is_overload)
     # Whoever waits for a prefix has not got on, and is taken for poison where its workers die of some.
     blind_pulls = 0.0 if is_poisonous else draw.choice((0.0, 0.5, 1.0))
     is_asked_again = blind_pulls > 0 and num_prefill == 0
@@ -283,9 +288,9 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     max_waiting = draw.choice((1, 2, 4)) if is_overload else 1024
     largest = max(len(one.request.token_ids) + one.request.max_tokens for one in arrivals)
     prefill_needed, decode_needed = -(-largest // prefill_block_size), -(-largest // decode_block_size)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
-        num_layers=num_layers,
+        windows=windows,
         prefill_block_size=prefill_block_size,
         decode_block_size=decode_block_size,
         transports=draw.choice((("memory",), ("memory_pull", "memory"), ("memory_pull",))),
@@ -328,4 +333,30 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
         faults=faults,
         is_overload=is_overload,
         blind_pulls=blind_pulls,
+    )
+    return _with_room_for_windows(scenario, largest) if any(windows) else scenario
+
+
+def _windows(seed: int, num_layers: int) -> tuple[int, ...]:
+    """Of two seeds in five some layers attend to the last tokens alone, and of some seeds all do."""
+    draw = random.Random(f"windows of {seed}")
+    if draw.random() < 0.6:
+        return (0,) * num_layers
+    window, share = draw.choice((2, 5, 16, 40, 100)), draw.choice((0.5, 0.5, 1.0))
+    return tuple(window if layer == num_layers - 1 or draw.random() < share else 0 for layer in range(num_layers))
+
+
+def _with_room_for_windows(scenario: Scenario, largest: int) -> Scenario:
+    """As many blocks for the largest request, more or less, as if all layers kept everything in one group."""
+    groups, size = group_layers(scenario.windows), scenario.decode_block_size
+
+    def blocks(given: int, step_tokens: int) -> int:
+        needed = groups.blocks_of(largest, size, step_tokens)
+        return math.ceil(given * needed / -(-largest // size))
+
+    return replace(
+        scenario,
+        prefill_blocks=blocks(scenario.prefill_blocks, scenario.prefill.max_step_tokens),
+        decode_blocks=blocks(scenario.decode_blocks, scenario.decode.max_step_tokens),
+        swap_blocks=blocks(scenario.swap_blocks, scenario.decode.max_step_tokens),
     )

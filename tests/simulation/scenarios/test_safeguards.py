@@ -115,8 +115,8 @@ def _believe_in_a_failed_pull(scheduler: Scheduler[Any], job: DecodeJob) -> None
 
 
 @sabotage("KV comes back to other blocks", Swapping, "swap_in")
-def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob) -> Swap[DecodeJob] | None:
-    swap = _swap_in(swapping, job)
+def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob, pool: BlockPool) -> Swap[DecodeJob] | None:
+    swap = _swap_in(swapping, job, pool)
     if swap is None:
         return None
     blocks = tuple(job.sequence.block_ids[: len(swap.copy.cache_blocks)])
@@ -139,7 +139,7 @@ def _release_while_sending(scheduler: PrefillScheduler, job: PrefillJob) -> None
         job.sequence.reset(scheduler._pool)
 
 
-@sabotage("blocks are named too early", SequenceState, "publish_full_blocks")
+@sabotage("blocks are named too early", SequenceState, "_publish_full_blocks")
 def _publish_what_is_not_computed(sequence: SequenceState, pool: BlockPool) -> None:
     computed, sequence.num_computed = sequence.num_computed, len(sequence.block_ids) * sequence.block_size
     sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids))
@@ -253,7 +253,7 @@ _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
 _refuse = KVReceiver.refuse
-_publish = SequenceState.publish_full_blocks
+_publish = SequenceState._publish_full_blocks
 _send_back = DecodeScheduler._send_back
 _swap_in = Swapping.swap_in
 _release_decode = DecodeScheduler._release_if_unused

@@ -4,7 +4,7 @@ Everything that would make us compute something else than transformers is refuse
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
@@ -110,8 +110,6 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
     head_dim = fields.integer("head_dim", default=defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
-    if fields.is_set("quantization_config"):
-        raise fields.error("quantization_config", "quantised checkpoints are not supported")
     activation = fields.text(defaults.activation_field, default=defaults.activation)
     if activation not in _ACTIVATIONS:
         are = ", ".join(_ACTIVATIONS)
@@ -285,6 +283,11 @@ class ConfigFields:
             raise self.error(name, f"expected an object, found {type(value).__name__}")
         return ConfigFields(cast("dict[str, Any]", value), self._source, prefix=f"{self._prefix}{name}.")
 
+    def objects(self, name: str) -> "list[ConfigFields]":
+        """The objects within an object, by whatever names."""
+        inner = self.object(name)
+        return [inner.object(key) for key in inner._raw]
+
     @property
     def has_objects(self) -> bool:
         return any(isinstance(value, dict) for value in self._raw.values())
@@ -299,6 +302,10 @@ class ConfigFields:
     def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
         """These fields, and those of `defaults` that are left out."""
         return ConfigFields({**defaults, **self._raw}, self._source, self._prefix)
+
+    def is_minus_one(self, name: str) -> bool:
+        """As files write "all of it"."""
+        return self._raw.get(name) == -1
 
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""
@@ -346,9 +353,9 @@ class ConfigFields:
             raise self.error(name, f"expected a list of {len(default)} times 0 or 1")
         return [bool(value) for value in values]
 
-    def texts(self, name: str, default: list[str]) -> list[str]:
-        values = self._get(name, default)
-        if not isinstance(values, list) or any(not isinstance(value, str) for value in values):
+    def texts(self, name: str, default: Sequence[str] = ()) -> list[str]:
+        values = self._get(name, list(default))
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise self.error(name, "expected a list of strings")
         return values
 

@@ -1,5 +1,5 @@
 """A GGUF file as a Hugging Face folder: what it says of model and tokenizer, written as the files that a folder has,
-beside a link to the file itself. Nothing but this and gguf_file.py knows of the format. No torch here.
+beside a link to the file itself. Nothing but this and file.py knows of the format. No torch here.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from twostroke.model.architectures.family import INTERLEAVED
-from twostroke.model.checkpoint.gguf_format import FILE, ROPE_FACTORS, Gguf, GgufTensor, read_gguf
+from twostroke.model.architectures.families.family import INTERLEAVED
+from twostroke.model.checkpoint.gguf.format import FILE, ROPE_FACTORS, Gguf, GgufTensor, read_gguf
 from twostroke.protocol.errors import ConfigError
 
-_WRITTEN_AS = 2  # changes with what `folder_of` writes
+_WRITTEN_AS = 3  # changes with what `folder_of` writes
 LIKE_OTHERS = 0.01  # of a vocabulary: files name some reserved tokens otherwise
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -89,8 +89,7 @@ def _write(
         special = {renamed.get(name, name): token for name, token in names.items() if token is not None}
         template = metadata.get("tokenizer.chat_template")
         _write_json(made / "tokenizer_config.json", special | ({} if template is None else {"chat_template": template}))
-        if ends := _ends(metadata):
-            _write_json(made / "generation_config.json", {"eos_token_id": ends})
+        _write_json(made / "generation_config.json", {"eos_token_id": _ends(metadata) or None, **_sampling(metadata)})
         (made / FILE).symlink_to(path)
         try:
             made.rename(folder)
@@ -184,6 +183,21 @@ def _ends(metadata: Mapping[str, Any]) -> list[int]:
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     ids |= {index for index, its in enumerate(kinds) if its == _CONTROL and tokens[index] in _ENDS}
     return sorted(ids)
+
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of drawing, as generation_config.json would; its fp32 numbers as they were meant."""
+    said = {name: metadata.get(f"general.sampling.{its}") for name, its in _SAMPLING.items()}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in said.items()}
 
 
 def _given_tokenizer(given: Path, file: Gguf) -> Tokenizer:

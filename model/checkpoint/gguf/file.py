@@ -1,14 +1,18 @@
-"""The tensors of a GGUF file, dequantised by the `gguf` package of the format's authors as they are asked for."""
+"""The tensors of a GGUF file, by their names in a Hugging Face folder."""
 
 import re
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 
+import numpy as np
 import torch
-from gguf.quants import dequantize
 from torch import Tensor
 
-from twostroke.model.checkpoint.gguf_format import ROPE_FACTORS, read_gguf
+from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
+from twostroke.model.checkpoint.gguf.format import ROPE_FACTORS, read_gguf
+from twostroke.model.checkpoint.quantization import QuantizedWeight
+from twostroke.model.checkpoint.tensor_file import StoredWeight
 from twostroke.protocol.errors import ConfigError
 
 NAMES = {
@@ -28,12 +32,11 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_FLOATS = ("F32", "F16")
-_QUANTIZED = ("BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_FLOATS = ("F32", "F16", "BF16")
 
 
 class GgufFile:
-    """The tensors of a file, by their names in a Hugging Face folder. Implements weights.TensorFile.
+    """The tensors of a file, by their names in a Hugging Face folder. Implements TensorFile.
 
     Raises ConfigError for a file that can't be read, and for a tensor in a format that is not known here.
     """
@@ -42,8 +45,8 @@ class GgufFile:
         self._tensors = {_name_of(name): tensor for name, tensor in read_gguf(path).tensors.items()}
         self._tensors.pop(ROPE_FACTORS, None)  # `folder_of` has read them
         for name, tensor in self._tensors.items():
-            if tensor.kind.name not in (*_FLOATS, *_QUANTIZED):
-                known = ", ".join((*_FLOATS, *_QUANTIZED))
+            if tensor.kind.name not in (*_FLOATS, *BLOCK_KINDS):
+                known = ", ".join((*_FLOATS, *BLOCK_KINDS))
                 raise ConfigError(f"{path}: tensor {name} is {tensor.kind.name}; only {known} are supported")
 
     def names(self) -> Collection[str]:
@@ -53,18 +56,30 @@ class GgufFile:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """Of what is quantised: what keeps nearly all that it has."""
+        """Of what is quantised: what activations are to be."""
         kind = self._tensors[name].kind.name
         return kind if kind in _FLOATS else "BF16"
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """fp32, of the rows that are asked for alone."""
+        """Of tensors that are not quantised, without a copy."""
         tensor = self._tensors[name]
-        one_row = len(tensor.shape) == 1
-        values = dequantize(tensor.data if one_row else tensor.data[rows], tensor.kind)
-        if not values.flags.writeable:  # a view of the file, which torch would take for memory of its own
-            values = values.copy()
-        return torch.from_numpy(values)[rows] if one_row else torch.from_numpy(values)[:, columns]
+        numbers = tensor.data.view({"F32": np.float32, "F16": np.float16}.get(tensor.kind.name, np.int16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nobody writes into what is mapped
+            found = torch.from_numpy(numbers.reshape(tensor.shape))
+        found = found.view(torch.bfloat16) if tensor.kind.name == "BF16" else found
+        return found[rows, columns] if found.dim() == 2 else found[rows]
+
+    def stored_weight(self, name: str) -> StoredWeight | None:
+        tensor = self._tensors[name]
+        kind = BLOCK_KINDS.get(tensor.kind.name)
+        if kind is None:
+            return None
+
+        def read(rows: slice) -> QuantizedWeight:
+            return read_blocks(tensor.data[rows], kind)
+
+        return StoredWeight(kind.form, (name,), read)
 
     def content(self, name: str) -> memoryview:
         return self._tensors[name].data.reshape(-1).data

@@ -1,0 +1,112 @@
+"""What the `quantization_config` of a config.json says of the checkpoint's projections. No torch here.
+
+How vLLM, llm-compressor, AutoAWQ, AutoGPTQ and GPTQModel write it. What a checkpoint says of activations is not looked
+at: ours are never quantised.
+"""
+
+from typing import Literal
+
+from twostroke.model.architectures.families.family import ConfigFields
+from twostroke.model.config import StoredQuantization, WeightForm
+
+_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+_INSTEAD = "take one of the model's checkpoints that is, or the unquantised one with model.quantization: int8 or int4"
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+def read_stored_quantization(top: ConfigFields) -> StoredQuantization | None:
+    """None where the checkpoint is not quantised. Raises ConfigError for what can't be held as it is."""
+    if not top.is_set("quantization_config"):
+        return None
+    fields = top.object("quantization_config")
+    match method := fields.text("quant_method", default=""):
+        case "fp8":
+            return _fp8(fields)
+        case "compressed-tensors":
+            return _compressed_tensors(fields)
+        case "awq":
+            return _awq(fields)
+        case "gptq":
+            return _gptq(fields)
+    raise fields.error("quant_method", f"{method!r} is not supported, only {', '.join(_METHODS)} are: {_INSTEAD}")
+
+
+def _fp8(fields: ConfigFields) -> StoredQuantization:
+    if (fmt := fields.text("fmt", default="e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise fields.error("fmt", f"{fmt!r} is not supported, only 'e4m3' is: {_INSTEAD}")
+    block = _block(fields, "weight_block_size")
+    return StoredQuantization("fp8", WeightForm("fp8", block[1] if block else None), ("lm_head", *_left(fields)), block)
+
+
+def _awq(fields: ConfigFields) -> StoredQuantization:
+    if (bits := fields.integer("bits", default=4)) != 4:
+        raise fields.error("bits", f"{bits} are not supported, only 4 are: {_INSTEAD}")
+    if (version := fields.text("version", default="gemm").lower()) != "gemm":
+        raise fields.error("version", f"{version!r} is not supported, only 'gemm' is: {_INSTEAD}")
+    form = WeightForm("int4", _group_size(fields, 128), has_offsets=fields.boolean("zero_point", default=True))
+    return StoredQuantization("awq", form, ("lm_head", *_left(fields)))
+
+
+def _gptq(fields: ConfigFields) -> StoredQuantization:
+    if (bits := fields.integer("bits", default=4)) not in (4, 8):
+        raise fields.error("bits", f"{bits} are not supported, only 4 and 8 are: {_INSTEAD}")
+    layout = fields.text("checkpoint_format", default="gptq")
+    if layout not in ("gptq", "gptq_v2") or fields.boolean("is_marlin_format", default=False):
+        raise fields.error("checkpoint_format", f"{layout!r} is not supported, only 'gptq' and 'gptq_v2': {_INSTEAD}")
+    if fields.has("dynamic"):
+        raise fields.error("dynamic", f"bits that differ by module are not supported: {_INSTEAD}")
+    kind: Literal["int4", "int8"] = "int4" if bits == 4 else "int8"
+    form = WeightForm(kind, _group_size(fields, 128), has_offsets=not fields.boolean("sym", default=True))
+    head = () if fields.boolean("lm_head", default=False) else ("lm_head",)
+    # The first version of the format stores zero points less one.
+    return StoredQuantization("gptq", form, (*head, *_left(fields)), zero_shift=1 if layout == "gptq" else 0)
+
+
+def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
+    if fields.object("sparsity_config").text("format", default="dense") != "dense":
+        raise fields.error("sparsity_config", f"sparse weights are not supported: {_INSTEAD}")
+    if fields.has("transform_config"):
+        raise fields.error("transform_config", f"transformed activations are not supported: {_INSTEAD}")
+    groups = fields.objects("config_groups")
+    if len(groups) != 1:
+        raise fields.error("config_groups", f"expected one group, found {len(groups)}: {_INSTEAD}")
+    (group,) = groups
+    layout = group.text("format", default=fields.text("format", default=""))
+    if layout not in _FORMATS:
+        raise fields.error("format", f"{layout!r} is not supported, only {', '.join(_FORMATS)} are: {_INSTEAD}")
+    weights = group.object("weights")
+    bits, kind = weights.integer("num_bits"), weights.text("type", default="int")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+        raise weights.error("num_bits", f"{kind} of {bits} bits is not supported, only int4, int8 and FP8: {_INSTEAD}")
+    strategy = weights.text("strategy", default="tensor")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise weights.error("strategy", f"{strategy!r} is not supported: {_INSTEAD}")
+    size = weights.integer("group_size") if strategy == "group" else None
+    block = _block(weights, "block_structure") if strategy == "block" else None
+    has_offsets = not weights.boolean("symmetric", default=True)
+    left = tuple(fields.texts("ignore"))
+    if kind == "float":
+        form = WeightForm("fp8", block[1] if block else size)
+        return StoredQuantization("fp8", form, left, block)
+    if layout == "pack-quantized":
+        return StoredQuantization("packed", WeightForm("int4" if bits == 4 else "int8", size, has_offsets), left)
+    if bits != 8 or block:
+        raise weights.error("num_bits", f"{bits} are not supported for {layout!r} by {strategy}: {_INSTEAD}")
+    return StoredQuantization("int8", WeightForm("int8", size, has_offsets), left)
+
+
+def _group_size(fields: ConfigFields, default: int) -> int | None:
+    """-1 is a row."""
+    return None if fields.is_minus_one("group_size") else fields.integer("group_size", default=default)
+
+
+def _block(fields: ConfigFields, name: str) -> tuple[int, int] | None:
+    if not fields.is_set(name):
+        return None
+    rows, columns = (int(size) for size in fields.numbers(name, 2))
+    return rows, columns
+
+
+def _left(fields: ConfigFields) -> tuple[str, ...]:
+    """What is not quantised."""
+    return (*fields.texts("modules_to_not_convert"), *fields.texts("ignored_layers"))

@@ -1,0 +1,135 @@
+"""A model's folder as an engine sees it, whichever way it is served: by a decoder of ours, or through transformers."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.backend import Backend
+from twostroke.model.batch import StepDecoder
+from twostroke.model.checkpoint.config_file import is_native, load_model_config, read_config_file
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms, weight_bytes, weights_as
+from twostroke.model.checkpoint.weights import Checkpoint, has_weights, num_parameters
+from twostroke.model.config import ModelShape, Quantization, WeightForm
+from twostroke.model.parallel.tensor_parallel import TensorParallel, check_size
+
+Way = Literal["native", "transformers"]
+
+
+class ServedModel(Protocol):
+    """What a folder holds. Its tensors are looked at only where they are asked for; all raise ConfigError."""
+
+    @property
+    def way(self) -> Way: ...
+
+    @property
+    def family(self) -> str:
+        """For people."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied ones once."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the checkpoint, whose tensors are checked."""
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token is computed with."""
+
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
+        """Of all ranks together, once the model is loaded in `dtype`."""
+
+    def weights_as(self, quantization: Quantization) -> str | None:
+        """How quantised weights are held, for people; None: as all others."""
+
+    def check_ranks(self, size: int) -> None:
+        """Raises ConfigError where `size` ranks can't share the model."""
+
+    def digest(self) -> str:
+        """16 hex digits of what KV depends on: config and weights, all of which it reads."""
+
+    def decoder(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_context: int,
+        backend: Backend,
+        quantization: Quantization,
+        parallel: TensorParallel,
+    ) -> StepDecoder:
+        """One rank's, over loaded weights."""
+
+
+def open_model(folder: Path, way: Way | None = None) -> ServedModel:
+    """Ours where there is one for the architecture and `way` is not the other. Raises ConfigError."""
+    if way == "native" or (way is None and is_native(read_config_file(folder))):
+        return NativeModel(folder)
+    from twostroke.model.checkpoint.transformers_model import TransformersModel  # importing transformers takes seconds
+
+    return TransformersModel(folder)
+
+
+class NativeModel:
+    """Implements ServedModel by model/architectures/decoder.py."""
+
+    way: Literal["native"] = "native"
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.shape = load_model_config(folder)
+        self.family = self.shape.spec.family
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.shape)
+
+    @property
+    def num_active_parameters(self) -> int:
+        return self.num_parameters
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._folder, self.shape)
+
+    @property
+    def _forms(self) -> Mapping[str, WeightForm]:
+        """Of a hub's model its configuration alone may be here."""
+        return self._checkpoint.forms if has_weights(self._folder) else stored_forms(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._checkpoint.dtype
+
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
+        return weight_bytes(self.shape, dtype, quantization, self._forms)
+
+    def weights_as(self, quantization: Quantization) -> str | None:
+        return weights_as(quantization, self._forms)
+
+    def check_ranks(self, size: int) -> None:
+        check_size(self.shape, size)
+
+    def digest(self) -> str:
+        return self._checkpoint.digest()
+
+    def decoder(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_context: int,
+        backend: Backend,
+        quantization: Quantization,
+        parallel: TensorParallel,
+    ) -> Decoder:
+        weights = load_decoder_weights(
+            self._checkpoint, self.shape, dtype, device, max_context, backend, quantization, parallel.shard
+        )
+        return Decoder(self.shape, weights, backend, parallel)
