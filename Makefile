@@ -87,7 +87,7 @@ simulation: $(STAMP)
 
 faults: $(STAMP)
 	@echo "--> Faults: processes killed, stopped, cut off and lied to while KV moves"
-	@$(PYTEST) --numprocesses 3 --dist loadgroup tests/faults
+	@$(PYTEST) tests/faults
 
 kernels: $(STAMP)
 	@echo "--> Kernels, by Triton's interpreter and ahead-of-time compiler"

@@ -1,6 +1,6 @@
 """The shape of a decoder and what its layers are made of, whatever family it is of. No torch here.
 
-model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures has one file a family.
+model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures/families has one file each.
 """
 
 from dataclasses import dataclass

@@ -68,6 +68,7 @@ class LoadedEngine:
     engine: ThreadEngine
     model_config: ModelShape
     max_context: int  # tokens of prompt and output together
+    weights: str | None  # what quantised ones are held in, for people
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
@@ -83,6 +84,7 @@ class LoadedEngine:
         check_cores(config)
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
+        self.weights = found.weights_as(config.quantization)
         weights = found.weight_bytes(self._dtype, config.quantization) // config.tensor_parallel
         block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.

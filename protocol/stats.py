@@ -76,7 +76,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_context: int  # tokens, prompt and output together
     max_step_tokens: int = 2048  # of one engine step
     max_batch: int = 256  # requests in one step
-    quantization: str = "none"  # of the weights; the dtype is the layout's
+    weights: str | None = None  # what quantised ones are held in; None: all are of the layout's dtype
 
     @property
     def full_contexts(self) -> float:

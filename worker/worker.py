@@ -54,7 +54,7 @@ class Equipment:
     receiver: ReceivingSide
     clock: Clock
     max_context: int  # tokens; the model's
-    quantization: str = "none"  # of the weights
+    weights: str | None = None  # what quantised ones are held in
 
 
 @dataclass(eq=False, slots=True)
@@ -205,7 +205,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             max_context=self._equipment.max_context,
             max_step_tokens=self._config.max_step_tokens,
             max_batch=self._config.max_batch,
-            quantization=self._equipment.quantization,
+            weights=self._equipment.weights,
         )
 
     def stats(self) -> WorkerStats:

@@ -3,12 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import held_as
+from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=("auto", "none", "int8", "int4"))
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 

@@ -29,6 +29,7 @@ from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_bina
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.server import Order, Report, own_url
+from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
 
 POLITE_S = 6.0  # for Serve and Ray to end by themselves
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument("--name", help="what clients call the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"), help="of the weights (default: none)")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the weights (default: auto)")
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")

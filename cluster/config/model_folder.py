@@ -7,8 +7,8 @@ from pathlib import Path
 
 from twostroke.cluster.config.sections import BUNDLED_MODEL, ModelSection
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.checkpoint.gguf_folder import cache_folder, folder_of
-from twostroke.model.checkpoint.gguf_format import SUFFIX
+from twostroke.model.checkpoint.gguf.folder import cache_folder, folder_of
+from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.protocol.errors import ConfigError
 
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.

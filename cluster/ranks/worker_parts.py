@@ -139,7 +139,7 @@ async def load_parts(
             receiver=receiver,
             clock=time.monotonic,
             max_context=rank.loaded.max_context,
-            quantization=settings.model.quantization,
+            weights=rank.loaded.weights,
         )
 
     if settings.tensor_parallel == 1:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from twostroke.model.architectures import FAMILIES
-from twostroke.model.architectures.family import ConfigFields, Family
+from twostroke.model.architectures.families import FAMILIES
+from twostroke.model.architectures.families.family import ConfigFields, Family
 from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError

@@ -6,7 +6,7 @@ at: ours are never quantised.
 
 from typing import Literal
 
-from twostroke.model.architectures.family import ConfigFields
+from twostroke.model.architectures.families.family import ConfigFields
 from twostroke.model.config import StoredQuantization, WeightForm
 
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq")

@@ -14,8 +14,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twostroke.model.checkpoint.gguf_format import FILE as GGUF_FILE
-from twostroke.model.checkpoint.gguf_format import SUFFIX
+from twostroke.model.checkpoint.gguf.format import FILE as GGUF_FILE
+from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_weight
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
@@ -274,6 +274,6 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 def open_file(path: Path) -> TensorFile:
     if path.name != GGUF_FILE:
         return _SafetensorsFile(path)
-    from twostroke.model.checkpoint.gguf_file import GgufFile  # imports `gguf`, which takes a while
+    from twostroke.model.checkpoint.gguf.file import GgufFile  # imports `gguf`, which takes a while
 
     return GgufFile(path)

@@ -169,7 +169,7 @@ class RouterService:
                     "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
                     "dtype": info.layout.dtype,
-                    "quantization": info.quantization,
+                    "weights": info.weights,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,

@@ -16,13 +16,7 @@ def nursery() -> Nursery:
     return Nursery()
 
 
-# With --dist loadgroup all tests of a transport go to one process, which has the transport's rig.
-TRANSPORTS = [
-    pytest.param(name, marks=pytest.mark.xdist_group(name), id=name) for name in ("tcp", "shm", "torch_distributed")
-]
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=TRANSPORTS)
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["tcp", "shm", "torch_distributed"])
 async def rig(request: pytest.FixtureRequest, nursery: Nursery) -> AsyncIterator[Rig]:
     """Two sources and two targets of one transport, used by all of its tests: what leaks in one shows in the next."""
     async with Rig.started(nursery, request.param) as started:

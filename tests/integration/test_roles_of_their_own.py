@@ -58,10 +58,8 @@ async def test_a_quantised_decode_worker_goes_on_from_kv_of_whole_weights(
     expected = drawn_over_one_cache(folder, quantization)
     assert expected != drawn_over_one_cache(folder, "none"), "else nothing is shown"
     async with serve(folder, Shape("tcp", decode_quantization=quantization)) as served:
-        assert {info.role: info.quantization for info in served.fleet.infos} == {
-            "prefill": "none",
-            "decode": quantization,
-        }
+        held = {info.role: info.weights for info in served.fleet.infos}
+        assert held == {"prefill": None, "decode": quantization}
         assert await answers(served) == expected
         assert await answers(served) == expected, "with a warm prefix cache"
         await served.idle()

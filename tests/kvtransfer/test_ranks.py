@@ -16,6 +16,7 @@ from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
+from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.protocol.messages import RankFailed, RankHello, RankLoaded, StepEnded
 from twostroke.protocol.network import Connection, TcpNetwork
 from twostroke.protocol.requests import Address, Peer, SampledToken
@@ -100,6 +101,19 @@ async def workers() -> AsyncIterator[Workers]:
             other.task.cancel()
             await asyncio.gather(other.task, return_exceptions=True)
             await asyncio.gather(*other.transfers._tasks)
+
+
+async def test_every_rank_hears_of_blocks_that_windows_have_come_to(workers: Workers) -> None:
+    workers.source_ids = (*workers.source_ids[:-1], NO_BLOCK)
+    outgoing, other = workers.open(), workers.others[0].transfers
+    await settle(lambda: bool(other._outgoing))
+    (part,) = other._outgoing.values()
+    assert part.block_ids[-1] == NO_BLOCK
+    table = block_table(TOKENS, 4, 1)
+    outgoing.windows_moved(table)
+    await settle(lambda: part.block_ids == tuple(table))
+    outgoing.abort("that was all")
+    await fails(outgoing.done(), match="that was all")
 
 
 async def test_every_rank_sends_its_heads_once_it_has_computed_them_itself(workers: Workers) -> None:

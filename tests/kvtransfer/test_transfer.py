@@ -69,6 +69,35 @@ async def test_every_block_arrives_in_its_place_with_the_first_token(transport: 
 
 
 @EACH
+async def test_of_layers_with_a_window_what_the_next_token_attends_to_comes_from_blocks_that_move_along(
+    transport: str,
+) -> None:
+    """Layers 0 and 2 have a window of 6: of 18 tokens the next one attends to those from 13 on, in rows 3 and 4."""
+    source, target = (BytesStore(windows=(6, 0, 6)) for _ in range(2))
+    async with make_pair(transport, source=source, target=target) as pair:
+        source.fill(5)
+        ticket = pair.ticket()
+        # A row is a block of layer 1, which keeps all, one of layer 0, and one of layer 2.
+        there = [0, -1, -1, 1, -1, -1, 2, -1, -1, 3, 13, 23, 4, 14, 24]
+        incoming = pair.receiver.expect(ticket, there, 18, 4)
+        here = [10, 20, 30, 11, 21, 31, 12, -1, -1, 13, -1, -1, 14, -1, -1]
+        out = pair.sender.open(ticket, 18, here, 0)
+        compute(out, 3, 8)
+        here = [10, -1, -1, 11, -1, -1, 12, 20, 30, 13, 21, 31, 14, 22, 1]
+        out.windows_moved(here)
+        compute(out, 3, 18)
+        out.commit(TOKEN)
+        assert await incoming.verified() == TOKEN
+        await out.done()
+        assert pair.receiver.stats.bytes == (4 + 2 + 2) * source.block_bytes
+        for mine, its in zip(here[3:], there[3:], strict=True):
+            if its >= 0:
+                assert source.block(0, mine) == target.block(0, its)
+        untouched = set(range(32)) - set(there[3:])
+        assert all(target.block(0, block) == bytes(96) for block in untouched)
+
+
+@EACH
 async def test_many_transfers_share_one_connection(transport: str) -> None:
     async with make_pair(transport) as pair:
         pair.source.fill(2)

@@ -49,12 +49,13 @@ class BytesStore:
         block_size: int = BLOCK_SIZE,
         tp_size: int = 1,
         rank: int = 0,
+        windows: tuple[int, ...] = (),
     ):
-        self.layout = KVLayout(model, dtype, num_layers, num_kv_heads, head_dim, block_size, tp_size)
+        self.layout = KVLayout(model, dtype, num_layers, num_kv_heads, head_dim, block_size, tp_size, windows=windows)
         self.rank = rank
         self.num_blocks = num_blocks
         self.block_bytes = self.layout.block_bytes
-        self.layers = [bytearray(num_blocks * self.block_bytes) for _ in range(num_layers)]
+        self.layers = [bytearray(num_blocks * self.block_bytes) for _ in range(self.layout.num_tensors)]
 
     def layer_bytes(self, layer: int) -> memoryview:
         return memoryview(self.layers[layer])

@@ -29,7 +29,6 @@ from twostroke.model.cpu.kernels.floats import (
     BFloat,
     call,
     exponential,
-    hyperbolic_tangent,
     in_all_lanes,
     interleave,
     store,
@@ -99,6 +98,43 @@ def _sums(builder: Any, start: float) -> list[Any]:
     return places
 
 
+def _constant(value: float) -> Any:
+    return ir.Constant(FLOATS, [value] * LANES)
+
+
+def _fused(builder: Any, left: Any, right: Any, more: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", FLOATS, left, right, more)
+
+
+def _power_of_2(builder: Any, power: Any) -> Any:
+    """2^power, of powers below -126 2^-126. Not by `maxnum`: a NaN must stay one, so that its row is told to be
+    broken."""
+    power = builder.select(builder.fcmp_ordered("<", power, _constant(-126.0)), _constant(-126.0), power)
+    whole = call(builder, "llvm.roundeven.v16f32", FLOATS, power)
+    part = builder.fsub(power, whole)
+    value = _constant(_POWERS_OF_2[0])
+    for coefficient in _POWERS_OF_2[1:]:
+        value = _fused(builder, value, part, _constant(coefficient))
+    masked = value, ir.Constant(ir.IntType(16), -1), INT(4)  # all lanes, rounded as usual
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, value, whole, *masked)
+
+
+@written_in_llvm(types.int64, types.int64, types.int64, types.float32, types.float32)
+def _cap(builder, scores, width, scale, cap):
+    """scores[width] become cap tanh(scores scale / cap), as cap - 2 cap / (e^(2 x) + 1): to 2e-7 of the cap."""
+    twice = builder.fmul(builder.fdiv(scale, cap), ir.Constant(ir.FloatType(), 2 * _LOG2_E))
+    factor, most = in_all_lanes(builder, twice), in_all_lanes(builder, cap)
+    double = builder.fmul(most, _constant(-2.0))
+
+    def step(number: int, offset: Any) -> None:
+        place = at(builder, scores, offset, FLOATS)
+        value = _power_of_2(builder, builder.fmul(builder.load(place, align=4), factor))
+        share = builder.fdiv(double, builder.fadd(value, _constant(1.0)))
+        builder.store(builder.fadd(most, share), place, align=4)
+
+    _for_vectors(builder, width, step)
+
+
 @written_in_llvm(types.float32, types.int64, types.int64)
 def _highest(builder, scores, width):
     """The largest of scores[width], an address and a multiple of KEY_PADDING; none is NaN."""
@@ -124,26 +160,11 @@ def _weigh(builder, scores, width, scale, highest, probabilities):
     totals = _sums(builder, 0.0)
     halves = ir.VectorType(BFloat(), LANES)
 
-    def constant(value: float) -> Any:
-        return ir.Constant(FLOATS, [value] * LANES)
-
-    def fused(left: Any, right: Any, more: Any) -> Any:
-        return call(builder, "llvm.fma.v16f32", FLOATS, left, right, more)
-
     factor, most = (in_all_lanes(builder, value) for value in (scale, builder.fneg(highest)))
 
     def step(number: int, offset: Any) -> None:
-        below = fused(builder.load(at(builder, scores, offset, FLOATS), align=4), factor, most)
-        power = builder.fmul(below, constant(_LOG2_E))
-        # Not `maxnum`: a NaN must stay one, so that the row is told to be broken.
-        power = builder.select(builder.fcmp_ordered("<", power, constant(-126.0)), constant(-126.0), power)
-        whole = call(builder, "llvm.roundeven.v16f32", FLOATS, power)
-        part = builder.fsub(power, whole)
-        value = constant(_POWERS_OF_2[0])
-        for coefficient in _POWERS_OF_2[1:]:
-            value = fused(value, part, constant(coefficient))
-        masked = value, ir.Constant(ir.IntType(16), -1), INT(4)  # all lanes, rounded as usual
-        value = call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, value, whole, *masked)
+        below = _fused(builder, builder.load(at(builder, scores, offset, FLOATS), align=4), factor, most)
+        value = _power_of_2(builder, builder.fmul(below, _constant(_LOG2_E)))
         builder.store(builder.fadd(builder.load(totals[number]), value), totals[number])
         place = builder.add(probabilities, builder.udiv(offset, WIDE(2)))
         builder.store(builder.fptrunc(value, halves), at(builder, place, WIDE(0), halves), align=2)
@@ -161,9 +182,7 @@ def soften(scores, first, visible, width, scale, cap, best, weight_sum, mixed, d
     """
     values = carray(as_floats(scores), (width,))
     if cap > 0:
-        inner = scale / cap
-        for i in range(first, visible):
-            values[i] = cap * hyperbolic_tangent(values[i] * inner)
+        _cap(scores, width, scale, cap)
         scale = np.float32(1)
     for i in range(first):
         values[i] = np.float32(-np.inf)

@@ -9,9 +9,8 @@ A panel of 64 output columns is a row of steps of 256 bytes, 64 bytes for each 1
 vector covers 8 input columns: 16-bit word 2 l + e holds, lowest bits first, columns e, 2 + e, 4 + e and 6 + e of output
 l, each with 8 added. Of eight bits it covers 4: column 2 j + e of output l in byte 16 (l // 4) + 8 j + 2 (l % 4) + e, a
 sign and seven bits, which are the magnitude of an integer, or the exponent and mantissa of an FP8 number. Looking codes
-up in a table (`vpermw`; `vpermi2b` for the low and for the high bytes, which are then interleaved) makes
-bf16 of them, exactly, in the pairs along the input that `vdpbf16ps` multiplies: all that integers and FP8 differ in is
-the table.
+up in a table (`vpermw`; `vpermi2b` for the low and for the high bytes, which are then interleaved) makes bf16 of them,
+exactly, in the pairs along the input that `vdpbf16ps` multiplies: integers and FP8 differ in nothing but the table.
 
 Reference: `QuantizedWeight.dequantized`.
 """
@@ -20,7 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -79,7 +78,8 @@ CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpac
 _PREFETCH_BYTES = 4096  # from what is multiplied to what is asked for
 
 LEAST_GROUP = 16  # input columns
-Kind = Literal["int8", "int4", "fp8"]
+Kind = Literal["int8", "int8 + 1/2", "int4", "fp8"]
+"""What codes stand for. A sign and seven bits don't count down to -128, but one half more than an integer they do."""
 
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -94,23 +94,24 @@ def is_supported() -> bool:
 
 @functools.cache
 def values_of_codes(kind: Kind) -> Tensor:
-    """What each code stands for, fp32 [256], of four bits [16]. Minus zero of integers is -128."""
+    """What each code stands for, fp32 [256], of four bits [16]."""
     if kind == "int4":
         return torch.arange(16.0) - 8
     codes = torch.arange(256, dtype=torch.uint8)
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
-    return torch.cat((torch.arange(128.0), torch.tensor([-128.0]), -torch.arange(1.0, 128)))
+    magnitudes = torch.arange(128.0) + (0.5 if kind == "int8 + 1/2" else 0.0)
+    return torch.cat((magnitudes, -magnitudes))
 
 
 @functools.cache
 def _table(kind: Kind) -> Tensor:
-    """The registers to look up in, bytes [vectors, 64]. Of eight bits: low bytes, high bytes, and that of -0."""
+    """The registers to look up in, bytes [vectors, 64]: of eight bits low bytes, then high bytes."""
     bits = values_of_codes(kind).bfloat16().view(torch.int16)
     if kind == "int4":  # bit 4 of an index is the neighbour's: the table says the same for both
         return bits.repeat(2).view(torch.uint8).view(1, 64)
     low, high = bits.view(torch.uint8).view(256, 2).unbind(1)
-    return torch.cat((low[:128], high[:128], high[128].repeat(64))).view(5, 64)
+    return torch.cat((low[:128], high[:128])).view(4, 64)
 
 
 def _constant(kind: Any, values: Sequence[float]) -> Any:
@@ -142,8 +143,7 @@ def _unpack_8_bits(builder: Any, packed: Any, table: list[Any]) -> list[Any]:
         return call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _BYTES, first, numbers, second)
 
     sign = _constant(_BYTES, [0x80] * 64)
-    low, high = found(*table[:2]), builder.or_(found(*table[2:4]), builder.and_(numbers, sign))
-    high = builder.select(builder.icmp_unsigned("==", numbers, sign), table[4], high)
+    low, high = found(*table[:2]), builder.or_(found(*table[2:]), builder.and_(numbers, sign))
     orders = [
         [16 * lane + 8 * j + i // 2 + 64 * (i % 2) for lane in range(4) for i in range(16)] for j in range(2)
     ]  # as vpunpcklbw and vpunpckhbw
@@ -228,8 +228,8 @@ def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: i
 
 
 _direct_4_bits = _make_tile(DIRECT_ROWS, _unpack_4_bits, 1, 8, VECTORS, True)
-_direct_8_bits = _make_tile(DIRECT_ROWS, _unpack_8_bits, 5, 4, VECTORS, False)
-_direct_8_bits_scaled = _make_tile(DIRECT_ROWS, _unpack_8_bits, 5, 4, VECTORS, True)
+_direct_8_bits = _make_tile(DIRECT_ROWS, _unpack_8_bits, 4, 4, VECTORS, False)
+_direct_8_bits_scaled = _make_tile(DIRECT_ROWS, _unpack_8_bits, 4, 4, VECTORS, True)
 _pairs_4_bits = _make_tile(TILE_ROWS, _unpacked, 0, 2, 1, True)
 _pairs_8_bits = _make_tile(TILE_ROWS, _unpacked, 0, 2, 2, False)
 _pairs_8_bits_scaled = _make_tile(TILE_ROWS, _unpacked, 0, 2, 2, True)
@@ -251,7 +251,7 @@ def _make_unpacking(unpack: Any, vectors: int, columns: int) -> Any:
 
 
 _unpack_steps_4_bits = _make_unpacking(_unpack_4_bits, 1, 8)
-_unpack_steps_8_bits = _make_unpacking(_unpack_8_bits, 5, 4)
+_unpack_steps_8_bits = _make_unpacking(_unpack_8_bits, 4, 4)
 
 
 @compiled
@@ -581,7 +581,13 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
         return _packed("fp8", weight.values.view(torch.uint8), weight)
     if weight.bits == 4:
         return _packed("int4", (weight.values + 8).view(torch.uint8), weight)
-    return _packed("int8", weight.values.abs().view(torch.uint8) | (weight.values < 0).byte() << 7, weight)
+    signs = (weight.values < 0).byte() << 7
+    if not weight.values.numel() or int(weight.values.min()) > -128:
+        return _packed("int8", weight.values.abs().view(torch.uint8) | signs, weight)
+    less = weight.scales / -2  # what the half is too much
+    offsets = less if weight.offsets is None else weight.offsets + less
+    magnitudes = torch.where(weight.values < 0, ~weight.values, weight.values)
+    return _packed("int8 + 1/2", magnitudes.view(torch.uint8) | signs, replace(weight, offsets=offsets))
 
 
 def quantize_and_pack(weight: Tensor, bits: Literal[8, 4]) -> PackedWeight:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
+from twostroke.model.checkpoint.weights import num_parameters
 from twostroke.model.config import RopeConfig
 from twostroke.protocol.errors import ConfigError
 
@@ -132,6 +133,34 @@ def test_layers_with_windows_turn_by_angles_of_their_own_whatever_the_window_is(
         assert config.windows == ()
         local, full = RopeConfig(theta=300.0), RopeConfig("linear", theta=7e4, factor=8.0)
         assert [config.rope_of(layer) for layer in range(4)] == [local, full, local, full]
+
+
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    **{"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "vocab_size": 262_144},
+    **{"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32_768},
+    **{"rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6},
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        **{"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters", "context", "with_windows"),
+    [(GEMMA3_1B, 999_885_952, 32_768, 22), (GEMMA3_4B, 3_880_263_168, 131_072, 29)],
+)
+def test_published_files_that_leave_much_out_are_read(
+    raw: dict[str, Any], parameters: int, context: int, with_windows: int
+) -> None:
+    config = parse_model_config(raw, "config.json")
+    assert num_parameters(config) == parameters
+    assert config.max_position == context
+    assert sum(window > 0 for window in config.windows) == len(config.local_layers) == with_windows
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

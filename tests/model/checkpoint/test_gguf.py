@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.model.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.gguf_blocks import BLOCK_KINDS, read_blocks
-from twostroke.model.checkpoint.gguf_file import NAMES
-from twostroke.model.checkpoint.gguf_folder import folder_of
+from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
+from twostroke.model.checkpoint.gguf.file import NAMES
+from twostroke.model.checkpoint.gguf.folder import folder_of
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.text.generation_config import SamplingDefaults, read_sampling_defaults

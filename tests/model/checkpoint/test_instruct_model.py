@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.model.conftest import Generate, make_decoder
 from tests.model.test_conformance import NEW_TOKENS, lengths_before_near_ties, make_runner, reference
 from twostroke.cluster.config.model_folder import instruct_model
-from twostroke.model.architectures.family import INTERLEAVED
-from twostroke.model.checkpoint.gguf_file import NAMES
-from twostroke.model.checkpoint.gguf_folder import folder_of
+from twostroke.model.architectures.families.family import INTERLEAVED
+from twostroke.model.checkpoint.gguf.file import NAMES
+from twostroke.model.checkpoint.gguf.folder import folder_of
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner

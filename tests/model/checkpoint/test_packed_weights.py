@@ -15,13 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from tests.model.conftest import make_decoder
+from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
 from tests.model.test_conformance import MIN_MARGIN, NEW_TOKENS, random_prompts, reference
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import stored_forms
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
+from twostroke.model.config import Quantization
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.captured_steps import CpuCapturedSteps
+from twostroke.model.cpu.linears import CpuQuantizedLinear
 from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.protocol.errors import ConfigError
 
 Packed = tuple[dict[str, Tensor], Tensor]
@@ -56,7 +64,6 @@ def fp8(scale_shape: str, name: str = "weight_scale") -> Pack:
 
 def by_library(layout: str, **arguments: Any) -> Pack:
     """As llm-compressor writes it."""
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -209,3 +216,88 @@ def test_a_quantised_checkpoint_generates_what_transformers_does_with_its_weight
         return
     with ranks(tmp_path, 2) as both:
         assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("name", ["FP8 by blocks", "GPTQ with desc_act"])
+def test_recorded_steps_of_bf16_draw_what_eager_ones_do(
+    name: str, tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    told, pack = FORMATS[name]
+    quantised(write_checkpoint(**SIZES), told, pack(), tmp_path)
+    prompts, drawn = random_prompts(96, 1, LENGTHS), []
+    for records in (False, True):
+        backend = CpuBackend()
+        decoder, cache = make_decoder(tmp_path, backend, num_blocks=64, block_size=8, dtype=torch.bfloat16)
+        assert isinstance(decoder._weights.layers[0].qkv, CpuQuantizedLinear)
+        captured = CpuCapturedSteps(decoder, backend.launcher, cache, 1024) if records else None
+        runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 1024, captured)
+        drawn.append(generate(runner, prompts, 24, chunk=37, block_size=8))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_setting_widens_or_quantises_anew(tmp_path: Path, write_checkpoint: Any) -> None:
+    folder = write_checkpoint(**SIZES)
+    told, pack = FORMATS["AWQ"]
+    quantised(folder, told, pack(), tmp_path)
+    checkpoints = [Checkpoint(each, load_model_config(each)) for each in (tmp_path, folder)]
+    x = torch.randn(3, 128)
+    settings: tuple[Quantization, ...] = ("none", "int8")
+    for quantization in settings:
+        of_packed, of_meant = (
+            load_decoder_weights(
+                checkpoint,
+                load_model_config(folder),
+                torch.float32,
+                torch.device("cpu"),
+                64,
+                CpuBackend(),
+                quantization,
+            )
+            for checkpoint in checkpoints
+        )
+        for layer, expected in zip(of_packed.layers, of_meant.layers, strict=True):
+            torch.testing.assert_close(layer.gate_up(x), expected.gate_up(x))
+            torch.testing.assert_close(layer.output(x), expected.output(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"scales": None}, r"q_proj\.scales is missing, which quantization_config asks for"),
+        ({"qweight": torch.zeros(4, 4, dtype=torch.int32)}, r"qweight has shape \[4, 4\], .* asks for \[128, 16\]"),
+        ({"scales": torch.zeros(2, 128, dtype=torch.int32)}, r"scales is I32, only F32, F16, BF16 are supported"),
+        ({"bias": torch.ones(128)}, r"q_proj\.bias is none of a Llama decoder"),
+    ],
+)
+def test_tensors_that_dont_fit_are_named(
+    change: dict[str, Tensor | None], named: str, tmp_path: Path, write_checkpoint: Any
+) -> None:
+    told, pack = FORMATS["AWQ"]
+    quantised(write_checkpoint(**SIZES), told, pack(), tmp_path)
+    tensors: dict[str, Tensor | None] = dict(load_file(tmp_path / SINGLE_FILE))
+    stem = "model.layers.0.self_attn.q_proj"
+    digest = Checkpoint(tmp_path, load_model_config(tmp_path)).digest()
+    extra = {f"{stem}.bias": torch.zeros(128), "model.layers.1.self_attn.k_proj.k_scale": torch.ones(1)}
+    save_file(tensors | extra, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path, load_model_config(tmp_path))  # what some writers add, and nobody needs
+    assert checkpoint.digest() == digest
+    changed = tensors | {f"{stem}.{ending}": part for ending, part in change.items()}
+    kept = {name: part for name, part in changed.items() if part is not None}
+    save_file(kept, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=named):
+        Checkpoint(tmp_path, load_model_config(tmp_path))
+
+
+def test_the_digest_covers_every_part_of_a_weight(tmp_path: Path, write_checkpoint: Any) -> None:
+    told, pack = FORMATS["GPTQ with desc_act"]
+    quantised(write_checkpoint(**SIZES), told, pack(), tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    digests = {Checkpoint(tmp_path, load_model_config(tmp_path)).digest()}
+    for ending in ("qweight", "qzeros", "scales"):
+        name = f"model.layers.1.mlp.down_proj.{ending}"
+        changed = tensors[name].clone()
+        changed[0, 0] += 1
+        save_file(tensors | {name: changed}, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+        digests.add(Checkpoint(tmp_path, load_model_config(tmp_path)).digest())
+    assert len(digests) == 4

@@ -1,5 +1,6 @@
 """What quantising a weight keeps of it."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -7,8 +8,15 @@ import torch
 
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.decoder_weights import weight_bytes
-from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.checkpoint.quantization import (
+    QuantizedWeight,
+    common_form,
+    one_below_the_other,
+    quantize,
+    two_byte_scales,
+)
 from twostroke.model.checkpoint.weights import expected_shapes
+from twostroke.model.config import WeightForm
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -56,3 +64,55 @@ def test_the_bytes_of_quantised_weights_are_those_that_their_parts_take(is_tied:
     int4 = sum(count * (columns // 2 + columns // 64 * 2 + 4) for columns, count in rows.items())
     assert weight_bytes(config, torch.bfloat16, "int8") == norms_and_biases + table + head + int8
     assert weight_bytes(config, torch.bfloat16, "int4") == norms_and_biases + table + head + int4
+
+
+def random_weight(bits: Literal[8, 4], group: int, offsets: bool, rows: int = 5) -> QuantizedWeight:
+    """Of 96 columns."""
+    generator = torch.Generator().manual_seed(group + bits)
+    values = torch.randint(-8, 8, (rows, 96), generator=generator, dtype=torch.int8)
+    scales, added = torch.randn(2, rows, 96 // group, generator=generator)
+    return QuantizedWeight(values, scales, group, bits, added if offsets else None)
+
+
+@pytest.mark.parametrize("group", [16, 32, 96])
+def test_columns_that_cut_groups_make_them_smaller(group: int) -> None:
+    weight = random_weight(8, group, offsets=True)
+    whole = weight.dequantized(torch.float32)
+    for first, end in ((0, 48), (48, 96), (24, 72), (0, 96), (64, 96)):
+        part = weight.columns(slice(first, end))
+        assert torch.equal(part.dequantized(torch.float32), whole[:, first:end])
+        assert part.num_groups <= 12
+    assert torch.equal(weight.with_groups_within(64).dequantized(torch.float32), whole)
+    with pytest.raises(ValueError, match="an order of their own"):
+        replace(weight, order=torch.randperm(96)).columns(slice(0, 48))
+
+
+def test_weights_of_different_forms_are_put_one_below_the_other_without_a_loss() -> None:
+    """As Q4_K and Q6_K are in one layer of a file."""
+    parts = [random_weight(4, 32, True), random_weight(8, 48, False, rows=3), random_weight(4, 96, False, rows=1)]
+    together = one_below_the_other(parts)
+    assert together is not None
+    assert torch.equal(
+        together.dequantized(torch.float32), torch.cat([part.dequantized(torch.float32) for part in parts])
+    )
+    assert (together.bits, together.group_size) == (8, 16)
+    forms = [WeightForm("int4", 32, True), WeightForm("int8", 48), WeightForm("int4", None)]
+    assert common_form(forms) == WeightForm("int8", 16, True)
+    order = torch.randperm(96)
+    ordered = [replace(part, order=order) for part in parts]
+    found = one_below_the_other(ordered)
+    assert found is not None
+    assert torch.equal(found.dequantized(torch.float32)[:5], ordered[0].dequantized(torch.float32))
+    assert one_below_the_other([*ordered, parts[0]]) is None
+    assert one_below_the_other([parts[0], replace(parts[0], values=parts[0].values.to(torch.float8_e4m3fn))]) is None
+    assert common_form([*forms, None]) is common_form([*forms, WeightForm("fp8", None)]) is None
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e8])
+def test_two_bytes_hold_any_scales_of_fp16_and_bf16(size: float) -> None:
+    scales = (torch.randn(6, 4, generator=torch.Generator().manual_seed(0)) * size).bfloat16().float()
+    scales[3] = 0
+    factors, halves, offsets = two_byte_scales(QuantizedWeight(torch.zeros(6, 8), scales, 2, 4, 64 * scales))
+    assert offsets is not None
+    assert torch.equal(halves.float() * factors[:, None], scales)
+    assert torch.equal(offsets.float() * factors[:, None], 64 * scales)

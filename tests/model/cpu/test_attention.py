@@ -124,7 +124,7 @@ def test_short_chunks_whose_heads_share_tiles_equal_the_reference_and_write_noth
 
 
 WINDOWS = [1, 2, 15, 16, 17, 64, 100, 513, 5000]
-FORMED_SHAPES = [(4, 2, 64), (6, 1, 40), (15, 3, 96), (7, 1, 128)]
+FORMED_SHAPES = [(4, 2, 64), (6, 1, 40), (15, 3, 96), (4, 1, 256)]
 FORMS = [(0.0, False), (50.0, False), (0.0, True), (5.0, True)]
 
 

@@ -252,6 +252,8 @@ def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, 
     weight = random_quantized(form, outputs, inputs)
     generator = torch.Generator().manual_seed(outputs)
     ordered = replace(weight, order=torch.randperm(inputs, generator=generator))
+    # Offsets keep 11 bits: those of 8-bit weights, less half a step where there is a -128, are rounded to that.
+    relative = 1e-4 if weight.offsets is not None and weight.bits == 8 else 2e-6
     for each in (weight, ordered):
         linear = make_linear(each, None, "auto", torch.bfloat16, PoisonedLauncher())
         assert isinstance(linear, CpuQuantizedLinear)
@@ -260,12 +262,12 @@ def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, 
             x = torch.randn(tokens, inputs, generator=generator).bfloat16()
             expected = x.double() @ meant.T
             size = float((x.double().abs() @ meant.abs().T).max())
-            torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-5, atol=2e-6 * size)
+            torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-5, atol=relative * size)
             assert torch.equal(linear(x[:1], torch.float32), linear(x, torch.float32)[:1])
     table = make_linear(weight, None, "auto", torch.bfloat16, Launcher())
     found = table.embed(torch.tensor([99, 100 + outputs - 1, 100, 100 + outputs]), 100, torch.bfloat16)
     expected = weight.dequantized(torch.float32).bfloat16()
-    torch.testing.assert_close(found[1:3], expected[[outputs - 1, 0]], rtol=8e-3, atol=1e-6)
+    torch.testing.assert_close(found[1:3], expected[[outputs - 1, 0]], rtol=8e-3, atol=10 * relative)
     assert not found[[0, 3]].any()
 
 

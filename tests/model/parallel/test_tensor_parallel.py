@@ -37,7 +37,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 128, 16
+BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 512, 16
 LENGTHS = (1, 7, 8, 9, 40, 90)
 
 SHAPES: dict[str, dict[str, Any]] = {

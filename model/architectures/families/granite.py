@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from twostroke.model.architectures.family import ConfigFields, Defaults, Family, decoder_spec, read_decoder
+from twostroke.model.architectures.families.family import ConfigFields, Defaults, Family, decoder_spec, read_decoder
 from twostroke.model.config import ModelConfig
 
 

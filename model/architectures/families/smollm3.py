@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from twostroke.model.architectures.family import (
+from twostroke.model.architectures.families.family import (
     ConfigFields,
     Defaults,
     Family,

@@ -1,6 +1,13 @@
 """Qwen 2, 2.5 and 3: Llama's layers with biases of queries, keys and values, or with norms of their heads instead."""
 
-from twostroke.model.architectures.family import ConfigFields, Defaults, Family, Windows, decoder_spec, read_decoder
+from twostroke.model.architectures.families.family import (
+    ConfigFields,
+    Defaults,
+    Family,
+    Windows,
+    decoder_spec,
+    read_decoder,
+)
 from twostroke.model.config import ModelConfig
 
 

@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama's layers with fused projections, LongRoPE, and heads turned in part."""
 
-from twostroke.model.architectures.family import (
+from twostroke.model.architectures.families.family import (
     ConfigFields,
     Defaults,
     Family,

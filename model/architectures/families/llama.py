@@ -1,6 +1,6 @@
 """Llama 2 to 3.3, and all that took its architecture's name: SmolLM2, TinyLlama, Yi (Touvron et al. 2023)."""
 
-from twostroke.model.architectures.family import ConfigFields, Family, decoder_spec, read_decoder
+from twostroke.model.architectures.families.family import ConfigFields, Family, decoder_spec, read_decoder
 from twostroke.model.config import ModelConfig
 
 

@@ -3,7 +3,7 @@ norm of its own, too."""
 
 from dataclasses import replace
 
-from twostroke.model.architectures.family import (
+from twostroke.model.architectures.families.family import (
     ConfigFields,
     Defaults,
     Family,

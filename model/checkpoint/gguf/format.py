@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 SUFFIX = ".gguf"
-FILE = f"twostroke-unpacked{SUFFIX}"  # in a folder that gguf_folder.py made, and in no other
+FILE = f"twostroke-unpacked{SUFFIX}"  # in a folder that folder.py made, and in no other
 ROPE_FACTORS = "rope_freqs.weight"  # a tensor that says how angles are scaled
 
 _VERSIONS = (2, 3)

@@ -3,7 +3,14 @@
 
 from dataclasses import replace
 
-from twostroke.model.architectures.family import ConfigFields, Defaults, Family, Windows, decoder_spec, read_decoder
+from twostroke.model.architectures.families.family import (
+    ConfigFields,
+    Defaults,
+    Family,
+    Windows,
+    decoder_spec,
+    read_decoder,
+)
 from twostroke.model.config import ModelConfig
 
 

@@ -1,6 +1,13 @@
 """Mistral: Llama's layers, with a window in its first version (Jiang et al. 2023). Ministral: in some layers alone."""
 
-from twostroke.model.architectures.family import ConfigFields, Defaults, Family, Windows, decoder_spec, read_decoder
+from twostroke.model.architectures.families.family import (
+    ConfigFields,
+    Defaults,
+    Family,
+    Windows,
+    decoder_spec,
+    read_decoder,
+)
 from twostroke.model.config import ModelConfig
 
 

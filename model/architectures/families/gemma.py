@@ -7,7 +7,14 @@ windows. Of checkpoints that see images, too, the text's part is served.
 import math
 from dataclasses import replace
 
-from twostroke.model.architectures.family import ConfigFields, Defaults, Family, Windows, decoder_spec, read_decoder
+from twostroke.model.architectures.families.family import (
+    ConfigFields,
+    Defaults,
+    Family,
+    Windows,
+    decoder_spec,
+    read_decoder,
+)
 from twostroke.model.config import ModelConfig
 
 _TEXT_OF_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}  # transformers' defaults

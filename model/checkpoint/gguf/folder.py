@@ -1,5 +1,5 @@
 """A GGUF file as a Hugging Face folder: what it says of model and tokenizer, written as the files that a folder has,
-beside a link to the file itself. Nothing but this and gguf_file.py knows of the format. No torch here.
+beside a link to the file itself. Nothing but this and file.py knows of the format. No torch here.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from twostroke.model.architectures.family import INTERLEAVED
-from twostroke.model.checkpoint.gguf_format import FILE, ROPE_FACTORS, Gguf, GgufTensor, read_gguf
+from twostroke.model.architectures.families.family import INTERLEAVED
+from twostroke.model.checkpoint.gguf.format import FILE, ROPE_FACTORS, Gguf, GgufTensor, read_gguf
 from twostroke.protocol.errors import ConfigError
 
 _WRITTEN_AS = 3  # changes with what `folder_of` writes

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.checkpoint.gguf_blocks import BLOCK_KINDS, read_blocks
-from twostroke.model.checkpoint.gguf_format import ROPE_FACTORS, read_gguf
+from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
+from twostroke.model.checkpoint.gguf.format import ROPE_FACTORS, read_gguf
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import StoredWeight
 from twostroke.protocol.errors import ConfigError

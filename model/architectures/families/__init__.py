@@ -1,0 +1,25 @@
+"""The families of models that can be served: one small file each, listed in FAMILIES.
+
+A family's file says how its `config.json` is read (family.py has what all have in common), what its checkpoints call
+their tensors, and what its layers are made of, as data. ../decoder.py computes any of them.
+"""
+
+from collections.abc import Mapping
+
+from twostroke.model.architectures.families.family import Family
+from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3, GEMMA3_OF_IMAGES
+from twostroke.model.architectures.families.glm import GLM, GLM4
+from twostroke.model.architectures.families.granite import GRANITE
+from twostroke.model.architectures.families.llama import LLAMA
+from twostroke.model.architectures.families.mistral import MINISTRAL, MISTRAL
+from twostroke.model.architectures.families.olmo import OLMO2, OLMO3
+from twostroke.model.architectures.families.phi3 import PHI3
+from twostroke.model.architectures.families.qwen import QWEN2, QWEN3
+from twostroke.model.architectures.families.smollm3 import SMOLLM3
+
+_ALL = (
+    *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA3_OF_IMAGES),
+    *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
+)
+FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}
+"""By what config.json's `architectures` names."""
