@@ -39,6 +39,9 @@ class StoredQuantization:
 Activation = Literal["silu", "gelu_tanh"]
 """Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
 
+PrefillKernel = Literal["auto", "tma", "plain"]
+"""That attends from prompts on Hopper and later GPUs: `auto` is TMA's where it agreed with the plain one at start."""
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
-from twostroke.model.config import ModelShape, Quantization
+from twostroke.model.config import ModelShape, PrefillKernel, Quantization
 from twostroke.model.served import Way
 from twostroke.protocol.errors import ConfigError
 
@@ -37,6 +37,7 @@ class EngineConfig:
     host_ranks: int = 1  # of all workers
     swap_bytes: int = 0  # of host memory, for KV of requests that give way
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
+    prefill_kernel: PrefillKernel = "auto"
     bounds: StepBounds = DEFAULT_BOUNDS
     captures_decodes: bool = True  # False where every step announces its layers, which none does that is replayed
     threads: int | None = None  # cores that a step may use; None: all

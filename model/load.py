@@ -123,7 +123,7 @@ class LoadedEngine:
             self.parallel = SingleRank()
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
-        backend = _backend(device)
+        backend = _backend(device, config)
         decoder = found.decoder(self._dtype, device, self.max_context, backend, config.quantization, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
         make_cache = partial(
@@ -151,7 +151,7 @@ class LoadedEngine:
         return runner
 
 
-def _backend(device: torch.device) -> Backend:
+def _backend(device: torch.device, config: EngineConfig) -> Backend:
     # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
         from twostroke.model.cpu.backend import CpuBackend
@@ -159,7 +159,7 @@ def _backend(device: torch.device) -> Backend:
         return CpuBackend()
     from twostroke.model.cuda.backend import CudaBackend
 
-    return CudaBackend()
+    return CudaBackend(prefill_kernel=config.prefill_kernel)
 
 
 def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:

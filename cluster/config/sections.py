@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.model.config import Quantization
+from twostroke.model.config import PrefillKernel, Quantization
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.token_channels import TokenChannelConfig
@@ -95,6 +95,7 @@ class WorkerResources(Section):
     """Of the cache, instead of kv_cache_gib."""
     gpu_memory_utilization: Annotated[float, Ge(0.05), Le(1)] = 0.9
     """What weights, steps and cache may take of the worker's GPU, or of its part of one."""
+    prefill_kernel: PrefillKernel = "auto"
 
     @model_validator(mode="after")
     def _check_resources(self) -> "WorkerResources":

@@ -81,6 +81,7 @@ class WorkerSettings:
             host_ranks=self.num_ranks,
             swap_bytes=self.swap_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
+            prefill_kernel=self.resources.prefill_kernel,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),
             captures_decodes=not self.announces_layers,
             threads=self.threads,

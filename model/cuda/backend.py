@@ -5,6 +5,7 @@ Nothing here synchronises with the host, and launches depend on shapes and on th
 step can be captured in a CUDA graph, with a layout whose `max_context_len` is the longest to come.
 """
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.backend import AttentionForm, HeadNorms, Linear
-from twostroke.model.batch import BatchLayout
+from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
-from twostroke.model.config import Activation, Quantization
+from twostroke.model.config import Activation, PrefillKernel, Quantization
 from twostroke.model.cuda.kernels import elementwise
 from twostroke.model.cuda.kernels.attention import (
     PrefillConfig,
@@ -38,6 +39,9 @@ from twostroke.model.cuda.kernels.tma_prefill import (
     tma_prefill_attention,
     tma_prefill_config,
 )
+from twostroke.model.step import SequenceStep
+
+_log = logging.getLogger(__name__)
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)
@@ -121,6 +125,9 @@ class GroupedCudaLinear:
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
+# (queries, prefix) of the prompts by which kernels are held against each other: several tiles, whole and in part.
+_CHECKED = ((300, 0), (70, 133))
+_AGREEMENT = 0.02  # of values of about 1: several roundings of bf16
 # Among the lengths of chunks that small tiles are for.
 _SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
 
@@ -128,14 +135,18 @@ _SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
 class CudaBackend:
     """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called."""
 
-    def __init__(self, target: Target | None = None) -> None:
+    def __init__(self, target: Target | None = None, prefill_kernel: PrefillKernel = "auto") -> None:
         """`target`: the GPU to choose launches for; the current CUDA device if None.
 
         Raises ValueError if that device is too old, RuntimeError if there is none.
         """
         if target is None:
             target = Target.of_device(torch.device("cuda", torch.cuda.current_device()))
+        # Of the whole process: cuBLAS may else add up parts of a product in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._target = target
+        self._prefill_kernel = prefill_kernel
         self._compiled: set[tuple[object, ...]] = set()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
@@ -199,9 +210,10 @@ class CudaBackend:
         """The kernel and its tiles for the GPU, the cache's layout and the longest chunk."""
         heads, dim = q.shape[1:]
         groups, block_size = kv_layer.shape[2:4]
-        return tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len) or prefill_config(
-            self._target.architecture, dim, q.dtype, heads // groups, max_query_len
-        )
+        by_tma = None
+        if self._prefill_kernel != "plain":
+            by_tma = tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len)
+        return by_tma or prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len)
 
     def _attend_chunks(
         self,
@@ -221,7 +233,8 @@ class CudaBackend:
         """Compile every variant of the attention kernels for shapes and form, by launching each on an empty sequence.
 
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
-        seconds for a compiler.
+        seconds for a compiler. On the way the TMA kernel, whose warps Triton specialises by itself, is held against
+        the plain one: where they differ, the plain one is taken from here on.
         """
         key = (q.dtype, q.shape[1:], kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
         if key in self._compiled:
@@ -242,8 +255,35 @@ class CudaBackend:
         )
         for longest in (1, _MANY):
             self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
+        if self._prefill_kernel == "auto" and not self._tma_agrees(q, kv_layer, form):
+            _log.warning("prompts' attention by TMA is wrong on this GPU: the plain kernel is taken (prefill_kernel)")
+            self._prefill_kernel = "plain"
         for config in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
             self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), form, out, config)
+
+    def _tma_agrees(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
+        """Whether it computes what the plain kernel does, of prompts with and without a prefix. True if not in use."""
+        by_tma = self._prefill_config(q, kv_layer, _MANY)
+        if not isinstance(by_tma, TmaPrefillConfig):
+            return True
+        heads, dim = q.shape[1:]
+        groups, block_size = kv_layer.shape[2:4]
+        steps, used = [], 0
+        for query_len, prefix in _CHECKED:
+            width = -(-(prefix + query_len) // block_size)
+            steps.append(SequenceStep([0] * query_len, prefix, range(used + width, used, -1), None))
+            used += width
+        layout = make_layout(steps, block_size, q.device)
+        generator = torch.Generator(q.device).manual_seed(0)
+        queries, kv = (
+            torch.randn(shape, generator=generator, device=q.device).to(q.dtype)
+            for shape in ((len(layout.slots), heads, dim), (used + 1, *kv_layer.shape[1:]))
+        )
+        out, expected = _rows_like(queries), _rows_like(queries)
+        plain = prefill_config(self._target.architecture, dim, q.dtype, heads // groups, _MANY)
+        tma_prefill_attention(queries, kv, layout, form, out, self._target, by_tma)
+        prefill_attention(queries, kv, layout, form, expected, plain)
+        return torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
 
 
 def _rows_like(q: Tensor) -> Tensor:

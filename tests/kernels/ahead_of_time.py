@@ -83,7 +83,7 @@ def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.d
     layout = _layout(tokens=1003, block_size=block_size)
     q = torch.empty((1003, HEADS, head_dim), dtype=dtype, device="meta")
     kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=dtype, device="meta")
-    CudaBackend(target).attention(q, kv_layer, layout, form)
+    CudaBackend(target, prefill_kernel="tma").attention(q, kv_layer, layout, form)
 
 
 def elementwise(capability: int) -> None:

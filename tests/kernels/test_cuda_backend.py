@@ -39,8 +39,39 @@ def test_backend_attention_gives_each_kind_of_sequence_to_its_kernel(kind: str, 
 
 def test_long_chunks_over_large_blocks_beside_decodes_are_right() -> None:
     case = paged_case([(1, 33), (1, 130), (70, 70), (3, 90)], heads=4, groups=2, block_size=64, dtype=torch.float16)
-    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout, case.form)
+    actual = CudaBackend(H100, "tma").attention(case.q, case.kv_layer, case.layout, case.form)
     assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
+
+
+def test_projections_of_many_tokens_are_added_up_in_fp32() -> None:
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
+    CudaBackend(H100)
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_plain_one_does(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tma, launches = cuda_backend.tma_prefill_attention, 0
+
+    def maybe_wrong(*arguments: Any) -> None:
+        nonlocal launches
+        launches += 1
+        tma(*arguments)
+        if is_wrong:
+            arguments[4][-1, 0] += 0.1  # of the output one value
+
+    monkeypatch.setattr(cuda_backend, "tma_prefill_attention", maybe_wrong)
+    case = paged_case([(70, 70), (3, 90)], heads=2, groups=1, dim=16, block_size=64, dtype=torch.float16, window=60)
+    backend = CudaBackend(H100)
+    for _ in range(2):
+        actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+        assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_wrong
+    assert launches == (1 if is_wrong else 4)  # the check; an empty sequence, and two calls
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1), (8, 1)])
@@ -52,7 +83,7 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
     for name in ("prefill_attention", "tma_prefill_attention"):
         monkeypatch.setattr(cuda_backend, name, lambda *arguments: launched.add((arguments[3], arguments[-1])))
     case = paged_case([(1, 5)], heads=heads, groups=groups, block_size=block_size, dtype=torch.float16)
-    backend = CudaBackend(H100)
+    backend = CudaBackend(H100, "tma")
     forms = [AttentionForm(1.0), AttentionForm(1.0, 7), AttentionForm(1.0, 0, 2.0), AttentionForm(1.0, sinks=case.q)]
     for form in forms:
         backend.attention(case.q, case.kv_layer, case.layout, form)
