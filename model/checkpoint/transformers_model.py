@@ -183,9 +183,10 @@ class TransformersModel:
         return calls
 
     def _error(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"{self._source}: {type(self._config).__name__.removesuffix('Config')} can't be served: {what}"
-        )
+        family = type(self._config).__name__.removesuffix("Config")
+        is_made_for_it = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)].is_backend_compatible()
+        why = "" if is_made_for_it else "; its attention is not made to be replaced, as where it has biases (ALiBi)"
+        return ConfigError(f"{self._source}: {family} can't be served: {what}{why}")
 
     def _check_ends(self) -> tuple[str, str]:
         """The names of LM head and token embedding."""
@@ -307,7 +308,7 @@ class TransformersModel:
                     ours.append(logits)
                     start += len(tokens)
                 difference = (torch.cat(ours) - theirs).norm() / (theirs - theirs.mean()).norm()
-        except ConfigError:
+        except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise self._error(f"a dry run failed: {_said(error)}") from error
@@ -468,8 +469,6 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
         raise refused("architectures", f"{architectures} is not the decoder of {kind!r}, {model_class.__name__}")
     if getattr(model_class, "_is_stateful", False):
         raise refused("model_type", f"{kind!r} keeps a state beside KV (state-space or linear attention layers)")
-    if not model_class.is_backend_compatible():
-        raise refused("model_type", f"the attention of {kind!r} in transformers (ALiBi, mostly) takes no other's place")
     if getattr(config, "num_kv_shared_layers", 0):
         raise refused("num_kv_shared_layers", "layers that use another one's KV are not supported")
     if getattr(config, "attention_chunk_size", None):

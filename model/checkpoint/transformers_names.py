@@ -61,8 +61,8 @@ class NamedTensors:
         self._check(folder, paths)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor of the model, in the files. Raises KeyError for one that is made of several."""
-        source = self._renamed[name]
+        """Of a tensor of the model, in the files: of the first, where it is made of several."""
+        source = self._renamed[name] if name in self._renamed else self._converted[name].sources[0][0]
         return DTYPES[self._files[source].dtype(source)]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ _FACTORS: dict[str, Any] = {
 }
 
 OTHERS: dict[str, dict[str, Any]] = {
+    "biogpt": {**FOUR_HEADS, "num_key_value_heads": 4},
+    "stablelm": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "use_qkv_bias": True},
     "apertus": {"num_attention_heads": 6, "num_key_value_heads": 2, "rope_parameters": None},
     "arcee": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 96},
     "cohere": {**FOUR_HEADS, "logit_scale": 0.5},

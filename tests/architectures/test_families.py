@@ -34,11 +34,13 @@ SEEDS = {("llama", True): 1}
 """Where 0 has too many near-ties."""
 WITHOUT_PLAN = "transformers has no plan for"
 NOT_BY_RANKS = {
+    "biogpt": WITHOUT_PLAN,
     "gpt2": WITHOUT_PLAN,
     "gpt_oss": WITHOUT_PLAN,
     "hunyuan_v1_dense": WITHOUT_PLAN,
     "opt": WITHOUT_PLAN,
     "persimmon": WITHOUT_PLAN,
+    "stablelm": WITHOUT_PLAN,
 }
 
 
