@@ -87,7 +87,7 @@ def make_decoder(
     parallel: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("cpu"),  # noqa: B008
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel

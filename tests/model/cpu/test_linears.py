@@ -253,7 +253,7 @@ def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, 
     generator = torch.Generator().manual_seed(outputs)
     ordered = replace(weight, order=torch.randperm(inputs, generator=generator))
     # Offsets keep 11 bits: those of 8-bit weights, less half a step where there is a -128, are rounded to that.
-    relative = 1e-4 if weight.offsets is not None and weight.bits == 8 else 2e-6
+    relative = 5e-4 if weight.offsets is not None and weight.bits == 8 else 2e-6
     for each in (weight, ordered):
         linear = make_linear(each, None, "auto", torch.bfloat16, PoisonedLauncher())
         assert isinstance(linear, CpuQuantizedLinear)
