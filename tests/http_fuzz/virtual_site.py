@@ -58,7 +58,7 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
         self._loop = asyncio.get_running_loop()
         scenario = replace(
             make_scenario(0),
-            num_layers=1,
+            windows=(0,),
             prefill_block_size=16,
             decode_block_size=16,
             transports=("memory",),
