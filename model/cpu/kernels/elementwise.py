@@ -1,4 +1,4 @@
-"""Norms, sums, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
+"""Norms, sums, order, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
 
 Reference: model/reference.py.
 """
@@ -18,6 +18,7 @@ from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
     as_floats,
+    as_halves,
     as_integers,
     as_stored,
     compiled,
@@ -297,3 +298,43 @@ def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
 
 def _grain(row_elements: int) -> int:
     return max(1, GRAIN_ELEMENTS // row_elements)
+
+
+@Kernel
+def _sum_groups(words):
+    """words: x, sums fp32 [rows, groups], rows, columns, columns of a group, groups."""
+    rows, columns, group, groups = words[5], words[6], words[7], words[8]
+    x, sums = carray(as_halves(words[3]), (rows, columns)), carray(as_floats(words[4]), (rows, groups))
+    for row in taken(words, rows):
+        for index in range(groups):
+            total = np.float32(0)
+            for i in range(index * group, min(columns, (index + 1) * group)):
+                total += widen(x[row, i])
+            sums[row, index] = total
+
+
+def sum_groups(launcher: Launcher, x: Tensor, group_size: int) -> Tensor:
+    """x bf16 [T, in] -> fp32 [T, groups]: the sum of every `group_size` neighbours, of which the last may be fewer."""
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    sums = launcher.empty((rows, groups), torch.float32)
+    launcher.run(_sum_groups, rows, 1, x, sums, rows, columns, group_size, groups)
+    return sums
+
+
+@Kernel
+def _reorder(words):
+    """words: x, order, out, rows, columns."""
+    rows, columns = words[6], words[7]
+    x, out = carray(as_halves(words[3]), (rows, columns)), carray(as_halves(words[5]), (rows, columns))
+    order = carray(as_integers(words[4]), (columns,))
+    for row in taken(words, rows):
+        for i in range(columns):
+            out[row, i] = x[row, order[i]]
+
+
+def reorder(launcher: Launcher, x: Tensor, order: Tensor) -> Tensor:
+    """x[:, order] of x bf16 [T, in] and order int64 [in]."""
+    out = launcher.empty((x.shape[0], x.shape[1]), torch.bfloat16)
+    launcher.run(_reorder, len(x), 1, x, order, out, *x.shape)
+    return out

@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight, two_byte_scales
 from twostroke.model.cpu.kernels import floats
+from twostroke.model.cpu.kernels.elementwise import reorder, sum_groups
 from twostroke.model.cpu.kernels.floats import (
     FLOATS,
     INTS,
@@ -365,30 +366,6 @@ def _multiply_unpacked(words):
         _write(words, sums, first_row, rows, panel)
 
 
-@Kernel
-def _sum_groups(words):
-    """words: x, sums fp32 [rows, groups], rows, columns, columns of a group, groups."""
-    rows, columns, group, groups = words[5], words[6], words[7], words[8]
-    x, sums = carray(as_halves(words[3]), (rows, columns)), carray(as_floats(words[4]), (rows, groups))
-    for row in taken(words, rows):
-        for index in range(groups):
-            total = np.float32(0)
-            for i in range(index * group, min(columns, (index + 1) * group)):
-                total += widen(x[row, i])
-            sums[row, index] = total
-
-
-@Kernel
-def _reorder(words):
-    """words: x, order, out, rows, columns."""
-    rows, columns = words[6], words[7]
-    x, out = carray(as_halves(words[3]), (rows, columns)), carray(as_halves(words[5]), (rows, columns))
-    order = carray(as_integers(words[4]), (columns,))
-    for row in taken(words, rows):
-        for i in range(columns):
-            out[row, i] = x[row, order[i]]
-
-
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight in the kernels' form."""
@@ -416,13 +393,8 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, 
     """x bf16 [T, in], contiguous; bias by `bias_of_panels`. Returns `out_dtype` [T, out]."""
     (rows, inner), panels, groups = x.shape, len(weight.codes), weight.num_groups
     if weight.order is not None:
-        ordered = launcher.empty((rows, inner), torch.bfloat16)
-        launcher.run(_reorder, rows, 1, x, weight.order, ordered, rows, inner)
-        x = ordered
-    x_sums: Tensor | int = 0
-    if weight.offsets is not None:
-        x_sums = launcher.empty((rows, groups), torch.float32)
-        launcher.run(_sum_groups, rows, 1, x, x_sums, rows, inner, weight.group_size, groups)
+        x = reorder(launcher, x, weight.order)
+    x_sums = 0 if weight.offsets is None else sum_groups(launcher, x, weight.group_size)
     out = launcher.empty((rows, weight.out_features), out_dtype)
     direct = rows <= DIRECT_MOST_ROWS
     scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
