@@ -15,6 +15,7 @@ from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layou
 from tests.model.conftest import make_decoder
 from twostroke.model.backend import AttentionForm, Backend
 from twostroke.model.batch import Drawing
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.attention import DecodeConfig
@@ -133,17 +134,23 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(
 ) -> None:
     folder, lengths = write_checkpoint(**fields), LENGTHS[kind]
     layout, num_blocks = make_layout(lengths, block_size=16)
+    groups = load_model_config(folder).kv_groups
+    layouts = [  # each group's in blocks of its own
+        replace(layout, slots=layout.slots + 16 * first, block_tables=layout.block_tables + first)
+        for first in range(0, groups.count * num_blocks, num_blocks)
+    ]
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, 96, layout.slots.shape, generator=generator)
     drawing = Drawing(layout.query_starts[1:].long() - 1, torch.arange(len(lengths)))
     # What earlier steps left in the cache: everything but this step's slots, which start as NaN.
-    before = torch.randn((2, num_blocks, 2, 2, 16, 8), generator=generator)
-    before[:, layout.slots // 16, :, :, layout.slots % 16] = float("nan")
+    before = torch.randn((groups.num_tensors, groups.count * num_blocks, 2, 2, 16, 8), generator=generator)
+    for one in layouts:
+        before[:, one.slots // 16, :, :, one.slots % 16] = float("nan")
 
     def run(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
         decoder, _ = make_decoder(folder, backend, num_blocks=1, block_size=16, max_context=128)
         caches = before.clone()
-        logits = decoder.forward(token_ids, layout, list(caches), drawing)
+        logits = decoder.forward(token_ids, layouts, list(caches), drawing)
         assert logits is not None
         return logits, caches
 
