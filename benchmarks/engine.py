@@ -277,6 +277,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, way: Way) -> LoadedEngine:
     most_tokens = max(args.prompt_tokens, max(BATCHES) * (args.context + args.steps + BLOCK_SIZE))
+    groups = load_model_config(folder).kv_groups
     return load_engine(
         EngineConfig(
             folder,
@@ -285,7 +286,7 @@ def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, wa
             quantization=quantization,
             threads=args.threads,
             block_size=BLOCK_SIZE,
-            num_blocks=-(-most_tokens // BLOCK_SIZE) + 1,
+            num_blocks=(-(-most_tokens // BLOCK_SIZE) + 1) * groups.count,
         )
     )
 
@@ -293,7 +294,7 @@ def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, wa
 async def _measure_all(loaded: LoadedEngine, args: argparse.Namespace) -> dict[str, Result]:
     config = loaded.model_config
     prompt = [1 + i % 31000 for i in range(args.prompt_tokens)]
-    table = range(-(-args.prompt_tokens // BLOCK_SIZE))
+    table = range(-(-args.prompt_tokens // BLOCK_SIZE) * config.kv_groups.count)
     prefill = [SequenceStep(prompt, 0, table, Draw(GREEDY, prompt, len(prompt)))]
     machine = prefill_machine(config, args.prompt_tokens)
     work = prefill_work(config, args.prompt_tokens, args.quantization)
@@ -302,14 +303,14 @@ async def _measure_all(loaded: LoadedEngine, args: argparse.Namespace) -> dict[s
     for batch in BATCHES:
         work = decode_work(config, batch, args.context + args.steps / 2, args.quantization)
         results[f"decode_b{batch}"] = await _in_turns(
-            f"decode at batch {batch}", machine, loaded, _decode_steps(batch, args), work, args.rounds
+            f"decode at batch {batch}", machine, loaded, _decode_steps(batch, config, args), work, args.rounds
         )
     return results
 
 
-def _decode_steps(batch: int, args: argparse.Namespace) -> list[list[SequenceStep]]:
+def _decode_steps(batch: int, config: ModelShape, args: argparse.Namespace) -> list[list[SequenceStep]]:
     """Steps of `batch` sequences, each with its own blocks. What the cache holds doesn't change the speed."""
-    width = -(-(args.context + args.steps + 1) // BLOCK_SIZE)
+    width = -(-(args.context + args.steps + 1) // BLOCK_SIZE) * config.kv_groups.count
     tables = [range(row * width, (row + 1) * width) for row in range(batch)]
     return [
         [
@@ -355,7 +356,7 @@ async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Na
         for kind in KINDS:
             if kind not in engines:
                 engines[kind] = _load(folder, kind, args, args.way)
-        steps = _decode_steps(1, args)
+        steps = _decode_steps(1, measured.model_config, args)
         ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for turn in range(-1, 2 * args.rounds):
             say(f"bf16, int8 and int4 at batch 1: turn {turn + 1} of {2 * args.rounds}")
@@ -374,7 +375,7 @@ async def _share_of_native(measured: LoadedEngine, folder: Path, args: argparse.
     """The speed of decode at batch 8 over that of our own decoder, step by step in turns."""
     native = _load(folder, args.quantization, args, "native")
     try:
-        steps = _decode_steps(8, args)
+        steps = _decode_steps(8, measured.model_config, args)
         ratios: list[float] = []
         for turn in range(-1, 2 * args.rounds):
             say(f"through transformers and by our own decoder at batch 8: turn {turn + 1} of {2 * args.rounds}")
