@@ -52,6 +52,8 @@ from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
 
 logger = logging.getLogger(__name__)
 
+_DAMAGED = "a chunk was damaged on its way"
+
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffer:
@@ -437,7 +439,8 @@ class ReceiverConnection:
             movers = [self._move(link, patience) for _ in range(CHUNKS_UNDER_WAY)]
             try:
                 reason = await run_until_lost(*movers)
-                self.post(Refuse(reason))  # at once: to close the link may take a while
+                if reason != _DAMAGED:  # which was told already
+                    self.post(Refuse(reason))  # at once: to close the link may take a while
             finally:
                 await finish(link.close())
         except ConnectionLost as lost:
@@ -478,11 +481,13 @@ class ReceiverConnection:
             is_intact = await patience.wait(link.receive(segments, seal), "receiving a chunk")
             self._receiver.stats.bytes += chunk.num_bytes
             self._receiver.stats.digest_failures += not is_intact
+            if lane.takes_chunks and not is_intact:
+                self.post(Refuse(_DAMAGED))  # before the lane's Abort: or the source begins another transfer here
             verified = lane.end_chunk(chunk, is_intact=is_intact)
             if verified is not None:
                 self.post(verified)
             if lane.is_damaged:
-                raise ConnectionLost("a chunk was damaged on its way")
+                raise ConnectionLost(_DAMAGED)
 
 
 def _declined_by(source: Peer, transfer_id: bytes) -> bytes:

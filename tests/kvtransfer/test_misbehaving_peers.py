@@ -82,10 +82,10 @@ async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> N
         source = Peer(P.worker_id, P.epoch - 1) if field == "epoch" else P
         peer.connection.send(chunk)
         await peer.send_bytes(chunk, chunk_seal(other, source, D))
+        assert await peer.answer() == Refuse("a chunk was damaged on its way"), "nothing more is to come over this"
         assert await peer.answer() == Abort(ticket.transfer_id, "chunk 0 was damaged on its way")
         assert pair.receiver.stats.digest_failures == 1
         await fails(waiting, match="chunk 0 was damaged on its way")
-        assert await peer.answer() == Refuse("a chunk was damaged on its way"), "nothing more is to come over this"
         with pytest.raises(ConnectionLost):
             await peer.answer()
 
