@@ -10,11 +10,6 @@ A prefix is cached where every group of layers (protocol/kv_layout.py) has what 
 it, or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
 
 Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event loop.
-
-Which names got into a prefix cache, and which left it, within one window of time. No torch, no I/O.
-
-A name that came and went within the window is not told at all. One that went and came back is told as stored: it lies
-in another block now, and whoever reads the cache piece by piece may have passed that one by.
 """
 
 from collections import OrderedDict
@@ -29,7 +24,12 @@ MOST_CHANGES = 65_536
 
 
 class BlockChanges:
-    """Records what a block pool tells it; `began` is called with the first change of every window."""
+    """Which names got into a prefix cache, and which left it, within one window of time.
+
+    A name that came and went within the window is not told at all. One that went and came back is told as stored: it
+    lies in another block now, and whoever reads the cache piece by piece may have passed that one by. `began` is called
+    with the first change of every window.
+    """
 
     def __init__(self, began: Callable[[], None]):
         self._began = began
@@ -261,16 +261,19 @@ class BlockPool:
             if not window:
                 held = self._by_name[group]
                 length = next((row for row in range(length) if hashes[row] not in held), length)
-        while length:  # no shorter prefix that ends behind a gap is whole either: its windows begin before it
-            gaps = [
-                row
-                for group in groups.windowed
-                for row in range(groups.first_kept(group, length * size) // size, length)
-                if hashes[row] not in self._by_name[group]
-            ]
-            if not gaps:
+        held_from = dict.fromkeys(groups.windowed, length)  # rows from here up to `length` are held
+        while length:
+            for group, row in held_from.items():
+                held, first = self._by_name[group], groups.first_kept(group, length * size) // size
+                row = min(row, length)
+                while row > first and hashes[row - 1] in held:
+                    row -= 1
+                held_from[group] = row
+                if row > first:  # no shorter prefix that ends behind the gap is whole: its window begins before it
+                    length = row - 1
+                    break
+            else:
                 break
-            length = max(gaps)
         table = [NO_BLOCK] * (length * groups.count)
         for group in range(groups.count):
             for row in range(groups.first_kept(group, length * size) // size, length):
