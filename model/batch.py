@@ -145,10 +145,9 @@ def make_layouts(
     np.cumsum(lengths, out=query_starts[1:])
     sequence_of = np.repeat(np.arange(len(steps)), lengths)
     positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
-    blocks_of = tables[:, sequence_of, positions // block_size]
-    slots = (
-        blocks_of.astype(np.int64, order="C") * block_size + positions % block_size
-    )  # kernels want each in one piece
+    # Each group's slots in one piece, as kernels read them: indexing leaves them in another order.
+    blocks_of = tables[:, sequence_of, positions // block_size].astype(np.int64, order="C")
+    slots = blocks_of * block_size + positions % block_size
     if groups.windowed:
         if slots.min() < 0:
             raise ValueError("a block table has no block for a token of the step")

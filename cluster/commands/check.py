@@ -157,7 +157,7 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         return (
             f"weights {gibibytes(by['weight_bytes'])}{of_rank(by)}, the largest step {gibibytes(by['step_bytes'])}, "
             f"KV {by['kv_bytes_per_token'] / 1024:.1f} KiB a token"
-            + (f" and up to {gibibytes(by['kv_window_bytes'])} a request" if by["kv_window_bytes"] else "")
+            + (f" and up to {gibibytes(by['kv_window_bytes'])} a request that decodes" if by["kv_window_bytes"] else "")
         )
 
     through = " through transformers" if told["way"] == "transformers" else ""

@@ -36,7 +36,7 @@ def check_model_path(path: str) -> Path | None:
     if folder.is_dir() or (folder.suffix == SUFFIX and folder.is_file()):
         return folder.resolve()
     if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path: folder {path} does not exist")
+        raise ConfigError(f"model.path: there is no folder and no GGUF file {path}")
     return None
 
 

@@ -95,9 +95,11 @@ def trace(model: Any, tokens: int) -> list[AttentionCall]:
     model.config._experts_implementation, experts = "batched_mm", model.config._experts_implementation
     attend_by(model, record)
     positions = torch.arange(tokens, device="meta")
-    with torch.inference_mode():
-        _logits(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), positions, positions[:1])
-    model.config._experts_implementation = experts
+    try:
+        with torch.inference_mode():
+            _logits(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), positions, positions[:1])
+    finally:
+        model.config._experts_implementation = experts
     return calls
 
 

@@ -103,8 +103,10 @@ def _group_size(fields: ConfigFields, default: int) -> int | None:
 def _block(fields: ConfigFields, name: str) -> tuple[int, int] | None:
     if not fields.is_set(name):
         return None
-    rows, columns = (int(size) for size in fields.numbers(name, 2))
-    return rows, columns
+    sizes = fields.numbers(name, 2)
+    if not all(size.is_integer() for size in sizes):
+        raise fields.error(name, "expected a list of 2 positive integers: rows and columns")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _left(fields: ConfigFields) -> tuple[str, ...]:

@@ -455,7 +455,10 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
         said = f"{architectures} of model_type {kind!r}"
         raise refused("architectures", f"{said} is neither a family of ours nor known to transformers {_VERSION}")
     if raw.get("quantization_config"):
-        raise refused("quantization_config", "quantised checkpoints are served for families of ours alone")
+        raise refused(
+            "quantization_config",
+            "quantised checkpoints are for families of ours alone: take it unquantised, and set model.quantization",
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(raw)
     except Exception as error:  # its validation has classes of its own
@@ -475,8 +478,8 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
         raise refused("attention_chunk_size", "attention within chunks is not supported")
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
-        if rope.get("rope_type") == "longrope":
-            raise refused("rope_parameters", "longrope changes over within a request, and with the batch")
+        if (scaling := rope.get("rope_type")) in ("longrope", "dynamic"):
+            raise refused("rope_parameters", f"{scaling} changes over within a request, and with the batch")
     return config
 
 

@@ -146,6 +146,8 @@ def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) ->
         tokens = windows.tokens
     if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
         tokens = 0
+    if tokens == 1:
+        raise fields.error("sliding_window", "1 leaves a token itself alone: windows of 2 and more are supported")
     return tokens if tokens < max_position else 0
 
 

@@ -31,8 +31,8 @@ NO_URL = "write http://HOST:PORT or https://HOST:PORT"
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([*SERVE, "--model", "/nowhere/at/all"], "model.path: folder /nowhere/at/all does not exist"),
-        ([*SERVE, "--model", "./nowhere"], "model.path: folder ./nowhere does not exist"),
+        ([*SERVE, "--model", "/nowhere/at/all"], "model.path: there is no folder and no GGUF file /nowhere/at/all"),
+        ([*SERVE, "--model", "./nowhere"], "model.path: there is no folder and no GGUF file ./nowhere"),
         ([*SERVE, "--config", "/nowhere.yaml"], "/nowhere.yaml: can't be read: No such file or directory"),
         ([*SERVE, "--port", "70000"], "port 70000 is none: choose one from 1 to 65535"),
         ([*SERVE, "--grace", "-5"], "--grace -5: seconds for streams to end, 0 for none"),
