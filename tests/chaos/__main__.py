@@ -76,7 +76,13 @@ async def run(arguments: argparse.Namespace, model: str, console: Console, log: 
     requests = draw_requests(arguments.seed, arguments.requests)
     settings = {
         **SETTINGS,
-        "model": {**SETTINGS["model"], "path": model, "name": MODEL},
+        "model": {
+            **SETTINGS["model"],
+            "path": model,
+            "name": MODEL,
+            # In fp32 weights that stay quantised are widened at each step, which takes a model of this size too long.
+            "quantization": "none" if arguments.model == "smollm2" else "auto",
+        },
         "kv_transfer": {"transport": arguments.transport},
     }
     console.print("Starting 2 prefill workers, 2 decode workers, 2 routers ...")
