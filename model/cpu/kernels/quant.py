@@ -577,6 +577,7 @@ def quantize_and_pack(weight: Tensor, bits: Literal[8, 4]) -> PackedWeight:
 
 def _packed(kind: Kind, codes: Tensor, weight: QuantizedWeight) -> PackedWeight:
     """`codes` [out, in] with the weight's scales."""
+    _table(kind)  # made before any step: recorded ones may not have torch compute
     rows, columns = codes.shape
     panels, bits = -(-rows // PANEL_COLUMNS), weight.bits
     packed = zeros_on_huge_pages((panels, PANEL_COLUMNS * columns * bits // 8), torch.uint8)

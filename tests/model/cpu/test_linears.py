@@ -306,3 +306,18 @@ def test_any_cpu_computes_with_the_dequantised_weight(
     torch.testing.assert_close(linear(x), x @ meant.T + bias, rtol=2e-2, atol=2e-2)
     chosen = torch.tensor([outputs - 1, 0, outputs // 2])
     assert torch.equal(linear.embed(chosen, 0, dtype), meant[chosen])
+
+
+@pytest.mark.skipif(not quant.is_supported(), reason="this CPU has no AVX512-BF16 and AVX512-VBMI")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_first_product_of_a_process_can_be_recorded(bits: Literal[8, 4]) -> None:
+    """A step that had torch make a table would run eagerly for good."""
+    for cached in (quant._table, quant.values_of_codes):
+        cached.cache_clear()
+    launcher = Launcher()
+    linear = CpuQuantizedLinear(quant.quantize_and_pack(torch.randn(64, 128).bfloat16(), bits), None, launcher)
+    x, token_ids = torch.randn(1, 128).bfloat16(), torch.tensor([3])
+    with torch.inference_mode(), launcher.recording():
+        linear(x)
+        if bits == 8:
+            linear.embed(token_ids, 0, torch.bfloat16)
