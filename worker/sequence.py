@@ -95,7 +95,7 @@ class SequenceState:
         if not missing:  # a decode needs one every `block_size` steps
             return
         blocks = pool.allocate(missing)
-        if self.groups.count == 1 and not self._held:
+        if not self._held:  # then there is one group
             self.block_ids.extend(blocks)
             return
         first, rows = self.num_rows, -(-(self.num_computed + num_tokens) // self.block_size)

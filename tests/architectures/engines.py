@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.model.parallel.test_tensor_parallel import Ranks
 from tests.rigs.kv_pair import Pair, make_pair
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cpu.backend import CpuBackend
@@ -49,19 +50,6 @@ def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None =
     )
     sampler = Sampler(decoder.vocab_size) if shard.rank == 0 else DrawnElsewhere()
     return ModelRunner(decoder, sampler, cache, MAX_CONTEXT), cache
-
-
-class Ranks:
-    """Runs each step on all ranks at once. Looks like rank 0's runner."""
-
-    def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
-        self._runners = runners
-        self.groups = runners[0].groups
-        self._threads = threads
-
-    def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
-        drawn, *_ = list(self._threads.map(lambda runner: runner.run(batch), self._runners))
-        return drawn
 
 
 @contextmanager
