@@ -62,6 +62,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     min_tokens: int = 0  # no stop token before this many output tokens
     stop_token_ids: tuple[int, ...] = ()  # the model's EOS unless ignored, and the client's own
     cache_salt: bytes = b""  # keys the prefix cache, so tenants can't time each other's
+    grammar: str = ""  # what the output must follow, in llguidance's words; empty: anything
     promise: Promise = Promise()
 
     @property

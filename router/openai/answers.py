@@ -97,7 +97,7 @@ class _Choice(TypedDict):
     """What all choices have, and what chunks add to them."""
 
     index: int
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
     token_ids: NotRequired[list[int]]
 
 
@@ -210,6 +210,15 @@ class ShownToken(msgspec.Struct, frozen=True):
     offset: int
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What one event adds to a tool call."""
+
+    index: int  # of the call in its choice
+    call_id: str = ""  # with the name, in the first delta of a call
+    name: str = ""
+    arguments: str = ""  # JSON text; the deltas of a call put together are its arguments
+
+
 class Delta(msgspec.Struct, frozen=True):
     """What one event adds to a choice."""
 
@@ -217,7 +226,9 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     token_ids: tuple[int, ...]
     shown: tuple[ShownToken, ...]  # empty unless log-probabilities are wanted
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    reasoning: str = ""  # what the model thinks before it answers
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Format(ABC):
@@ -371,7 +382,9 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
     shown = tuple(token for delta in deltas for token in delta.shown)
-    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
+    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason, reasoning, tool_calls)
 
 
 def event(chunk: Any) -> bytes:
