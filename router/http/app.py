@@ -147,7 +147,7 @@ async def _generate(
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
     if asked.stream:
-        return await streamed(request, generation.events(), cut)
+        return await streamed(request, generation.events(), cut, writer.failure)
     body = await until_disconnect(request.receive, generation.whole(), cut)
     return Response(body, media_type="application/json")
 
