@@ -85,7 +85,7 @@ class LoadedEngine:
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self.weights = found.weights_as(config.quantization)
-        weights = found.weight_bytes(self._dtype, config.quantization) // config.tensor_parallel
+        weights = found.weight_bytes(self._dtype, config.quantization, config.tensor_parallel)
         block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0

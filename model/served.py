@@ -44,8 +44,8 @@ class ServedModel(Protocol):
     def num_active_parameters(self) -> int:
         """Those that one token is computed with."""
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        """Of all ranks together, once the model is loaded in `dtype`."""
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+        """Of one of so many ranks that can share the model, the largest, once it is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
         """How quantised weights are held, for people; None: as all others."""
@@ -108,8 +108,8 @@ class NativeModel:
     def dtype(self) -> torch.dtype:
         return self._checkpoint.dtype
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        return weight_bytes(self.shape, dtype, quantization, self._forms)
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+        return -(-weight_bytes(self.shape, dtype, quantization, self._forms) // ranks)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)

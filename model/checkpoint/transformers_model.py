@@ -109,15 +109,28 @@ class TransformersModel:
         """Of the checkpoint: that of its embedding. Raises ConfigError."""
         return self.tensors.dtype(f"{self._embedding}.weight")
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        """Of all ranks together, once loaded."""
-        linears = {f"{name}.weight" for name, module in self._model.named_modules() if _is_projection(module)}
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+        """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
+        model, styles = self._of_ranks(ranks)
+        ends = self._head, self._embedding
+        has_plain_table = type(model.get_submodule(self._embedding)) is nn.Embedding  # or it is not cut
         total = 0
-        for name, tensor in self._model.named_parameters():
-            held: Quantization = quantization if name in linears else "none"
-            if name == f"{self._head}.weight" or (self.is_tied and name == f"{self._embedding}.weight"):
-                held = of_lm_head(quantization)
-            total += tensor_bytes(tuple(tensor.shape), dtype, form_of(held, None))
+        for name, tensor in model.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            module, shape = model.get_submodule(owner), list(tensor.shape)
+            held: Quantization = "none"
+            if owner in ends:
+                is_head = owner == self._head or self.is_tied
+                if has_plain_table or not (owner == self._embedding or self.is_tied):
+                    shape[0] = -(-shape[0] // ranks)
+                    held = of_lm_head(quantization) if is_head and kind == "weight" else "none"
+            elif _is_projection(module):
+                held = quantization if kind == "weight" else "none"
+                if styles.get(owner) == "gathered":
+                    shape[0] //= ranks
+                elif styles.get(owner) == "split" and kind == "weight":
+                    shape[1] //= ranks
+            total += tensor_bytes(tuple(shape), dtype, form_of(held, None))
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:
@@ -127,8 +140,7 @@ class TransformersModel:
     def check_ranks(self, size: int) -> None:
         """Raises ConfigError where `size` ranks can't share the model."""
         check_size(self.shape, size)
-        if size > 1:
-            self._cut(self._build(torch.float32), Shard(0, size))
+        self._of_ranks(size)
 
     def digest(self) -> str:
         """16 hex digits, as Checkpoint.digest: of config.json and of every tensor that is used."""
@@ -223,8 +235,16 @@ class TransformersModel:
             windows=windows if any(windows) else (),
         )
 
+    def _of_ranks(self, size: int) -> tuple[Any, dict[str, Style]]:
+        """The first of so many ranks' model, as `_cut` leaves it, without weights."""
+        if size == 1:
+            return self._model, {}
+        model = self._build(torch.float32)
+        return model, self._cut(model, Shard(0, size))
+
     def _cut(self, model: Any, shard: Shard) -> dict[str, Style]:
-        """Leave this rank's part of each projection, and say which that is. Raises ConfigError."""
+        """Leave this rank's part of each projection, but for those whose inputs or results are whole, and say which
+        part that is. Raises ConfigError."""
         if shard.size == 1:
             return {}
         plan = dict(model.tp_plan or {})
