@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.backend import Backend
+from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
 from twostroke.model.checkpoint.config_file import is_native, load_model_config, read_config_file
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms, weight_bytes, weights_as
@@ -56,15 +56,7 @@ class ServedModel(Protocol):
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
 
-    def decoder(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_context: int,
-        backend: Backend,
-        quantization: Quantization,
-        parallel: TensorParallel,
-    ) -> StepDecoder:
+    def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> StepDecoder:
         """One rank's, over loaded weights."""
 
 
@@ -120,16 +112,6 @@ class NativeModel:
     def digest(self) -> str:
         return self._checkpoint.digest()
 
-    def decoder(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_context: int,
-        backend: Backend,
-        quantization: Quantization,
-        parallel: TensorParallel,
-    ) -> Decoder:
-        weights = load_decoder_weights(
-            self._checkpoint, self.shape, dtype, device, max_context, backend, quantization, parallel.shard
-        )
+    def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
+        weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, parallel.shard)
         return Decoder(self.shape, weights, backend, parallel)

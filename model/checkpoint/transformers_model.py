@@ -30,8 +30,8 @@ from twostroke.model.architectures.transformers_decoder import (
     replace_norms,
     trace,
 )
-from twostroke.model.backend import Backend
-from twostroke.model.batch import Drawing, make_layouts
+from twostroke.model.backend import Backend, LoadOptions
+from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
 from twostroke.model.checkpoint.decoder_weights import weights_as
@@ -149,27 +149,17 @@ class TransformersModel:
             sha.update(name.encode() + xxhash.xxh3_128_digest(content))
         return sha.hexdigest()[:16]
 
-    def decoder(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_context: int,
-        backend: Backend,
-        quantization: Quantization,
-        parallel: TensorParallel,
-    ) -> TransformersDecoder:
+    def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> TransformersDecoder:
         """As ServedModel.decoder."""
-        model = self._build(dtype)
+        model = self._build(options.dtype)
         styles = self._cut(model, parallel.shard)
         calls = self._trace(model)
-        _Loading(self, model, styles, dtype, device, backend, quantization, parallel).run(self._head, self._embedding)
+        _Loading(self, model, styles, options, backend, parallel).run(self._head, self._embedding)
         replace_norms(model, backend)
         attending = {name for name, module in model.named_modules() if module is calls[0].module}
         takes_parts = any(style == "split" and name.rpartition(".")[0] in attending for name, style in styles.items())
-        decoder = TransformersDecoder(
-            model, calls, self.shape, max_context, device, backend, parallel, sums_heads=not takes_parts
-        )
-        self._dry_run(decoder, dtype, device, parallel.shard)
+        decoder = TransformersDecoder(model, calls, self.shape, options, backend, parallel, sums_heads=not takes_parts)
+        self._dry_run(decoder, options, parallel.shard)
         return decoder
 
     @property
@@ -293,8 +283,9 @@ class TransformersModel:
             "not supported: use 1"
         )
 
-    def _dry_run(self, decoder: TransformersDecoder, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
+    def _dry_run(self, decoder: TransformersDecoder, options: LoadOptions, shard: Shard) -> None:
         """Raises ConfigError where our way gives other logits than transformers' own attention."""
+        dtype, device = options.dtype, options.device
         count = min(sum(DRY_RUN_TOKENS), self.shape.max_position)
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self.shape.vocab_size, (count,), generator=generator)
@@ -323,7 +314,8 @@ class TransformersModel:
                     step = SequenceStep(tokens.tolist(), start, blocks, None)
                     layouts = make_layouts([step], block_size, device, groups)
                     rows = torch.arange(len(tokens), device=device)
-                    logits = decoder.forward(tokens.to(device), layouts, cache.tensors, Drawing(rows, rows * 0))
+                    drawing = Drawing(rows, rows * 0)
+                    logits = decoder.forward(StepInput(tokens.to(device), layouts, cache.tensors, drawing))
                     assert logits is not None  # all rows draw
                     ours.append(logits)
                     start += len(tokens)
@@ -349,21 +341,17 @@ class _Loading:
         found: TransformersModel,
         model: Any,
         styles: dict[str, Style],
-        dtype: torch.dtype,
-        device: torch.device,
+        options: LoadOptions,
         backend: Backend,
-        quantization: Quantization,
         parallel: TensorParallel,
     ):
         self._tensors, self._is_tied = found.tensors, found.is_tied
         self._model = model
         self._styles = styles
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device, self._quantization = options.dtype, options.device, options.quantization
         self._backend = backend
-        self._quantization = quantization
         self._parallel = parallel
-        self._in_fp32 = [re.escape(name).replace(r"\*", r"\d+") for name in model._get_dtype_plan(dtype)]
+        self._in_fp32 = [re.escape(name).replace(r"\*", r"\d+") for name in model._get_dtype_plan(options.dtype)]
 
     def run(self, head: str, embedding: str) -> None:
         self._load_ends(head, embedding)

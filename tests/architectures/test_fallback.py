@@ -15,6 +15,7 @@ from tests.architectures.checkpoints import OTHERS, write_checkpoint
 from tests.architectures.engines import make_engine, random_prompts, reference
 from twostroke.cluster.cli import main
 from twostroke.model.architectures.transformers_decoder import NormModule, replace_norms
+from twostroke.model.backend import LoadOptions
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
@@ -158,7 +159,7 @@ def test_projections_are_quantised_like_those_of_our_own_decoder(
     model = open_model(phi)
     tokens = torch.tensor(random_prompts(101, [40])[0])
     logits = [
-        model.decoder(torch.float32, CPU, 64, CpuBackend(), kind, SingleRank()).whole_logits(tokens)
+        model.decoder(LoadOptions(torch.float32, CPU, 64, kind), CpuBackend(), SingleRank()).whole_logits(tokens)
         for kind in ("none", quantization)
     ]
     error = float((logits[1] - logits[0]).norm() / logits[0].norm())
@@ -221,7 +222,9 @@ def test_check_tells_the_way_and_what_it_takes(tmp_path: Path, capsys: pytest.Ca
     assert main(["check", str(tmp_path), "--json", "--dtype", "bfloat16", "--tensor-parallel", "2"]) == 0
     shared = json.loads(capsys.readouterr().out)
     assert 2 * shared["kv_bytes_per_token"] == told["kv_bytes_per_token"]
-    assert told["weight_bytes"] / 2 < shared["weight_bytes"] < 0.51 * told["weight_bytes"], "norms and routers are whole"
+    assert told["weight_bytes"] / 2 < shared["weight_bytes"] < 0.51 * told["weight_bytes"], (
+        "norms and routers are whole"
+    )
 
 
 @pytest.mark.parametrize("name", ["vaultgemma", "starcoder2", "qwen3_moe", "olmoe"])
@@ -238,7 +241,7 @@ def test_a_rank_is_said_to_hold_what_it_loads(name: str, tmp_path: Path) -> None
 
     write_checkpoint(tmp_path, name, OTHERS[name] | {"num_attention_heads": 4, "num_key_value_heads": 2})
     model, backend = open_model(tmp_path), Counting()
-    loaded: Any = model.decoder(torch.float32, CPU, 64, backend, "none", FirstOfTwo())
+    loaded: Any = model.decoder(LoadOptions(torch.float32, CPU, 64, "none"), backend, FirstOfTwo())
     kept = {
         id(tensor): tensor.numel()
         for module in loaded._model.modules()
