@@ -84,12 +84,11 @@ def attend_by(model: nn.Module, attention: Callable[[AttentionCall], Tensor]) ->
         setattr(module, _SEEN_BY, attention)
 
 
-def trace(model: Any, tokens: int) -> list[AttentionCall]:
-    """The calls of one forward pass, in order, over a model whose tensors are all on the meta device."""
-    calls: list[AttentionCall] = []
+def trace(model: Any, tokens: int, see: Callable[[AttentionCall], None]) -> None:
+    """Show `see` the calls of one forward pass, in order, over a model whose tensors are all on the meta device."""
 
     def record(call: AttentionCall) -> Tensor:
-        calls.append(call)
+        see(call)
         return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
 
     # The default for experts multiplies bf16 alone on the meta device.
@@ -101,7 +100,6 @@ def trace(model: Any, tokens: int) -> list[AttentionCall]:
             _logits(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), positions, positions[:1])
     finally:
         model.config._experts_implementation = experts
-    return calls
 
 
 def _logits(model: Any, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:

@@ -172,21 +172,25 @@ class TransformersModel:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self._config, attn_implementation=ATTENTION, dtype=dtype)
         except Exception as error:  # whatever a family's own code raises
-            raise self._error(f"transformers can't build it: {_said(error)}") from error
+            is_known = not (isinstance(error, KeyError) and ATTENTION in error.args)
+            raise self._error(f"transformers can't build it: {_said(error)}", asks_for_ours=is_known) from error
         model.config.pad_token_id = None  # or some look for it in every step's tokens, and warn
         return model.eval().requires_grad_(False)
 
     def _trace(self, model: Any) -> list[AttentionCall]:
+        calls: list[AttentionCall] = []
         try:
-            calls = trace(model, TRACED_TOKENS)
+            trace(model, TRACED_TOKENS, calls.append)
         except Exception as error:
-            raise self._error(f"its modules don't run over a flat batch without a cache: {_said(error)}") from error
+            what = f"its modules don't run over a flat batch without a cache: {_said(error)}"
+            raise self._error(what, asks_for_ours=bool(calls)) from error
         _check_calls(calls, self._config, self._error)
         return calls
 
-    def _error(self, what: str) -> ConfigError:
+    def _error(self, what: str, *, asks_for_ours: bool = True) -> ConfigError:
+        """`asks_for_ours`: its attention did ask which one it is to be."""
         family = type(self._config).__name__.removesuffix("Config")
-        is_made_for_it = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)].is_backend_compatible()
+        is_made_for_it = asks_for_ours or MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)].is_backend_compatible()
         why = "" if is_made_for_it else "; its attention is not made to be replaced, as where it has biases (ALiBi)"
         return ConfigError(f"{self._source}: {family} can't be served: {what}{why}")
 
@@ -500,7 +504,8 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
     """Raises what `error` makes of what our attention can't do."""
     layers = config.num_hidden_layers
     if len(calls) != layers or len({call.module for call in calls}) != layers:
-        raise error(f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else")
+        what = f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else"
+        raise error(what, asks_for_ours=bool(calls))
     first = calls[0]
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = (

@@ -50,6 +50,11 @@ def changed(folder: Path, phi: Path, **fields: Any) -> Path:
         ("bloom", {}, "2 layers called the attention 0 times.*as where it has biases .ALiBi"),
         ("mpt", {}, "don't run over a flat batch without a cache.*as where it has biases .ALiBi"),
         ("falcon", {"alibi": True}, "can't build it: KeyError.*as where it has biases .ALiBi"),
+        (
+            "stablelm",
+            {"hidden_size": 44, "num_key_value_heads": 4},
+            "heads of 11 dimensions, an odd number, are not supported$",
+        ),
         ("jamba", {}, "'jamba' keeps a state beside KV"),
         ("mamba", {}, "'mamba' keeps a state beside KV"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "2 layers called the attention 1 times"),
