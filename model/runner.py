@@ -3,7 +3,7 @@
 A step that was launched may still be on its way: its tokens are on a GPU then, where the next step can use them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.batch import Drawing, StepDecoder, check_batch, make_layouts, place, take_drawn
+from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
+from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep, with_drawn_tokens
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -123,9 +123,7 @@ class ModelRunner:
         """Rows of logits so far that held NaN or +inf."""
         return self._sampler.num_broken_rows
 
-    def run(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None
-    ) -> list[SampledToken | None]:
+    def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
         """As `Engine.step`. Raises ValueError as `check_batch` does."""
         return self.launch(batch, on_layer).result()
 
@@ -141,7 +139,7 @@ class ModelRunner:
     def launch(
         self,
         batch: Sequence[SequenceStep],
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
         earlier: LaunchedStep | None = None,
     ) -> LaunchedStep:
         """Begin a step after `earlier`, the one before it. Raises ValueError as `check_batch` does.
@@ -161,18 +159,19 @@ class ModelRunner:
         return self._run_eagerly(batch, on_layer, drawn)
 
     def _run_eagerly(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None, drawn: Tensor | None
+        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, drawn: Tensor | None
     ) -> LaunchedStep:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
-        layouts = make_layouts(steps, self._kv_cache.block_size, self._device, self.groups)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
-            self._token_ids(steps, drawn),
-            layouts,
-            self._kv_cache.tensors,
-            Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+            StepInput(
+                self._token_ids(steps, drawn),
+                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups),
+                self._kv_cache.tensors,
+                Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+            ),
             on_layer,
         )
         if logits is None:
