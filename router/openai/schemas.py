@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from twostroke.protocol.errors import RequestError
+from twostroke.router.openai.structured import StructuredFields
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,6 @@ WITHOUT_EFFECT = frozenset(
 """Accepted whatever they say, even where the router is strict."""
 
 _NO_TOOLS = "this server does not call tools"
-_NO_GRAMMAR = "this server can't hold an answer to a schema or a grammar"
 _NO_SOUND = "this server reads and writes text alone"
 _NO_BEAMS = "this server samples, and does not search with beams"
 _FIXED_TEMPLATE = "a chat is rendered by the model's own template, and answered"
@@ -92,15 +92,6 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none", "auto")),
     "web_search_options": (_NO_TOOLS, ()),
-    "guided_json": (_NO_GRAMMAR, ()),
-    "guided_regex": (_NO_GRAMMAR, ()),
-    "guided_choice": (_NO_GRAMMAR, ()),
-    "guided_grammar": (_NO_GRAMMAR, ()),
-    "structured_outputs": (_NO_GRAMMAR, ({},)),
-    "json_schema": (_NO_GRAMMAR, ()),
-    "regex": (_NO_GRAMMAR, ()),
-    "ebnf": (_NO_GRAMMAR, ()),
-    "grammar": (_NO_GRAMMAR, ("",)),
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
     "reasoning_effort": ("the model does not reason apart from its answer", ("none",)),
@@ -147,12 +138,6 @@ class StreamOptions(_Request):
     include_obfuscation: bool | None = None  # a newer client's; there is nothing to obfuscate here
 
 
-class ResponseFormat(_Request):
-    """`response_format`: plain text is the only one."""
-
-    type: Literal["text"] = "text"
-
-
 class SamplingFields(ModelRequest):
     """What all requests for text have in common, of whichever API."""
 
@@ -188,7 +173,7 @@ class SamplingFields(ModelRequest):
         return fields
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, StructuredFields):
     """What completions and chat have in common."""
 
     stream_options: StreamOptions | None = None
@@ -196,7 +181,6 @@ class GenerationFields(SamplingFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     return_stages: bool | None = None
 
