@@ -156,19 +156,52 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class AnswerMessage(TypedDict):
+class CalledFunction(TypedDict, total=False):
+    """Which function a tool call names, and its arguments as JSON text; a chunk has what it adds."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A tool call of an answer that is not streamed."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallChunk(TypedDict):
+    """What a chunk adds to a tool call; the first of a call has its id and its name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+class _Reasoning(TypedDict, total=False):
+    """What the model thought, where it did, under both names that clients know."""
+
+    reasoning_content: str
+    reasoning: str
+
+
+class AnswerMessage(_Reasoning):
     """The answer of a chat that is not streamed."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None  # None: tool calls alone
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
-class DeltaMessage(TypedDict, total=False):
+class DeltaMessage(_Reasoning, total=False):
     """What a chunk adds to the answer; the first has the role."""
 
     role: Literal["assistant"]
     content: str
+    tool_calls: list[ToolCallChunk]
 
 
 class ChatChoice(_Choice):
@@ -286,7 +319,8 @@ class ChoicesFormat(Format):
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
-        if not (delta.text or delta.shown or delta.finish_reason or self._return_token_ids):
+        is_news = delta.text or delta.reasoning or delta.tool_calls or delta.shown or delta.finish_reason
+        if not (is_news or self._return_token_ids):
             return b""
         return self._event([self._choice(delta, is_chunk=True)], usage)
 
@@ -379,10 +413,21 @@ class ChatFormat(ChoicesFormat):
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        reasoning: _Reasoning = {}
+        if delta.reasoning:
+            reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
         if not is_chunk:
-            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-        is_bare_end = delta.finish_reason is not None and not delta.text
-        return {"delta": {} if is_bare_end else {"content": delta.text}}
+            content = None if delta.tool_calls and not delta.text else delta.text
+            message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None, **reasoning}
+            if delta.tool_calls:
+                message["tool_calls"] = _whole_calls(delta.tool_calls)
+            return {"message": message}
+        told: DeltaMessage = {**reasoning}
+        if delta.tool_calls:
+            told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+        if delta.text or not (told or delta.finish_reason):
+            told["content"] = delta.text
+        return {"delta": told}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
         return {"content": token_logprobs(tokens, self._piece), "refusal": None}
@@ -402,6 +447,24 @@ def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], Token
         }
         for token in tokens
     ]
+
+
+def _call_chunk(call: ToolCallDelta) -> ToolCallChunk:
+    if not call.call_id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function: CalledFunction = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCall]:
+    """The calls of a choice, of all that was told of them."""
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        if delta.call_id:
+            function: CalledFunction = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.call_id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return [*calls.values()]
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

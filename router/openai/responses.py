@@ -468,7 +468,6 @@ class ResponsesFormat(Format):
         self._head = _head(request, jobs[0], model, created, service_tier)
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the last of them, while it is open
-        self._call_index = 0  # of the open item, where that is a call
         self._pieces: list[str] = []  # of the text of the open item
         self._logprobs: list[TokenLogprob] = []  # of the text of the open item
         self._untold: list[TokenLogprob] = []  # of tokens whose text is to come
@@ -529,8 +528,7 @@ class ResponsesFormat(Format):
         yield event
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
-        if self._item is None or self._item["type"] != "function_call" or self._call_index != call.index:
-            self._call_index = call.index
+        if call.call_id:
             told = {"call_id": call.call_id, "name": call.name, "arguments": ""}
             yield from self._open_item({"type": "function_call", **told})
         if call.arguments:
