@@ -4,8 +4,9 @@ Serve's replicas build the app where they run: Starlette's apps can't be pickled
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Security
@@ -37,6 +38,7 @@ from twostroke.router.openai.answers import (
 )
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import Terms
+from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -112,7 +114,7 @@ Held = Annotated[ExitStack, Depends(_held)]
 
 
 async def _generate(
-    asked: CompletionRequest | ChatRequest, form: type[Format], request: Request, held: ExitStack
+    asked: CompletionRequest | ChatRequest, form: Callable[..., Format], request: Request, held: ExitStack
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
 
@@ -180,6 +182,15 @@ async def completions(asked: CompletionRequest, request: Request, held: Held) ->
 async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
     """Answer a chat."""
     return await _generate(asked, ChatFormat, request, held)
+
+
+@_keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
+async def responses(asked: ResponsesRequest, request: Request, held: Held, service: Service) -> Response:
+    """Answer a chat, in the words of OpenAI's Responses API."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
 
 
 class ModelCard(TypedDict):

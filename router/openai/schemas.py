@@ -117,11 +117,11 @@ which values beside null they ask for nothing.
 """
 
 
-class _Request(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
-class ModelRequest(_Request):
+class ModelRequest(StrictModel):
     """What every request for the model has."""
 
     lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = LACKING
@@ -130,7 +130,7 @@ class ModelRequest(_Request):
     model: ShortText | None = None  # None: the only one there is
 
 
-class StreamOptions(_Request):
+class StreamOptions(StrictModel):
     """`stream_options`."""
 
     include_usage: bool | None = None
@@ -241,14 +241,14 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class TextPart(_Request):
+class TextPart(StrictModel):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(_Request):
+class ChatMessage(StrictModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
