@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -23,7 +24,8 @@ from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.middleware import Authentication, RequestIds, admins_only, tenant_of
+from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, tenant_of
+from twostroke.router.http.page import feed, page
 from twostroke.router.http.responses import error_response, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
@@ -79,9 +81,21 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     app.state.max_body_bytes = service.config.max_body_bytes
     app.include_router(_keyed, dependencies=[Security(_key)] if service.tenants else [])
     app.include_router(_open)
+    if service.config.has_page:
+        app.include_router(page)
+    app.include_router(feed)
     # The last one is passed first.
     app.add_middleware(Authentication, tenants=service.tenants)
-    app.add_middleware(Exchanges, clock=service.clock, over=service.over)
+    app.add_middleware(Origins, allowed=service.config.cors_origins)
+    if service.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    app.add_middleware(Exchanges, clock=service.clock, began=service.feed.began, over=service.over)
     app.add_middleware(RequestIds)
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -351,6 +365,7 @@ def _add_heads(router: APIRouter) -> None:
 
 
 _add_heads(_open)
+_add_heads(page)
 _add_heads(_keyed)
 
 
