@@ -4,8 +4,9 @@ Serve's replicas build the app where they run: Starlette's apps can't be pickled
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Security
@@ -39,6 +40,7 @@ from twostroke.router.openai.answers import (
 )
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import Terms
+from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -126,7 +128,7 @@ Held = Annotated[ExitStack, Depends(_held)]
 
 
 async def _generate(
-    asked: CompletionRequest | ChatRequest, form: type[Format], request: Request, held: ExitStack
+    asked: CompletionRequest | ChatRequest, form: Callable[..., Format], request: Request, held: ExitStack
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
 
@@ -161,7 +163,7 @@ async def _generate(
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
     if asked.stream:
-        return await streamed(request, generation.events(), cut)
+        return await streamed(request, generation.events(), cut, writer.failure)
     body = await until_disconnect(request.receive, generation.whole(), cut)
     return Response(body, media_type="application/json")
 
@@ -194,6 +196,15 @@ async def completions(asked: CompletionRequest, request: Request, held: Held) ->
 async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
     """Answer a chat."""
     return await _generate(asked, ChatFormat, request, held)
+
+
+@_keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
+async def responses(asked: ResponsesRequest, request: Request, held: Held, service: Service) -> Response:
+    """Answer a chat, in the words of OpenAI's Responses API."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
 
 
 class ModelCard(TypedDict):
