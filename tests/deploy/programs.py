@@ -124,4 +124,6 @@ def fetch() -> str:
 
 if __name__ == "__main__":
     print(f"    {fetch()}")
+    if find("chromium") is None:  # with its hundred libraries it is nothing to unpack into a folder
+        print("    chromium is not there: tests of the page will be skipped; `apt-get install chromium` brings it")
     sys.exit(0)

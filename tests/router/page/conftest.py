@@ -26,7 +26,7 @@ async def chromium() -> AsyncIterator[Browser]:
     """One for all tests, each of which opens windows of its own, with nothing remembered."""
     path = find("chromium")
     if path is None:
-        pytest.skip("chromium is not on this machine, and `make tools` could not fetch it")
+        pytest.skip("chromium is not on this machine; `apt-get install chromium` brings it")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path, headless=True, args=list(QUIET))
         yield browser

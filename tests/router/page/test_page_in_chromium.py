@@ -169,7 +169,10 @@ async def test_tools_run_in_the_page_and_their_results_go_back(site_of, window):
 
 
 async def test_an_answer_is_text_whatever_is_in_it(site_of, window):
-    text = '<img src=x onerror="document.title=1"> **bold** `<b>`\n\n```js\n<script>alert(1)</script>\n```\n- [a](javascript:alert(1))'
+    text = (
+        '<img src=x onerror="document.title=1"> **bold** `<b>`\n\n'
+        "```js\n<script>alert(1)</script>\n```\n- [a](javascript:alert(1))"
+    )
     async with site_of(1, 1, listen=True) as site, window(site.url) as page:
         async with answering(page, sent_events({"content": text})):
             await ask(page, "<i>x</i>")
@@ -181,13 +184,13 @@ async def test_an_answer_is_text_whatever_is_in_it(site_of, window):
 
 
 async def test_the_request_is_copied_as_a_command_without_the_key(site_of, window):
-    async with site_of(1, 1, listen=True) as site:
-        async with window(site.url, permissions=["clipboard-read", "clipboard-write"]) as page:
-            await expect(page.locator("#model")).to_have_text("fake")
-            await page.get_by_label("Message", exact=True).fill("it's")
-            await page.get_by_role("button", name="Copy as curl").click()
-            await expect(page.get_by_role("button", name="Copied")).to_be_visible()
-            told = await page.evaluate("navigator.clipboard.readText()")
+    allowed = ["clipboard-read", "clipboard-write"]
+    async with site_of(1, 1, listen=True) as site, window(site.url, permissions=allowed) as page:
+        await expect(page.locator("#model")).to_have_text("fake")
+        await page.get_by_label("Message", exact=True).fill("it's")
+        await page.get_by_role("button", name="Copy as curl").click()
+        await expect(page.get_by_role("button", name="Copied")).to_be_visible()
+        told = await page.evaluate("navigator.clipboard.readText()")
     assert told.startswith(f"curl -N {site.url}/v1/chat/completions")
     shell = await asyncio.create_subprocess_shell(
         told.replace("curl", "printf '%s\\n'", 1), stdout=asyncio.subprocess.PIPE
