@@ -120,7 +120,7 @@ function fit(needed) {
     canvas.style.height = `${high}px`;
   }
   pen.setTransform(scale, 0, 0, scale, 0, 0);
-  gutter = width < 520 ? 92 : 148;
+  gutter = width < 520 ? 92 : 172;
 }
 
 // --- drawing ---
