@@ -37,8 +37,14 @@ def of_schema(schema: Schema, *, lenient: bool = False, compact: bool = False) -
     """
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
-    white_space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
-    return LLMatcher.grammar_from_json_schema(text, overrides={"lenient": lenient, **white_space})
+    return LLMatcher.grammar_from_json_schema(
+        text,
+        overrides={
+            "lenient": lenient,
+            "whitespace_flexible": not compact,
+            "whitespace_pattern": None if compact else WHITE_SPACE,
+        },
+    )
 
 
 def of_regex(pattern: str) -> str:
