@@ -492,7 +492,7 @@ def _unfollowable() -> RequestError:
     return RequestError(
         "the answer has come to where its schema or grammar can't be followed: nothing may come next there, or to find "
         "out what takes too long: make it simpler",
-        code="grammar_unfollowable",
+        code="grammar_too_complex",
     )
 
 
