@@ -17,7 +17,7 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
-from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep, drawn_by, with_drawn_tokens
+from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep, with_drawn_tokens
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -60,10 +60,9 @@ class LaunchedStep:
         """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
         return self.tokens
 
-    def token_of(self, entry: int) -> int:
-        """The one that an entry of the batch draws; blocks until it is there. For the engine's thread, any number of
-        times. Raises ValueError where it draws none."""
-        return drawn_by(entry, self.tokens)
+    def peek(self) -> list[SampledToken | None]:
+        """As `result`, but for the engine's thread, any number of times."""
+        return self.tokens
 
     def on_device(self) -> Tensor | None:
         """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
@@ -98,8 +97,11 @@ class StepOnDevice(LaunchedStep):
             self.tokens[entry] = SampledToken(token)
         return self.tokens
 
-    def token_of(self, entry: int) -> int:
-        return self.drawn.wait()[self.entries.index(entry)]
+    def peek(self) -> list[SampledToken | None]:
+        tokens = [*self.tokens]
+        for entry, token in zip(self.entries, self.drawn.wait(), strict=True):
+            tokens[entry] = SampledToken(token)
+        return tokens
 
     def on_device(self) -> Tensor:
         tokens = self.drawn.tokens
@@ -215,8 +217,10 @@ class ModelRunner:
         positions = [step.start + len(step.token_ids) for step in drawing]
         masks = None
         if any(draw.constraint is not None for draw in draws):
-            # On a GPU the model runs meanwhile, behind the step before it, which must have drawn.
-            masks = self._masks.fill(draws, positions, [_last_token(step, earlier) for step in drawing])
+            # On a GPU the model runs meanwhile; only the step before it must have drawn.
+            if earlier is not None and any(step.follows is not None for step in drawing):
+                drawing = list(with_drawn_tokens(drawing, earlier.peek()))
+            masks = self._masks.fill(draws, positions, [step.token_ids[-1] for step in drawing])
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
             drawn = self._sampler.launch(logits, draws, positions, masks)
             return StepOnDevice([None] * len(batch), drawn, entries)
@@ -224,10 +228,3 @@ class ModelRunner:
         for entry, token in zip(entries, self._sampler.sample(logits, draws, positions, masks), strict=True):
             tokens[entry] = token
         return LaunchedStep(tokens)
-
-
-def _last_token(step: SequenceStep, earlier: LaunchedStep | None) -> int:
-    """The token that a draw comes right after."""
-    if step.draw is None or step.draw.constraint is None or step.follows is None or earlier is None:
-        return step.token_ids[-1]
-    return earlier.token_of(step.follows)

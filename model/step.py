@@ -91,11 +91,13 @@ class Constraint:
     Positions say how far, since the request's list of tokens grows meanwhile.
     """
 
-    def __init__(self, matcher: LLMatcher):
-        """`matcher` is at the grammar's beginning, and belongs to this object."""
+    def __init__(self, matcher: LLMatcher, renew: Callable[[], LLMatcher]):
+        """`matcher` is at the grammar's beginning, and belongs to this object. `renew` makes another one, that shares
+        nothing with those before it, and blocks meanwhile."""
         self.matcher = matcher
-        self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
+        self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
         self._num_outputs = 0  # that the matcher has seen
+        self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
 
     def advance(self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int) -> None:
         """Take in all output tokens before `position`, where one is to be drawn.
@@ -104,9 +106,17 @@ class Constraint:
         """
         outputs = [*history[num_prompt_tokens + self._num_outputs : position - 1], last_token]
         num_outputs = position - num_prompt_tokens
-        if num_outputs > self._num_outputs:
+        # Of an answer that has ended, a row may have been launched ahead.
+        if num_outputs > self._num_outputs and not self.matcher.is_stopped():
             self.matcher.consume_tokens(outputs)
         self._num_outputs = num_outputs
+
+    def may_try_again(self) -> bool:
+        """Whether the matcher had failed, and begins anew: it may have been for what others of its grammar had done."""
+        if self._renew is None or not self.matcher.is_error():
+            return False
+        self.matcher, self._renew, self._num_outputs = self._renew(), None, 0
+        return True
 
     def masks_failed(self, position: int) -> bool:
         """To be called once there is a mask for `position`: whether that is none, since following takes too much."""
@@ -164,16 +174,13 @@ def with_drawn_tokens(batch: Sequence[SequenceStep], drawn: Sequence[SampledToke
     if all(one.follows is None for one in batch):
         return batch
     return [
-        one
-        if one.follows is None
-        else SequenceStep((drawn_by(one.follows, drawn),), one.start, one.block_ids, one.draw)
+        one if one.follows is None else SequenceStep(_drawn_by(one.follows, drawn), one.start, one.block_ids, one.draw)
         for one in batch
     ]
 
 
-def drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> int:
-    """The token of an entry of a step. Raises ValueError where it drew none."""
+def _drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> tuple[int]:
     token = drawn[entry] if entry < len(drawn) else None
     if token is None:
         raise ValueError(f"entry {entry} of the step before drew no token to go on from")
-    return token.token_id
+    return (token.token_id,)

@@ -115,7 +115,8 @@ def finish_reason(request: GenerateRequest, num_output_tokens: int, last_token: 
 
     Prefill and decode workers both ask this, so they can't disagree.
     """
-    if last_token in request.stop_token_ids and num_output_tokens > request.min_tokens:
+    # Where a grammar allows the end alone, it comes before `min_tokens`.
+    if last_token in request.stop_token_ids and (num_output_tokens > request.min_tokens or request.grammar):
         return "stop"
     if num_output_tokens >= request.max_tokens:
         return "length"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
@@ -326,7 +327,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             if constraint is None or job.has_ended:
                 continue
             if constraint.has_failed(part.start + len(part.token_ids)):
-                self._abort(self._call_of(job), "its grammar can't be followed", _too_complex())
+                self._abort(self._call_of(job), "its grammar can't be followed", _unfollowable())
 
     def _admit_offered(self) -> None:
         self._begin_transfers(self._scheduler.admit_offered())
@@ -393,10 +394,11 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Let a call take its turn once its grammar is ready."""
         job = call.job
         try:
-            job.sequence.constraint = Constraint(await grammars.matcher(call.request.grammar))
+            matcher = await grammars.matcher(call.request.grammar)
         except RequestError as error:
             self._abort(call, "its grammar can't be taken", error)
             return
+        job.sequence.constraint = Constraint(matcher, partial(grammars.renewed, call.request.grammar))
         job.awaits_grammar = False
         self._admit_offered()
         self._life.wake()
@@ -486,9 +488,10 @@ class Worker(ABC, Generic[JobT, CallT]):
         """No KV comes from the request's prefill worker."""
 
 
-def _too_complex() -> RequestError:
+def _unfollowable() -> RequestError:
     return RequestError(
-        "the answer has come to where its schema or grammar takes too much work to follow: make it simpler",
+        "the answer has come to where its schema or grammar can't be followed: nothing may come next there, or to find "
+        "out what takes too long: make it simpler",
         code="grammar_too_complex",
     )
 

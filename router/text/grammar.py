@@ -7,16 +7,13 @@ A schema that is refused is taken apart until the place is known where it goes w
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
-
-if TYPE_CHECKING:  # a name of its stubs alone
-    from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 64 * 1024
 """Of a schema or grammar, written as JSON without spaces."""
@@ -40,12 +37,14 @@ def of_schema(schema: Schema, *, lenient: bool = False, compact: bool = False) -
     """
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
-    options: JsonCompileOptions = {"lenient": lenient}
-    if compact:
-        options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = WHITE_SPACE
-    return LLMatcher.grammar_from_json_schema(text, overrides=options)
+    return LLMatcher.grammar_from_json_schema(
+        text,
+        overrides={
+            "lenient": lenient,
+            "whitespace_flexible": not compact,
+            "whitespace_pattern": None if compact else WHITE_SPACE,
+        },
+    )
 
 
 def of_regex(pattern: str) -> str:
