@@ -60,27 +60,43 @@ class Origins:
 
     Any page that somebody opens may have his browser send requests here, to a loopback address, too: it can't read the
     answers, but they would cost as much, and a body is read as JSON whatever its type. Browsers tell whose page it is,
-    and pages can't change that. Whoever sends no such header is no browser, and passes. For an app with `Exchanges`.
+    and pages can't change that. Whoever sends no such header is no browser, and passes.
+
+    Nor is it enough that page and server have one name: whoever owns a name in public DNS can have it lead to our
+    loopback address once his page is open. So where `is_local`, such a name must be that of an `allowed` origin.
+
+    For an app with `Exchanges`.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]):
+    def __init__(self, app: ASGIApp, allowed: Collection[str], *, is_local: bool):
         self._app = app
         self._allowed = allowed
+        self._allowed_hosts = {_hostname(origin.partition("://")[2]) for origin in allowed}
+        self._is_local = is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._takes(Headers(scope=scope)):
-            error = RequestError(
-                "a browser sends this for the page of another site: name its origin in router.cors_origins to allow it",
-                param="Origin",
-                code="cross_origin",
-                status=403,
-            )
-            exchange_of(HTTPConnection(scope)).refuses(error)
-            await error_response(error)(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            error = None
+            if not self._takes_page(headers):
+                error = _cross_origin("a browser sends this for the page of another site", "Origin")
+            elif not self._takes_host(headers.get("host", "")):
+                error = _cross_origin(
+                    "this server listens on a loopback address, and is called by a public name", "Host"
+                )
+            if error is not None:
+                exchange_of(HTTPConnection(scope)).refuses(error)
+                await error_response(error)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _takes(self, headers: Headers) -> bool:
+    def _takes_host(self, host: str) -> bool:
+        if not self._is_local or "*" in self._allowed:
+            return True
+        name = _hostname(host)
+        return _is_private(name) or name in self._allowed_hosts
+
+    def _takes_page(self, headers: Headers) -> bool:
         origin = headers.get("origin")
         if origin is not None:
             if origin in self._allowed or "*" in self._allowed:
@@ -90,6 +106,25 @@ class Origins:
         # Images, scripts and the like have no origin. Whoever follows a link to us gets to see what is here.
         site = headers.get("sec-fetch-site", "none")
         return site in ("none", "same-origin") or headers.get("sec-fetch-dest") == "document"
+
+
+def _cross_origin(message: str, param: str) -> RequestError:
+    way_out = "to allow it, name the page's origin in router.cors_origins"
+    return RequestError(f"{message}; {way_out}", param=param, code="cross_origin", status=403)
+
+
+def _hostname(host: str) -> str:
+    """Of a `Host` header, without the port."""
+    name, _, port = host.lower().rpartition(":")
+    return name if name and port.isdigit() else host.lower()
+
+
+def _is_private(name: str) -> bool:
+    """Whether public DNS can't lead here by it: an address, a name without a dot, or under a domain kept for that."""
+    if "." not in name or name.startswith("["):
+        return True
+    last = name.removesuffix(".").rpartition(".")[2]
+    return last.isdigit() or last in ("localhost", "local", "internal")
 
 
 class Authentication:

@@ -42,7 +42,6 @@ class Exchange:
     path: str  # as asked for
     began: float
     headers: Mapping[str, str]  # of W3C trace context
-    has_minted_id: bool = False  # else the id is the client's own text
     route: str | None = None  # as it is declared; None for an unknown path
     status: int = CLIENT_GONE
     ended: float = 0.0
@@ -52,6 +51,7 @@ class Exchange:
     is_stream: bool = False
     requests: Sequence[GenerateRequest] = field(default=())  # one for each choice
     stages: Sequence[Stages] = field(default=())  # likewise
+    has_minted_id: bool = False  # else the id is the client's own text
     num_prompt_tokens: int = 0  # prompts count once, however many choices each has
 
     def fails(self, error: TwostrokeError) -> None:
@@ -98,7 +98,12 @@ class Exchanges:
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         exchange = Exchange(
-            REQUEST_ID.get(), scope["method"], scope["path"], self._clock(), trace, bool(scope.get(MINTED))
+            REQUEST_ID.get(),
+            scope["method"],
+            scope["path"],
+            self._clock(),
+            trace,
+            has_minted_id=bool(scope.get(MINTED)),
         )
         scope[_EXCHANGE] = exchange
         self._began(exchange)

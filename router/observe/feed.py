@@ -115,8 +115,10 @@ class Feed:
         workers_at = spoke_at = now
         seen = self._num_ended - sum(one.at >= now - RECENT_S for one in self._ended)
         yield _event("hello", now, router=self._router, sees="all" if sees_all else "own")
-        while now - began < MOST_S and not self._is_over():
+        while True:
             now = self._clock()
+            if now - began >= MOST_S or self._is_over():
+                return
             events: list[bytes] = []
             missed = self._num_ended - seen - len(self._ended)
             if missed > 0:
