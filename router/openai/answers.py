@@ -1,12 +1,12 @@
 """What OpenAI's generation endpoints answer: errors, usage, completions and chats, whole or as server-sent events.
 
-Answers are TypedDicts: FastAPI documents them, msgspec writes them. `Format` builds the answers of both endpoints,
-which say themselves how a choice has its text, and how its log-probabilities.
+Answers are TypedDicts: FastAPI documents them, msgspec writes them. `ChoicesFormat` builds the answers of both
+endpoints, which say themselves how a choice has its text, and how its log-probabilities.
 """
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired, cast
 
 import msgspec
@@ -17,7 +17,7 @@ from twostroke.protocol.requests import FinishReason, SampledToken
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -267,6 +267,29 @@ class Delta(msgspec.Struct, frozen=True):
 class Format(ABC):
     """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
 
+    @abstractmethod
+    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+        """The body of a response that is not streamed; `choices` are the deltas of each choice."""
+
+    @abstractmethod
+    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+        """The server-sent events of one delta, with `usage` so far where it is given; empty where it tells nothing yet.
+
+        Half a character, or what may begin a stop string, is no news.
+        """
+
+    @abstractmethod
+    def ending(self, usage: Usage) -> bytes:
+        """The events that end a stream which has brought all choices."""
+
+    @abstractmethod
+    def failure(self, error: TwostrokeError) -> bytes:
+        """The events that end a stream which has begun, and then failed."""
+
+
+class ChoicesFormat(Format):
+    """Writes choices side by side, and a stream as chunks of them: what completions and chats have in common."""
+
     id_prefix: ClassVar[str]
     name: ClassVar[str]  # of the answer's kind of object
     chunk_name: ClassVar[str]  # of a stream's events
@@ -285,30 +308,27 @@ class Format(ABC):
         self._jobs = jobs
         self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
-        self._usage_in_chunks = asked.includes_usage  # null but for the last one, as in OpenAI's
+        self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
             self._head["service_tier"] = service_tier
         self._opened: set[int] = set()  # the choices that have had an event
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        """The body of a response that is not streamed; `choices` are the deltas of each choice."""
         written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
-        """The server-sent events of one delta, with `usage` so far where it is given; empty where it tells nothing yet.
-
-        Half a character, or what may begin a stop string, is no news.
-        """
         is_news = delta.text or delta.reasoning or delta.tool_calls or delta.shown or delta.finish_reason
         if not (is_news or self._return_token_ids):
             return b""
         return self._event([self._choice(delta, is_chunk=True)], usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event, where the client asked for usage."""
-        return self._event([], usage)
+    def ending(self, usage: Usage) -> bytes:
+        return (self._event([], usage) if self._includes_usage else b"") + DONE
+
+    def failure(self, error: TwostrokeError) -> bytes:
+        return error_event(error)
 
     @abstractmethod
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
@@ -330,7 +350,7 @@ class Format(ABC):
 
     def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
-        if usage is not None or self._usage_in_chunks:
+        if usage is not None or self._includes_usage:
             chunk["usage"] = usage
         return event(chunk)
 
@@ -339,7 +359,7 @@ class Format(ABC):
         return {"prompt_token_ids": self._jobs[index].request.token_ids} if self._return_token_ids else {}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """Writes a completion. What is told of the prompt goes before the first tokens of a choice."""
 
     id_prefix = "cmpl"
@@ -367,7 +387,7 @@ class CompletionFormat(Format):
         return logprobs
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     """Writes a chat."""
 
     id_prefix = "chatcmpl"
@@ -379,7 +399,7 @@ class ChatFormat(Format):
         return super().whole(choices, usage)
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
-        """As `Format.events`; an event with the role goes before all others of a choice."""
+        """As `ChoicesFormat.events`; an event with the role goes before all others of a choice."""
         told = super().events(delta, usage)
         if delta.index in self._opened:
             return told
@@ -407,16 +427,23 @@ class ChatFormat(Format):
         return {"message": {**message, **_reasoning(delta)}}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
-        content: list[TokenLogprob] = []
-        for token in tokens:
-            top = [self._top(token_id, logprob) for token_id, logprob in token.sampled.top]
-            drawn = self._top(token.sampled.token_id, token.sampled.logprob or 0.0)
-            content.append({**drawn, "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(tokens, self._piece), "refusal": None}
 
-    def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        piece = self._piece(token_id)
+
+def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], TokenPiece]) -> list[TokenLogprob]:
+    """The log-probabilities of these tokens, as chats and responses show them."""
+
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        piece = piece_of(token_id)
         return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
+
+    return [
+        {
+            **top(token.sampled.token_id, token.sampled.logprob or 0.0),
+            "top_logprobs": [top(token_id, logprob) for token_id, logprob in token.sampled.top],
+        }
+        for token in tokens
+    ]
 
 
 def _reasoning(delta: Delta) -> Reasoning:
@@ -454,3 +481,8 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 def event(chunk: Any) -> bytes:
     """A server-sent event around the JSON of `chunk`."""
     return b"data: " + encode_json(chunk) + b"\n\n"
+
+
+def error_event(error: TwostrokeError) -> bytes:
+    """The event that ends a stream of chunks which has begun, and then failed."""
+    return event(error_object(error))

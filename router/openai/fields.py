@@ -26,7 +26,7 @@ Text = Annotated[str, AfterValidator(_valid)]
 ShortText = Annotated[str, Field(max_length=512)]
 
 
-class Fields(BaseModel):
+class StrictModel(BaseModel):
     """An object of a request: unknown members are kept, to be named."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)

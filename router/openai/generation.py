@@ -20,14 +20,11 @@ from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.answers import (
-    DONE,
     Delta,
     Format,
     ShownToken,
     ToolCallDelta,
     Usage,
-    error_object,
-    event,
     internal_error,
     stage_times,
 )
@@ -297,7 +294,7 @@ class Generation:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; always `aclose` it.
 
-        Fails like `whole` before the first event. Later, the last event has the error object, and no [DONE] follows.
+        Fails like `whole` before the first event. Later, the stream ends with the format's failure.
         """
         began = False
         in_chunks = self._asked.has_usage_in_every_chunk
@@ -313,20 +310,20 @@ class Generation:
                 raise
             yield self._failed(error)
             return
-        yield (self._form.usage_event(self._usage()) if self._asked.includes_usage else b"") + DONE
+        yield self._form.ending(self._usage())
 
     def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
         return self._runner.deltas(job, self._stages[job.index])
 
     def _failed(self, error: Exception) -> bytes:
-        """The event that ends a stream which has begun."""
+        """The events that end a stream which has begun."""
         if isinstance(error, TwostrokeError):
             _log.warning("a stream failed after it had begun: %s", error)
         else:
             _log.error("a stream met a bug after it had begun", exc_info=error)
             error = internal_error()
         self._exchange.fails(error)
-        return event(error_object(error))
+        return self._form.failure(error)
 
     def _usage(self) -> Usage:
         """What has been used so far."""

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 
 from twostroke.protocol.errors import RequestError
+from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from twostroke.router.openai.structured import grammar_of
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -57,14 +59,22 @@ class JobMaker:
     def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults):
         self._tokenizer = tokenizer
         self._defaults = defaults
+        self._grammars = Grammars(lambda: tokenizer.vocabulary)
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
+        grammar = await grammar_of(asked, self._grammars)
+        if grammar and asked.ignore_eos:
+            raise RequestError(
+                "ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos"
+            )
         return await (
-            self._of_chat(asked, terms) if isinstance(asked, ChatRequest) else self._of_completion(asked, terms)
+            self._of_chat(asked, terms, grammar)
+            if isinstance(asked, ChatRequest)
+            else self._of_completion(asked, terms, grammar)
         )
 
-    async def _of_completion(self, asked: CompletionRequest, terms: Terms) -> list[Job]:
+    async def _of_completion(self, asked: CompletionRequest, terms: Terms, grammar: str) -> list[Job]:
         jobs: list[Job] = []
         for group, prompt in enumerate(asked.prompts):
             if isinstance(prompt, str):
@@ -73,14 +83,14 @@ class JobMaker:
             else:
                 token_ids = self.checked(prompt, "prompt", terms.max_context)
             default = min(DEFAULT_COMPLETION_TOKENS, terms.max_context - len(token_ids))
-            request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms)
+            request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms, grammar)
             echo = ""
             if asked.echo:
                 echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
             jobs += _choices(asked, request, group, echo)
         return jobs
 
-    async def _of_chat(self, asked: ChatRequest, terms: Terms) -> list[Job]:
+    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
         text = self._tokenizer.render_chat(
             [message.as_template_sees() for message in asked.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
@@ -90,7 +100,7 @@ class JobMaker:
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        request = self._request(asked, token_ids, "messages", default, logprobs, terms)
+        request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
         return _choices(asked, request, chat=self._reading(asked, text))
 
     def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
@@ -127,6 +137,7 @@ class JobMaker:
         default_tokens: int,
         logprobs: int | None,
         terms: Terms,
+        grammar: str,
     ) -> GenerateRequest:
         """Of one prompt, which the field `param` has, for its first choice."""
         if not token_ids:
@@ -158,6 +169,7 @@ class JobMaker:
             min_tokens=asked.min_tokens or 0,
             stop_token_ids=stop_token_ids,
             cache_salt=terms.cache_salt,
+            grammar=grammar,
             promise=terms.promise,
         )
 

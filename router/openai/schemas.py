@@ -9,12 +9,16 @@ import difflib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.openai.fields import FieldError, Fields, ShortText, Text
+from twostroke.router.openai.fields import FieldError as FieldError
+from twostroke.router.openai.fields import ShortText as ShortText
+from twostroke.router.openai.fields import StrictModel as StrictModel
+from twostroke.router.openai.fields import Text as Text
+from twostroke.router.openai.structured import StructuredFields
 from twostroke.router.openai.tools import Calls, ToolFields
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
@@ -54,6 +58,8 @@ def _as_list(value: Any) -> Any:
     return value
 
 
+Stop = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)]
+
 WITHOUT_EFFECT = frozenset(
     # What OpenAI's own clients send for OpenAI's own books, or to get the same answer sooner.
     ("user", "store", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "prediction")
@@ -63,7 +69,6 @@ WITHOUT_EFFECT = frozenset(
 _OF_CHATS = "only chats have it: use /v1/chat/completions"
 _OLD_TOOLS = "it was replaced by tools and tool_choice, which are"
 _NO_SEARCH = "this server looks nothing up"
-_NO_GRAMMAR = "this server can't hold an answer to a schema or a grammar"
 _NO_SOUND = "this server reads and writes text alone"
 _NO_BEAMS = "this server samples, and does not search with beams"
 
@@ -74,15 +79,6 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "functions": (_OLD_TOOLS, ([],)),
     "function_call": (_OLD_TOOLS, ("none", "auto")),
     "web_search_options": (_NO_SEARCH, ()),
-    "guided_json": (_NO_GRAMMAR, ()),
-    "guided_regex": (_NO_GRAMMAR, ()),
-    "guided_choice": (_NO_GRAMMAR, ()),
-    "guided_grammar": (_NO_GRAMMAR, ()),
-    "structured_outputs": (_NO_GRAMMAR, ({},)),
-    "json_schema": (_NO_GRAMMAR, ()),
-    "regex": (_NO_GRAMMAR, ()),
-    "ebnf": (_NO_GRAMMAR, ()),
-    "grammar": (_NO_GRAMMAR, ("",)),
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
     "reasoning_effort": (_OF_CHATS, ("none",)),
@@ -109,13 +105,16 @@ which values beside null they ask for nothing.
 """
 
 
-class ModelRequest(Fields):
+class ModelRequest(StrictModel):
     """What every request for the model has."""
+
+    lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = LACKING
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
 
     model: ShortText | None = None  # None: the only one there is
 
 
-class StreamOptions(Fields):
+class StreamOptions(StrictModel):
     """`stream_options`."""
 
     include_usage: bool | None = None
@@ -123,23 +122,12 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None  # a newer client's; there is nothing to obfuscate here
 
 
-class ResponseFormat(Fields):
-    """`response_format`: plain text is the only one."""
-
-    type: Literal["text"] = "text"
-
-
-class GenerationFields(ModelRequest):
-    """What completions and chat have in common."""
+class SamplingFields(ModelRequest):
+    """What all requests for text have in common, of whichever API."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     temperature: Temperature | None = None
@@ -156,9 +144,29 @@ class GenerationFields(ModelRequest):
         ]
         | None
     ) = None
-    response_format: ResponseFormat | None = None
     service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/classes.py`
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_lacking(cls, fields: Any) -> Any:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if name in cls.model_fields:
+                continue
+            why, harmless = cls.lacking.get(name, ("", (value,)))
+            if value is not None and value not in harmless:
+                raise FieldError(name, f"is not supported: {why}")
+        return fields
+
+
+class GenerationFields(SamplingFields, StructuredFields):
+    """What completions and chat have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     return_token_ids: bool | None = None
     return_stages: bool | None = None
 
@@ -181,17 +189,6 @@ class GenerationFields(ModelRequest):
     def has_usage_in_every_chunk(self) -> bool:
         """Whether every event of a stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_lacking(cls, fields: Any) -> Any:
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            if name in cls.model_fields:
-                continue
-            why, harmless = LACKING.get(name, ("", (value,)))
-            if value is not None and value not in harmless:
-                raise FieldError(name, f"is not supported: {why}")
-        return fields
 
     @model_validator(mode="after")
     def _agree(self) -> "GenerationFields":
@@ -230,14 +227,14 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class TextPart(Fields):
+class TextPart(StrictModel):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(Fields):
+class ChatMessage(StrictModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -369,8 +366,9 @@ def shown(name: str) -> str:
 
 def _unknown(asked: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
+    judged = asked.lacking.keys() | asked.without_effect if isinstance(asked, ModelRequest) else frozenset[str]()
     for name in asked.model_extra or ():
-        if path or (name not in LACKING and name not in WITHOUT_EFFECT):
+        if name not in judged:
             yield (*path, name), [*type(asked).model_fields]
     for name, value in vars(asked).items():
         if isinstance(value, BaseModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from twostroke.router.openai.fields import FieldError, Fields, ShortText, Text
+from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
@@ -21,7 +21,7 @@ _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
-class FunctionSpec(Fields):
+class FunctionSpec(StrictModel):
     """A function that the model may call."""
 
     name: FunctionName
@@ -30,34 +30,34 @@ class FunctionSpec(Fields):
     strict: bool | None = None
 
 
-class Tool(Fields):
+class Tool(StrictModel):
     """A tool: functions are the only ones."""
 
     type: Literal["function"]
     function: FunctionSpec
 
 
-class FunctionChoice(Fields):
+class FunctionChoice(StrictModel):
     """The name of a function."""
 
     name: FunctionName
 
 
-class NamedChoice(Fields):
+class NamedChoice(StrictModel):
     """`tool_choice` of one function."""
 
     type: Literal["function"]
     function: FunctionChoice
 
 
-class CalledBefore(Fields):
+class CalledBefore(StrictModel):
     """The function of a call in the history."""
 
     name: FunctionName
     arguments: Text  # JSON, as the model wrote it
 
 
-class CallBefore(Fields):
+class CallBefore(StrictModel):
     """A call in the history."""
 
     id: ShortText
@@ -80,7 +80,7 @@ Calls = Annotated[list[CallBefore], Field(fail_fast=True, max_length=MAX_CALLS)]
 ToolChoice = Literal["auto", "none", "required"] | NamedChoice
 
 
-class ToolFields(Fields):
+class ToolFields(StrictModel):
     """The fields of a chat about tools and reasoning."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

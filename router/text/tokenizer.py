@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.grammars import Vocabulary
 from twostroke.router.text.chat_template import ChatTemplate
 from twostroke.router.text.output_format import OutputFormat, pick_output_format
 
@@ -95,6 +96,11 @@ class TextTokenizer:
             if template is None
             else pick_output_format(response_template, own, str(config), template.source),
         )
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What grammars are compiled over. Made anew, of megabytes."""
+        return Vocabulary(self._tokenizer.to_str(), self.vocab_size, self.eos_token_ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`; a long one is tokenised off the event loop."""

@@ -63,7 +63,11 @@ def test_what_a_prompt_lacks_is_told_where_it_lacks_it(prompt, refusal):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(model, name) for model in (ChatRequest, CompletionRequest) for name in sorted(LACKING.keys() - model.model_fields)],
+    [
+        (model, name)
+        for model in (ChatRequest, CompletionRequest)
+        for name in sorted(LACKING.keys() - model.model_fields)
+    ],
 )
 def test_what_would_change_the_answer_and_is_lacking_is_refused_by_name(model, name):
     fields = CHAT if model is ChatRequest else BASE
