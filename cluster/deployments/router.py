@@ -165,7 +165,7 @@ class RouterReplica:
                 has_page=settings.router.page,
                 cors_origins=settings.router.cors_origins,
             ),
-            tokenizer=TextTokenizer.load(folder, settings.chat_template),
+            tokenizer=TextTokenizer.load(folder, settings.chat_template, settings.model.response_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
             fleet=fleet,
             channels=channels,

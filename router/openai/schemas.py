@@ -14,10 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.openai.fields import FieldError as FieldError
-from twostroke.router.openai.fields import ShortText as ShortText
-from twostroke.router.openai.fields import StrictModel as StrictModel
-from twostroke.router.openai.fields import Text as Text
+from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
 from twostroke.router.openai.structured import StructuredFields
 from twostroke.router.openai.tools import Calls, ToolFields
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
@@ -291,13 +288,12 @@ class ChatRequest(ToolFields, GenerationFields):
         return self
 
 
-class TokenizeRequest(ModelRequest):
+class TokenizeRequest(ToolFields, ModelRequest):
     """POST /tokenize: a text, or a chat."""
 
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
