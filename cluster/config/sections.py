@@ -63,6 +63,8 @@ class ModelSection(Section):
     """Sampling defaults: of the model's generation_config.json, or OpenAI's."""
     chat_template: str | None = None
     """A file's path, or a template's text, in place of the model's own."""
+    response_template: str | None = None
+    """How calls and thoughts are read out of answers: formats' names, a file's path, or none; null: told by the model."""
 
 
 class HeldModel(Section):

@@ -39,7 +39,7 @@ from twostroke.router.openai.answers import (
     Format,
 )
 from twostroke.router.openai.generation import Generation
-from twostroke.router.openai.jobs import Terms
+from twostroke.router.openai.jobs import Terms, chat_prompt
 from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
@@ -218,6 +218,7 @@ class ModelCard(TypedDict):
     vocab_size: int  # all token ids are below it
     sampling_defaults: SamplingDefaults  # where a request says nothing
     end_token_ids: list[int]  # that end an answer, unless ignore_eos
+    response_template: str | None  # how calls and thoughts are read; None: not at all
 
 
 class ModelList(TypedDict):
@@ -243,6 +244,7 @@ async def models(service: Service) -> ModelList:
         "vocab_size": service.tokenizer.vocab_size,
         "sampling_defaults": service.sampling_defaults,
         "end_token_ids": list(service.tokenizer.eos_token_ids),
+        "response_template": service.tokenizer.response_template,
     }
     return {"object": "list", "data": [card]}
 
@@ -269,8 +271,7 @@ async def tokenize(asked: TokenizeRequest, service: Service) -> TokenIds:
     service.check(asked)
     tokenizer, max_context = service.tokenizer, service.max_context()
     if asked.messages is not None:
-        messages = [message.as_template_sees() for message in asked.messages]
-        text = tokenizer.render_chat(messages, add_generation_prompt=asked.add_generation_prompt is not False)
+        text = chat_prompt(tokenizer, asked)
         param, add_special_tokens = "messages", bool(asked.add_special_tokens)
     else:
         text = asked.prompt or ""

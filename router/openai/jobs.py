@@ -11,9 +11,11 @@ import msgspec
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from twostroke.router.openai.structured import grammar_of
+from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
+from twostroke.router.text.grammar import check
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -91,24 +93,62 @@ class JobMaker:
         return jobs
 
     async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
-        text = self._tokenizer.render_chat(
-            [message.as_template_sees() for message in asked.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
-            documents=asked.documents or None,
-            variables=asked.template_variables,
-        )
+        text = chat_prompt(self._tokenizer, asked)
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
+        chat = self._reading(asked, text)
+        grammar = await self._whole_grammar(asked, chat, grammar)
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
-        return _choices(asked, request, chat=self._reading(asked, text))
+        return _choices(asked, request, chat=chat)
 
     def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
-        form = self._tokenizer.output_format
+        """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
+        form, tools = self._tokenizer.output_format, asked.allowed_tools
+        if tools and (form is None or not form.language.has_calls):
+            raise RequestError(
+                "tools: it is not known how this model calls tools: those who run the server say it by "
+                "model.response_template",
+                param="tools",
+            )
         if form is None:
             return None
-        tools = {tool.function.name: tool.function.parameters or {} for tool in asked.allowed_tools}
-        return ChatReading(form.language, prompt, tools or None, asked.include_reasoning is not False)
+        by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        return ChatReading(form.language, prompt, by_name or None, asked.include_reasoning is not False)
+
+    async def _whole_grammar(self, asked: ChatRequest, chat: ChatReading | None, grammar: str) -> str:
+        """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
+        form, forced = self._tokenizer.output_format, asked.forced_tools
+        budget = asked.thinking_token_budget
+        if not (forced or budget or (grammar and form is not None and form.thinking is not None)):
+            return grammar
+        if forced and grammar:
+            raise RequestError("tool_choice: an answer that must be a call has no other format", param="tool_choice")
+        if budget and (form is None or form.thinking is None):
+            raise RequestError("thinking_token_budget: this model does not think", param="thinking_token_budget")
+        assert form is not None
+        assert chat is not None
+        rules = AnswerGrammar(self._tokenizer.controls)
+        if forced and form.call is None:
+            raise RequestError(
+                f"tool_choice: calls of the format {form.name} can't be enforced: use auto", param="tool_choice"
+            )
+        if forced and form.call is not None:
+            functions = [
+                Function(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+                for tool in forced
+            ]
+            calls = rules.of_calls(form.call, functions, is_parallel=asked.parallel_tool_calls is not False)
+            rest, param = f"{calls}\nrest: /\\s*/ calls", "tools"
+        elif grammar:
+            rest, param = "rest: /\\s*/ @answer", "response_format"
+        else:
+            rest, param = rules.anything, "thinking_token_budget"
+        opened = chat.language.opened_by(chat.prompt)
+        is_open = chat.language.parser(chat.prompt, None).is_reasoning
+        thinking = form.thinking if is_open or not opened.strip() else None
+        whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
+        return await check(self._grammars, whole, param)
 
     async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
@@ -190,6 +230,29 @@ class JobMaker:
             seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
         )
+
+
+def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) -> str:
+    """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
+    continues = bool(asked.continue_final_message)
+    messages = [message.as_template_sees() for message in asked.messages or ()]
+    text = tokenizer.render_chat(
+        messages,
+        tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
+        documents=asked.documents or None,
+        variables=asked.template_variables,
+        add_generation_prompt=not continues and asked.add_generation_prompt is not False,
+    )
+    if not continues:
+        return text
+    last = messages[-1]["content"].strip()
+    end = text.rfind(last)
+    if not last or end < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message as it is",
+            param="continue_final_message",
+        )
+    return text[: end + len(last)]
 
 
 def _choices(

@@ -288,13 +288,12 @@ class ChatRequest(ToolFields, GenerationFields):
         return self
 
 
-class TokenizeRequest(ModelRequest):
+class TokenizeRequest(ToolFields, ModelRequest):
     """POST /tokenize: a text, or a chat."""
 
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

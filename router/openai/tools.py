@@ -88,6 +88,7 @@ class ToolFields(StrictModel):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None  # vLLM's
+    thinking_token_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # vLLM's
     chat_template_kwargs: Annotated[dict[ShortText, Any], Field(max_length=MAX_VARIABLES)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] | None = None
     add_generation_prompt: bool | None = None
@@ -97,6 +98,14 @@ class ToolFields(StrictModel):
     def allowed_tools(self) -> list[Tool]:
         """The tools that the model is told of and may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which one must be called; none where the model may choose."""
+        if isinstance(self.tool_choice, NamedChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools or [] if tool.function.name == name]
+        return self.allowed_tools if self.tool_choice == "required" else []
 
     @property
     def template_variables(self) -> dict[str, Any]:

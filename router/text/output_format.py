@@ -6,7 +6,7 @@ told by the marks that its chat template writes, never by its name.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -31,19 +31,47 @@ _ANCHORS = (
 )
 """Where answers begin, in the families that our files are for."""
 
-_CALL_MARKS = (("hermes", "<tool_call>"),)
-"""The file that a chat template asks for by having this text: the first that fits."""
+_CALL_MARKS = (
+    ("harmony", ("<|channel|>",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    ("gemma", ("<start_function_call>",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("glm4", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("granite", ("<|tool_call|>",)),
+    ("hermes", ("<tool_call>",)),
+    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ("<|start_header_id|>", "parameters")),
+)
+"""The file that a chat template asks for by having all of these texts: the first that fits."""
 
-_THINKING_MARKS = (("think", "</think>"),)
+_THINKING_MARKS = (("think", ("</think>",)), ("think_mistral", ("[THINK]",)))
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a call is written, for grammars: `begin` has a place for the function's name."""
+    """How calls are written, for grammars: `trigger`, `first`, and each call between `begin` and `end`, then `last`.
+
+    `begin` has the function's name where it says {name}.
+    """
 
     begin: str
     end: str
+    trigger: str = ""  # once for all calls where there is a `last`, else before each
+    first: str = ""
     between: str = ""
+    last: str = ""
+    is_single: bool = False  # an answer has one call at most
+
+
+@dataclass(frozen=True)
+class ThinkingSyntax:
+    """The marks around thoughts."""
+
+    begin: str
+    end: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +82,7 @@ class OutputFormat:
     template: Mapping[str, Any]
     origin: str
     call: CallSyntax | None = None
+    thinking: ThinkingSyntax | None = None
 
     @cached_property
     def language(self) -> ResponseLanguage:
@@ -75,12 +104,16 @@ def pick_output_format(given: str | None, own: Any, origin: str, chat_template: 
         return ours
     if not isinstance(own, dict):
         raise ConfigError(f"{origin}: response_template must be an object, found {type(own).__name__}")
-    return OutputFormat("its own", own, origin, None if ours is None else ours.call)
+    if ours is None:
+        return OutputFormat("its own", own, origin)
+    return replace(ours, name="its own", template=own, origin=origin)
 
 
 def _told_by(chat_template: str) -> OutputFormat | None:
-    calls = [name for name, mark in _CALL_MARKS if mark in chat_template][:1]
-    thinking = [name for name, mark in _THINKING_MARKS if mark in chat_template][:1]
+    calls, thinking = (
+        [name for name, texts in marks if all(text in chat_template for text in texts)][:1]
+        for marks in (_CALL_MARKS, _THINKING_MARKS)
+    )
     return _ours([*calls, *thinking]) if calls or thinking else None
 
 
@@ -103,10 +136,11 @@ def _named(given: str) -> OutputFormat:
 def _ours(names: list[str]) -> OutputFormat:
     """One of several files: a later one's fields are tried beside those before."""
     fields: dict[str, Any] = {}
-    call = None
+    call, thinking = None, None
     for name in names:
         said = json.loads(files(__package__).joinpath(_FOLDER, f"{name}.json").read_text(encoding="utf-8"))
         fields |= said["fields"]
         call = CallSyntax(**said["call"]) if "call" in said else call
+        thinking = ThinkingSyntax(**said["thinking"]) if "thinking" in said else thinking
     template = {"start_anchor": list(_ANCHORS), "fields": fields}
-    return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call)
+    return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call, thinking)

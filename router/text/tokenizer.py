@@ -98,6 +98,21 @@ class TextTokenizer:
         )
 
     @property
+    def response_template(self) -> str | None:
+        """The name of the output format."""
+        return None if self.output_format is None else self.output_format.name
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """The tokens that grammars take for more than their text, but for those that end an answer."""
+        return {
+            token.content: token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if (token.special or (token.content.startswith("<") and token.content.endswith(">")))
+            and token_id not in self.eos_token_ids
+        }
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """What grammars are compiled over. Made anew, of megabytes."""
         return Vocabulary(self._tokenizer.to_str(), self.vocab_size, self.eos_token_ids)

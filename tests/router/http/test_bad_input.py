@@ -91,7 +91,7 @@ WRONG_CHAT = [
     ("messages", {"messages": [{"role": "user", "content": "word " * 600}]}),
     ("messages", {"messages": [{"role": "user", "content": "a"}] * 2049}),
     ("messages.0.tool_calls", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}),
-    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools.0.function", {"tools": [{"type": "function"}]}),
     ("logprobs", {"logprobs": 2}),
     ("top_logprobs", {"top_logprobs": 2}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
