@@ -72,13 +72,18 @@ class StepDecoder(Protocol):
         kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
+        on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Logits fp32 [N, vocab] of the rows that draw, None where none does.
 
         token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
-        another thread, while later layers are launched.
+        another thread, while later layers are launched. `on_hidden` gets [T, hidden] from behind the last norm, on
+        every rank, and may ask for logits of some: without it only rows that draw come so far.
         """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [N, vocab] of rows that `on_hidden` got; all ranks ask for the same ones in one order."""
 
 
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:

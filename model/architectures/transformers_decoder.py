@@ -249,6 +249,7 @@ class TransformersDecoder:
         self._parallel = parallel
         self._sums_heads = sums_heads
         self._step: _Step | None = None
+        self._below: Any = None  # what the layers below the LM head gave, while it is read
         self._layers = {call.module: index for index, call in enumerate(calls)}
         self._forms: dict[int, AttentionForm] = {}
         # Transformers has rotated queries and keys already.
@@ -267,13 +268,36 @@ class TransformersDecoder:
         kv_tensors: Sequence[Tensor],
         drawing: Drawing,
         on_layer: Callable[[int], None] | None = None,
+        on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """As StepDecoder.forward. The last layer computes all of its rows."""
         with layer_announcing(on_layer, kv_tensors[0].device) as announce:
             self._step = _Step(layouts, kv_tensors, announce)
-            logits = _logits(self._model, token_ids, layouts[0].positions, drawing.rows)
+            positions = layouts[0].positions
+            if on_hidden is not None:
+                self._below = self._model.base_model(
+                    input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+                )
+                on_hidden(hidden := self._below.last_hidden_state[0])
+                logits = self.logits(hidden[drawing.rows])
+                self._below = None
+            else:
+                logits = _logits(self._model, token_ids, positions, drawing.rows)
             self._step = None
         return logits.float() if drawing.rows.numel() else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As StepDecoder.logits: by the model's own `forward`, which does more than the LM head in some families, over
+        hidden states that are given instead of computed."""
+        rows = torch.arange(len(hidden), device=hidden.device)
+        given = copy.copy(self._below)
+        given.last_hidden_state = hidden[None]
+        base = self._model.base_model
+        base.forward = lambda *_, **__: given
+        try:
+            return _logits(self._model, rows, rows, rows).float()
+        finally:
+            del base.forward
 
     def whole_logits(self, token_ids: Tensor) -> Tensor:
         """[T, vocab] of one sequence from its start, by transformers' own attention, mask and all."""

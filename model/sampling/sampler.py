@@ -25,7 +25,7 @@ from torch import Tensor
 
 from twostroke.model.batch import place
 from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
-from twostroke.model.step import Draw, TokenCounts, is_penalised
+from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised
 from twostroke.protocol.requests import SampledToken
 
 LEAST_LOGPROB = -9999.0
@@ -78,6 +78,28 @@ class Sampler:
             return self._with_logprobs(raw, tokens, reported, draws)
         return [SampledToken(token) for token in tokens.tolist()]
 
+    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
+        """How likely `targets` [N] are by `logits` (fp32 [N, V], may be modified), and the likeliest tokens."""
+        logits = logits.detach().contiguous()
+        self._mend(logits, *self._kernels.argmax(logits))
+        rows, ids = np.arange(len(targets)), targets[:, None]
+        if num_alternatives:
+            ids = np.concatenate((ids, self._kernels.largest(logits, rows, num_alternatives)), axis=1)
+        own = logits.gather(1, torch.from_numpy(targets).to(logits.device)[:, None])
+        ranks = (logits > own).sum(-1, dtype=torch.int32) + 1
+        return ScoredRows(
+            ids[:, 1:].astype("<i4"), self._logprobs(logits, rows, ids).astype("<f4"), ranks.cpu().numpy().astype("<i4")
+        )
+
+    def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of `ids` [R, K] in `rows` [R]."""
+        row_index = torch.from_numpy(rows).to(logits.device)[:, None]
+        values = logits[row_index, torch.from_numpy(ids).to(logits.device)].double().cpu().numpy()
+        logprobs = np.full(values.shape, LEAST_LOGPROB)
+        np.subtract(values, self._kernels.log_sum_exp(logits, rows)[:, None], out=logprobs, where=values > -np.inf)
+        np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
+        return logprobs
+
     def _mend(self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32]) -> None:
         """Take NaN and +inf out of rows that hold any, which shows in their largest logit."""
         broken = np.flatnonzero(np.isnan(maxima) | (maxima == np.inf))
@@ -98,11 +120,7 @@ class Sampler:
         ids = tokens[reported, None]
         if max(counts) > 0:
             ids = np.concatenate((ids, self._kernels.largest(raw, reported, max(counts))), axis=1)
-        row_index = torch.from_numpy(reported).to(raw.device)[:, None]
-        values = raw[row_index, torch.from_numpy(ids).to(raw.device)].double().cpu().numpy()
-        logprobs = np.full(values.shape, LEAST_LOGPROB)
-        np.subtract(values, self._kernels.log_sum_exp(raw, reported)[:, None], out=logprobs, where=values > -np.inf)
-        np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
+        logprobs = self._logprobs(raw, reported, ids)
         for i, row_ids, row_logprobs, count in zip(
             reported.tolist(), ids.tolist(), logprobs.tolist(), counts, strict=True
         ):

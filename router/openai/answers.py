@@ -13,10 +13,11 @@ import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
-from twostroke.protocol.requests import FinishReason, SampledToken
+from twostroke.protocol.requests import FinishReason
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
 from twostroke.router.text.tokenizer import TextTokenizer
 
 encode_json = msgspec.json.Encoder().encode
@@ -115,7 +116,7 @@ class CompletionLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -124,6 +125,7 @@ class CompletionChoice(_Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -191,6 +193,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -201,13 +204,6 @@ class ChatChunk(_Answer):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
-
-
-class ShownToken(msgspec.Struct, frozen=True):
-    """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
-
-    sampled: SampledToken
-    offset: int
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
@@ -229,6 +225,8 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | Literal["tool_calls"] | None
     reasoning: str = ""  # what the model thinks before it answers
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes = b""  # as in PrefillReply
 
 
 class Format(ABC):
@@ -315,7 +313,8 @@ class CompletionFormat(Format):
         if delta.index in self._opened:
             return {"text": delta.text}
         self._opened.add(delta.index)
-        return {"text": self._jobs[delta.index].echo + delta.text, **self._prompt(delta.index)}
+        scores = {} if delta.prompt_logprobs is None else {"prompt_logprobs": delta.prompt_logprobs}
+        return {"text": self._jobs[delta.index].echo + delta.text, **scores, **self._prompt(delta.index)}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -328,7 +327,7 @@ class CompletionFormat(Format):
                 top.setdefault(text, logprob)
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(logprob)
-            logprobs["top_logprobs"].append(top)
+            logprobs["top_logprobs"].append(top or None)
             logprobs["text_offset"].append(token.offset)
         return logprobs
 
@@ -342,6 +341,8 @@ class ChatFormat(Format):
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         self._head |= self._prompt(0)
+        if (scores := _joined(choices[0]).prompt_logprobs) is not None:
+            self._head["prompt_logprobs"] = scores
         return super().whole(choices, usage)
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -384,7 +385,18 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     shown = tuple(token for delta in deltas for token in delta.shown)
     reasoning = "".join(delta.reasoning for delta in deltas)
     tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
-    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason, reasoning, tool_calls)
+    first = deltas[0]  # has what is told of the prompt
+    return Delta(
+        first.index,
+        text,
+        token_ids,
+        shown,
+        deltas[-1].finish_reason,
+        reasoning,
+        tool_calls,
+        first.prompt_logprobs,
+        first.embedding,
+    )
 
 
 def event(chunk: Any) -> bytes:

@@ -9,10 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
+
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.requests import TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.reading import PromptRead
 from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import Stages
@@ -20,7 +23,6 @@ from twostroke.router.openai.answers import (
     DONE,
     Delta,
     Format,
-    ShownToken,
     Usage,
     error_object,
     event,
@@ -29,6 +31,7 @@ from twostroke.router.openai.answers import (
 )
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import SLOVerdict, verdict_of
 from twostroke.router.slo.demand import Demand
@@ -60,13 +63,15 @@ class ChoiceRunner:
         self.metrics.begun(job.request)
         self.demand.arrived(job.request)
         try:
-            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+            async with aclosing(self._events(job, stages)) as events:
                 async for event in events:
                     now = self.clock()
                     if last is not None:
                         self.metrics.inter_token_latency.observe(now - last)
                     last = now
-                    delta = writer.add(event)
+                    # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
+                    is_read = isinstance(event, PromptRead)
+                    delta = await asyncio.to_thread(writer.add, event) if is_read else writer.add(event)
                     if delta.finish_reason is not None:
                         outcome = stages.finish_reason = delta.finish_reason
                         # A stop string ends the choice here, whatever the workers had sent beyond it.
@@ -88,6 +93,34 @@ class ChoiceRunner:
             if outcome != "error":
                 self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
 
+    async def _events(self, job: Job, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
+        """What is read off the prompt, where something is to be, then the tokens; always `aclose` it."""
+        prompt = job.prompt
+        if prompt is None:
+            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+                async for event in events:
+                    yield event
+            return
+        is_all = job.request.max_tokens == prompt.request.max_tokens
+        reading = stages if is_all else Stages(stages.arrive, follows=stages.follows)
+        if prompt.answers_with is None:  # else by another choice
+            async with aclosing(self.pipeline.generate(prompt.request, reading)) as events:
+                async for event in events:
+                    assert isinstance(event, PromptRead)
+                    prompt.answers_with = event
+        assert prompt.answers_with is not None
+        if is_all:
+            yield prompt.answers_with
+            return
+        yield msgspec.structs.replace(prompt.answers_with, finish_reason=None)
+        stages.follows = stages.follows or reading.attempts > 0
+        async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+            async for event in events:
+                yield event
+        if reading.attempts:  # what was cached then was so because it had been read
+            stages.num_cached_tokens = reading.num_cached_tokens
+            stages.tries[:0] = reading.tries
+
 
 class ChoiceWriter:
     """Writes one choice's text. The token that stopped it is counted, but has neither text nor log-probability."""
@@ -98,7 +131,8 @@ class ChoiceWriter:
         self._stops = StopStrings(job.stop)
         self.num_tokens = 0
         """Tokens of the choice so far, the one that stopped it included."""
-        self._num_chars = 0  # of the text with nothing held back
+        self._tokenizer = tokenizer
+        self._num_chars = len(job.echo)  # of the text with nothing held back
 
     def add(self, event: TokenEvent) -> Delta:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
@@ -107,13 +141,19 @@ class ChoiceWriter:
         text = ""
         token_ids: list[int] = []
         shown: list[ShownToken] = []
+        scores = event.scores if isinstance(event, PromptRead) else None
+        if scores is not None and self._job.echoes_logprobs:
+            alternatives = self._job.request.sampling.logprobs or 0
+            shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer)
         for i, token in enumerate(event.tokens):
             token_ids.append(token.token_id)
             self.num_tokens += 1
-            if stopped_by_token and i == last:
-                break
-            if self._job.request.sampling.logprobs is not None:
+            is_end = stopped_by_token and i == last
+            # Where the prompt's are shown, too, harnesses count on one for each token.
+            if self._job.request.sampling.logprobs is not None and (self._job.echoes_logprobs or not is_end):
                 shown.append(ShownToken(token, self._num_chars))
+            if is_end:
+                break
             text += self._visible(self._text.add(token.token_id))
             if self._stops.stopped:
                 break
@@ -123,7 +163,13 @@ class ChoiceWriter:
             text += self._stops.flush()
         if self._stops.stopped:
             finish = "stop"
-        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
+        delta = Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
+        if not isinstance(event, PromptRead):
+            return delta
+        told = None
+        if scores is not None and self._job.prompt_logprobs is not None:
+            told = prompt_logprobs(scores, self._job.request.token_ids, self._job.prompt_logprobs, self._tokenizer)
+        return msgspec.structs.replace(delta, prompt_logprobs=told, embedding=event.embedding)
 
     def _visible(self, text: str) -> str:
         self._num_chars += len(text)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.requests import GenerateRequest, Promise, ReadingParams, SamplingParams
+from twostroke.router.generate.reading import PromptRead
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -16,6 +17,14 @@ from twostroke.router.text.tokenizer import TextTokenizer
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
 _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leaves the likeliest token alone
+
+
+@dataclass
+class PromptToRead:
+    """What is to be told of a prompt, once for all of its choices."""
+
+    request: GenerateRequest  # with `reading`
+    answers_with: PromptRead | None = None  # None: not read yet
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,9 @@ class Job:
     request: GenerateRequest  # a template, see Pipeline.generate
     stop: tuple[str, ...]
     echo: str = ""  # shown before the first token
+    prompt: PromptToRead | None = None  # before the first token, where something is to be read off it
+    echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
+    prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ class JobMaker:
             echo = ""
             if asked.echo:
                 echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
-            jobs += _choices(asked, request, group, echo)
+            scored = asked.logprobs if asked.echo else None
+            jobs += _choices(asked, request, group, echo, scored)
         return jobs
 
     async def _of_chat(self, asked: ChatRequest, terms: Terms) -> list[Job]:
@@ -106,7 +119,7 @@ class JobMaker:
         if not token_ids:
             raise RequestError(f"{param}: has no tokens", param=param)
         room = terms.max_context - len(token_ids)
-        if room < 1:
+        if room < 1 and asked.token_limit[1] != 0:
             raise _too_long(param, str(len(token_ids)), terms.max_context)
         limited_by, limit = asked.token_limit
         max_tokens = default_tokens if limit is None else limit
@@ -154,11 +167,36 @@ class JobMaker:
         )
 
 
-def _choices(asked: GenerationFields, request: GenerateRequest, group: int = 0, echo: str = "") -> list[Job]:
+def _choices(
+    asked: GenerationFields,
+    request: GenerateRequest,
+    group: int = 0,
+    echo: str = "",
+    echoed_logprobs: int | None = None,
+) -> list[Job]:
     """The `n` jobs of one prompt, after those of the groups before."""
     num = asked.n or 1
     stop = tuple(asked.stop or ())
-    return [Job(group * num + i, group, _reseeded(request, i), stop, echo) for i in range(num)]
+    prompt = None
+    if asked.reads_prompt:
+        wanted = [one for one in (asked.prompt_logprobs, echoed_logprobs) if one is not None]
+        # One token comes with the reading; more, or several choices', are drawn after it.
+        max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0
+        params = ReadingParams(logprobs=max(wanted, default=None))
+        prompt = PromptToRead(msgspec.structs.replace(request, max_tokens=max_tokens, reading=params))
+    return [
+        Job(
+            group * num + i,
+            group,
+            _reseeded(request, i),
+            stop,
+            echo,
+            prompt,
+            echoed_logprobs is not None,
+            asked.prompt_logprobs,
+        )
+        for i in range(num)
+    ]
 
 
 def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:

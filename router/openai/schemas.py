@@ -108,7 +108,6 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "logit_processors": ("this server runs no code of its clients", ([],)),
     "bad_words": ("use logit_bias for single tokens", ([],)),
     "allowed_token_ids": ("use logit_bias", ()),
-    "prompt_logprobs": ("prompt tokens have no log-probabilities here", ()),
     "prompt_embeds": ("a prompt is text or token ids", ()),
     "truncate_prompt_tokens": ("prompts are taken whole", ()),
     "skip_special_tokens": ("special tokens have no text in answers; return_token_ids shows them", (True,)),
@@ -158,7 +157,7 @@ class GenerationFields(ModelRequest):
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     temperature: Temperature | None = None
@@ -178,6 +177,7 @@ class GenerationFields(ModelRequest):
     response_format: ResponseFormat | None = None
     service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/classes.py`
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
     return_token_ids: bool | None = None
     return_stages: bool | None = None
 
@@ -190,6 +190,11 @@ class GenerationFields(ModelRequest):
     def token_limit(self) -> tuple[str, int | None]:
         """The field that limits a choice's tokens, and its value."""
         return "max_tokens", self.max_tokens
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is told of the prompt's own tokens."""
+        return self.prompt_logprobs is not None
 
     @property
     def includes_usage(self) -> bool:
@@ -214,6 +219,11 @@ class GenerationFields(ModelRequest):
     def _agree(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "is allowed only with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs", "is not allowed with stream: true")
+        limited_by, limit = self.token_limit
+        if limit == 0 and not self.reads_prompt:
+            raise FieldError(limited_by, "0 is allowed only where the prompt is told of: with echo or prompt_logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError("best_of", "must equal n: choices are not ranked here")
         return self
@@ -238,12 +248,14 @@ class CompletionRequest(GenerationFields):
     def num_choices(self) -> int:
         return len(self.prompts) * (self.n or 1)
 
+    @property
+    def reads_prompt(self) -> bool:
+        return super().reads_prompt or bool(self.echo and (self.logprobs is not None or self.max_tokens == 0))
+
     @model_validator(mode="after")
     def _possible(self) -> "CompletionRequest":
         if self.num_choices > MAX_CHOICES:
             raise FieldError("n", f"at most {MAX_CHOICES} choices, over all prompts")
-        if self.echo and self.logprobs is not None:
-            raise FieldError("echo", "can't be combined with logprobs: prompt tokens have no log-probabilities here")
         return self
 
 
@@ -284,7 +296,7 @@ class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
