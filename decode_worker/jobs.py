@@ -30,7 +30,7 @@ class DecodeJob(WorkerJob):
         Not before it is offered: blocks reserved for what may still wait for blocks elsewhere could end in a circle of
         workers that wait for each other.
         """
-        return not self.awaits_offer and (self.is_offered or not self.wants_transfer)
+        return not (self.awaits_offer or self.awaits_grammar) and (self.is_offered or not self.wants_transfer)
 
     @property
     def has_kv_coming(self) -> bool:

@@ -77,7 +77,7 @@ class Swapping:
         """Give the job's host blocks back. Harmless where it has none."""
         swapped, job.swapped = job.swapped, None
         if swapped is not None and self.pool is not None:
-            self.pool.release([block_id for block_id in swapped.block_ids if block_id != NO_BLOCK])
+            self.pool.release(swapped.block_ids)
 
     def step_ended(self, num_prompt_tokens: int, prompts_s: float) -> None:
         """Learn what computing costs, from a step that has run; `prompts_s` is its prompts' part."""

@@ -13,11 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.model.batch import Drawing, StepDecoder, check_batch, make_layouts, place, take_drawn
+from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.step import BlockCopy, Draw, PromptReading, ScoredRows, SequenceStep, with_drawn_tokens
+from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
+from twostroke.model.step import (
+    BlockCopy,
+    Draw,
+    OnLayer,
+    PromptReading,
+    ScoredRows,
+    SequenceStep,
+    drawn_by,
+    with_drawn_tokens,
+)
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -27,7 +37,9 @@ if TYPE_CHECKING:  # Triton is imported only where there is a GPU
 class TokenSampler(Protocol):
     """What the runner needs of `model/sampling/sampler.py`."""
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
+    ) -> list[SampledToken]:
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
@@ -47,7 +59,9 @@ _SCORED_BYTES = 64 << 20
 class LaunchingSampler(Protocol):
     """A sampler that need not be waited for: model/cuda/sampler.py."""
 
-    def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> "DrawnTokens":
+    def launch(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
+    ) -> "DrawnTokens":
         """Draw one token for each row, without log-probabilities."""
 
 
@@ -63,6 +77,11 @@ class LaunchedStep:
     def result(self) -> list[SampledToken | None]:
         """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
         return self.tokens
+
+    def token_of(self, entry: int) -> int:
+        """The one that an entry of the batch draws; blocks until it is there. For the engine's thread, any number of
+        times. Raises ValueError where it draws none."""
+        return drawn_by(entry, self.tokens)
 
     def on_device(self) -> Tensor | None:
         """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
@@ -97,6 +116,9 @@ class StepOnDevice(LaunchedStep):
             self.tokens[entry] = SampledToken(token)
         return self.tokens
 
+    def token_of(self, entry: int) -> int:
+        return self.drawn.wait()[self.entries.index(entry)]
+
     def on_device(self) -> Tensor:
         tokens = self.drawn.tokens
         if self.entries == list(range(len(self.tokens))):
@@ -124,6 +146,7 @@ class ModelRunner:
         self._max_context = max_context
         self._captured = captured
         self._swap_space = swap_space
+        self._masks = MaskFiller(decoder.vocab_size)
         self._device = kv_cache.tensors[0].device
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
 
@@ -132,9 +155,7 @@ class ModelRunner:
         """Rows of logits so far that held NaN or +inf."""
         return self._sampler.num_broken_rows
 
-    def run(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None
-    ) -> list[SampledToken | None]:
+    def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
         """As `Engine.step`. Raises ValueError as `check_batch` does."""
         return self.launch(batch, on_layer).result()
 
@@ -150,7 +171,7 @@ class ModelRunner:
     def launch(
         self,
         batch: Sequence[SequenceStep],
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
         earlier: LaunchedStep | None = None,
     ) -> LaunchedStep:
         """Begin a step after `earlier`, the one before it. Raises ValueError as `check_batch` does.
@@ -166,31 +187,36 @@ class ModelRunner:
         if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
-                return self._sample(logits, batch, list(range(len(batch))))
-        return self._run_eagerly(batch, on_layer, drawn)
+                return self._sample(logits, batch, list(range(len(batch))), earlier)
+        return self._run_eagerly(batch, on_layer, drawn, earlier)
 
     def _run_eagerly(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None, drawn: Tensor | None
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None,
+        drawn: Tensor | None,
+        earlier: LaunchedStep | None,
     ) -> LaunchedStep:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
-        layouts = make_layouts(steps, self._kv_cache.block_size, self._device, self.groups)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
-            self._token_ids(steps, drawn),
-            layouts,
-            self._kv_cache.tensors,
-            Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+            StepInput(
+                self._token_ids(steps, drawn),
+                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups),
+                self._kv_cache.tensors,
+                Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+                self._reader(steps),
+            ),
             on_layer,
-            self._reader(steps),
         )
         if logits is None:
             if self._device.type == "cuda":
                 computed = torch.cuda.current_stream(self._device).record_event()
                 return SilentStep([None] * len(batch), computed, self._device)
             return LaunchedStep([None] * len(batch))
-        return self._sample(logits, batch, [order[i] for i in drawing])
+        return self._sample(logits, batch, [order[i] for i in drawing], earlier)
 
     def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
         """What reads all prompts that are to be read off the step's hidden states; None where there are none."""
@@ -225,15 +251,28 @@ class ModelRunner:
             take_drawn(token_ids, steps, drawn)  # single tokens come first: a row each
         return token_ids
 
-    def _sample(self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int]) -> LaunchedStep:
+    def _sample(
+        self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int], earlier: LaunchedStep | None
+    ) -> LaunchedStep:
         """Draw a token for each of `entries` of the batch, whose logits are the rows."""
         drawing = [batch[i] for i in entries]
         draws = [step.draw for step in drawing if step.draw is not None]
         positions = [step.start + len(step.token_ids) for step in drawing]
+        masks = None
+        if any(draw.constraint is not None for draw in draws):
+            # On a GPU the model runs meanwhile, behind the step before it, which must have drawn.
+            masks = self._masks.fill(draws, positions, [_last_token(step, earlier) for step in drawing])
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
-            drawn = self._sampler.launch(logits, draws, positions)
+            drawn = self._sampler.launch(logits, draws, positions, masks)
             return StepOnDevice([None] * len(batch), drawn, entries)
         tokens: list[SampledToken | None] = [None] * len(batch)
-        for entry, token in zip(entries, self._sampler.sample(logits, draws, positions), strict=True):
+        for entry, token in zip(entries, self._sampler.sample(logits, draws, positions, masks), strict=True):
             tokens[entry] = token
         return LaunchedStep(tokens)
+
+
+def _last_token(step: SequenceStep, earlier: LaunchedStep | None) -> int:
+    """The token that a draw comes right after."""
+    if step.draw is None or step.draw.constraint is None or step.follows is None or earlier is None:
+        return step.token_ids[-1]
+    return earlier.token_of(step.follows)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from twostroke.protocol.requests import PromptScores, ReadingParams, SampledToken, SamplingParams
@@ -36,6 +37,7 @@ class Draw(msgspec.Struct, frozen=True):
     num_prompt_tokens: int  # how many of `history` are the prompt
     forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
     counts: "TokenCounts | None" = None  # of `history`, where penalties need them; None: counted when they are needed
+    constraint: "Constraint | None" = None  # what the output is held to
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
@@ -147,6 +149,41 @@ class PromptReading:
         return unit.astype("<f4").tobytes()
 
 
+class Constraint:
+    """A request's grammar, and how far its output has got in it.
+
+    The engine advances it, when it launches a draw: so the next step can be scheduled while a token is being drawn.
+    Positions say how far, since the request's list of tokens grows meanwhile.
+    """
+
+    def __init__(self, matcher: LLMatcher):
+        """`matcher` is at the grammar's beginning, and belongs to this object."""
+        self.matcher = matcher
+        self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
+        self._num_outputs = 0  # that the matcher has seen
+
+    def advance(self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int) -> None:
+        """Take in all output tokens before `position`, where one is to be drawn.
+
+        `last_token` stands right before it; `history` has at least those before that one.
+        """
+        outputs = [*history[num_prompt_tokens + self._num_outputs : position - 1], last_token]
+        num_outputs = position - num_prompt_tokens
+        if num_outputs > self._num_outputs:
+            self.matcher.consume_tokens(outputs)
+        self._num_outputs = num_outputs
+
+    def masks_failed(self, position: int) -> bool:
+        """To be called once there is a mask for `position`: whether that is none, since following takes too much."""
+        if self._failed_at is None and self.matcher.is_error():
+            self._failed_at = position
+        return self._failed_at is not None
+
+    def has_failed(self, position: int) -> bool:
+        """Whether the token that was drawn there is not to be used: the grammar could not be followed any more."""
+        return self._failed_at is not None and position >= self._failed_at
+
+
 class BlockCopy(msgspec.Struct, frozen=True):
     """KV to be copied between blocks of the cache and blocks of host memory, pair by pair."""
 
@@ -192,13 +229,16 @@ def with_drawn_tokens(batch: Sequence[SequenceStep], drawn: Sequence[SampledToke
     if all(one.follows is None for one in batch):
         return batch
     return [
-        one if one.follows is None else SequenceStep(_drawn_by(one.follows, drawn), one.start, one.block_ids, one.draw)
+        one
+        if one.follows is None
+        else SequenceStep((drawn_by(one.follows, drawn),), one.start, one.block_ids, one.draw)
         for one in batch
     ]
 
 
-def _drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> tuple[int]:
+def drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> int:
+    """The token of an entry of a step. Raises ValueError where it drew none."""
     token = drawn[entry] if entry < len(drawn) else None
     if token is None:
         raise ValueError(f"entry {entry} of the step before drew no token to go on from")
-    return (token.token_id,)
+    return token.token_id

@@ -6,7 +6,7 @@ Both roles build on this. No torch, no I/O; the owner of a sequence ends it with
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from twostroke.model.step import Draw, PromptReading, SequenceStep, TokenCounts, is_penalised
+from twostroke.model.step import Constraint, Draw, PromptReading, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
@@ -33,6 +33,7 @@ class SequenceState:
         self._held: dict[int, tuple[int, int]] = dict.fromkeys(groups.windowed, (0, 0))
         self.token_ids: list[int] = list(request.token_ids)
         self.block_ids: list[int] = []
+        self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
         self.num_computed = 0
         self.reading = None if request.reading is None else PromptReading(request.reading, request.token_ids)
         self._block_hashes: list[BlockHash] = []
@@ -204,6 +205,7 @@ class SequenceState:
                 num_prompt_tokens=self.request.num_prompt_tokens,
                 forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drawn),
                 counts=self._counts_for_draw(),
+                constraint=self.constraint,
             )
         token_ids = self.token_ids[start:end] if follows is None else (0,)
         return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.reading)
@@ -284,6 +286,7 @@ class WorkerJob:
     sequence: SequenceState
     arrived_at: float  # in seconds of the worker's clock
     awaits_offer: bool = False  # another worker may offer its beginning: not to be admitted yet
+    awaits_grammar: bool = False  # its grammar is being compiled: not to be admitted yet
     arrival: int = 0  # 0, 1, 2, ...: the order in which requests came
     num_uncached: int = 0  # tokens that were not in the prefix cache when it came
     turn: Turn = ()  # while it waits, or its prompt is computed
@@ -313,7 +316,7 @@ class WorkerJob:
     @property
     def is_ready(self) -> bool:
         """Whether it may be admitted in its turn."""
-        return not self.awaits_offer
+        return not (self.awaits_offer or self.awaits_grammar)
 
     @property
     def has_kv_coming(self) -> bool:

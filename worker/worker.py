@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
-from twostroke.model.step import Engine, OnLayer
+from twostroke.model.step import Constraint, Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     EpochMismatch,
@@ -24,6 +24,7 @@ from twostroke.protocol.errors import (
     WorkerLeaving,
     WorkerLost,
 )
+from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Promise, ReadingParams, Ticket, TokenEvent
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
@@ -55,6 +56,7 @@ class Equipment:
     clock: Clock
     max_context: int  # tokens; the model's
     weights: str | None = None  # what quantised ones are held in
+    grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
 
 
 @dataclass(eq=False, slots=True)
@@ -144,6 +146,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._runs_ahead = runs_ahead
         self._calls: dict[str, CallT] = {}  # by request
         self._under_way = StepsUnderWay[ScheduledStep[JobT]](equipment.engine, self._clock)
+        self._compiling: set[asyncio.Task[None]] = set()  # for requests with grammars
         self._token_server = TokenServer(
             peer=self._peer,
             network=equipment.network,
@@ -266,6 +269,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         """End everything, wherever it stands; a step under way finishes first, unless stuck. May be called again."""
         self._fail_all(f"worker {self._peer.worker_id} is ending")
         await self._life.stop()
+        for compiling in self._compiling:
+            compiling.cancel()
+        await asyncio.gather(*self._compiling, return_exceptions=True)
         await self._token_server.close()  # nobody asks for a prefix any more
         await self._sender.close()
         await self._receiver.close()
@@ -278,6 +284,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         if not await self._schedule():
             return False
         ended = await self._run()
+        self._end_unfollowable(ended.step)
         self._post_process(self._scheduler.complete(ended.step, ended.sampled))
         return True
 
@@ -316,6 +323,15 @@ class Worker(ABC, Generic[JobT, CallT]):
         if not (ended.step.swaps or is_scored):
             self._costs.add(content, ended.seconds)
 
+    def _end_unfollowable(self, step: ScheduledStep[JobT]) -> None:
+        """End those of whom a step has drawn a token that their grammar had no say in."""
+        for job, part in ((entry.job, entry.step) for entry in step.entries):
+            constraint = None if part.draw is None else part.draw.constraint
+            if constraint is None or job.has_ended:
+                continue
+            if constraint.has_failed(part.start + len(part.token_ids)):
+                self._abort(self._call_of(job), "its grammar can't be followed", _too_complex())
+
     def _admit_offered(self) -> None:
         self._begin_transfers(self._scheduler.admit_offered())
 
@@ -332,6 +348,8 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._life.check_takes_requests()
         if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
+        if request.grammar and self._equipment.grammars is None:
+            raise RequestError("this worker can't hold an answer to a grammar", code="grammar_unsupported")
         if pull is not None:
             self._check_ticket(request, pull, pull.target)
 
@@ -356,6 +374,12 @@ class Worker(ABC, Generic[JobT, CallT]):
     async def _answered(self, call: CallT, reply: "asyncio.Future[ReplyT]", pull: Ticket | None) -> ReplyT:
         """See a new call to its end. Being cancelled aborts it."""
         self._calls[call.request.request_id] = call
+        grammars = self._equipment.grammars
+        if call.request.grammar and grammars is not None:
+            call.job.awaits_grammar = True
+            compiling = asyncio.create_task(self._compile(call, grammars), name=f"grammar of {call.request.request_id}")
+            self._compiling.add(compiling)
+            compiling.add_done_callback(self._compiling.discard)
         self._expect(call, pull)
         self._life.wake()
         try:
@@ -368,6 +392,18 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Wait for what others offer to a new call."""
         if pull is not None:
             self._pulls.expect(call.job, pull)
+
+    async def _compile(self, call: CallT, grammars: Grammars) -> None:
+        """Let a call take its turn once its grammar is ready."""
+        job = call.job
+        try:
+            job.sequence.constraint = Constraint(await grammars.matcher(call.request.grammar))
+        except RequestError as error:
+            self._abort(call, "its grammar can't be taken", error)
+            return
+        job.awaits_grammar = False
+        self._admit_offered()
+        self._life.wake()
 
     def _call_of(self, job: JobT) -> CallT:
         """The call of a job that has not ended."""
@@ -452,6 +488,13 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def _prefill_failed(self, request_id: str) -> None:
         """No KV comes from the request's prefill worker."""
+
+
+def _too_complex() -> RequestError:
+    return RequestError(
+        "the answer has come to where its schema or grammar takes too much work to follow: make it simpler",
+        code="grammar_too_complex",
+    )
 
 
 def read_prompt(drawn: DrawnToken[JobT], *, queue_s: float, prefill_s: float) -> PrefillReply:

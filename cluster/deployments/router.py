@@ -162,6 +162,8 @@ class RouterReplica:
                 max_choices_in_flight=settings.router.max_choices_in_flight,
                 router_id=peer.worker_id,
                 strict=settings.router.strict,
+                has_page=settings.router.page,
+                cors_origins=settings.router.cors_origins,
             ),
             tokenizer=TextTokenizer.load(folder, settings.chat_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),

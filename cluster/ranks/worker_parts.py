@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.rank_parts import RankOrder, RankParts, load_rank
 from twostroke.model.parallel.ranked_engine import RankConnections
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
     from twostroke.model.parallel.tensor_parallel import Rendezvous
     from twostroke.model.step import Engine
+    from twostroke.protocol.grammars import Vocabulary
     from twostroke.worker.worker import Equipment
 
 LOOPBACK = "127.0.0.1"
@@ -125,6 +127,7 @@ async def load_parts(
 
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
+    from twostroke.protocol.grammars import Grammars
     from twostroke.worker.block_pool import BlockPool
     from twostroke.worker.worker import Equipment
 
@@ -140,6 +143,7 @@ async def load_parts(
             clock=time.monotonic,
             max_context=rank.loaded.max_context,
             weights=rank.loaded.weights,
+            grammars=Grammars(lambda: vocabulary_of(settings)),
         )
 
     if settings.tensor_parallel == 1:
@@ -180,6 +184,13 @@ async def load_parts(
     return WorkerParts(
         equipped(rank, engine, sender, RankedReceiver(rank.receiver, addresses, ranks, time.monotonic)), rank, led
     )
+
+
+def vocabulary_of(settings: WorkerSettings) -> "Vocabulary":
+    """The tokens of the model, as its routers know them: reads the tokenizer. Raises ConfigError."""
+    from twostroke.router.text.tokenizer import TextTokenizer
+
+    return TextTokenizer.load(resolve_model_folder(settings.model.path), chat_template="").vocabulary
 
 
 def check_step_size(settings: WorkerSettings, max_context: int, blocks_of_one: int, host_blocks: int) -> None:

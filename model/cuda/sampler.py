@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.batch import place
+from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, is_adjusted
+from twostroke.model.sampling.token_masks import TokenMasks
 from twostroke.model.step import Draw, ScoredRows
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
@@ -33,11 +35,16 @@ class DrawnTokens:
     _sampler: "DeviceSampler"
 
     def collect(self) -> list[int]:
-        """Token ids; blocks the calling thread, without the interpreter's lock. To be called once."""
+        """As `wait`, and have broken rows counted. To be called once."""
+        tokens = self.wait()
+        self._sampler.num_broken_drawn += int(self._on_host[1].sum())
+        return tokens
+
+    def wait(self) -> list[int]:
+        """Token ids; blocks the calling thread, without the interpreter's lock."""
         if self._arrived is not None:
             with torch.cuda.device(self.tokens.device):  # or waiting would make this thread a context on the first GPU
                 self._arrived.synchronize()
-        self._sampler.num_broken_drawn += int(self._on_host[1].sum())
         return self._on_host[0].tolist()
 
 
@@ -58,12 +65,15 @@ class DeviceSampler:
         """Rows so far that held NaN or +inf."""
         return self.num_broken_drawn + self._with_logprobs.num_broken_rows
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
+    ) -> list[SampledToken]:
         """As Sampler.sample: with log-probabilities, and waiting for the device."""
         tokens: list[SampledToken] = []
         for first in range(0, len(draws), _ROWS_AT_ONCE):
             some = slice(first, first + _ROWS_AT_ONCE)
-            tokens += self._with_logprobs.sample(logits[some], draws[some], positions[some])
+            of_some = None if masks is None else masks.within(first, first + _ROWS_AT_ONCE)
+            tokens += self._with_logprobs.sample(logits[some], draws[some], positions[some], of_some)
         return tokens
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
@@ -76,11 +86,15 @@ class DeviceSampler:
             np.concatenate([one.ranks for one in scored]),
         )
 
-    def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> DrawnTokens:
+    def launch(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
+    ) -> DrawnTokens:
         """Draw one token for each row of logits fp32 [N, V], changed in place; no log-probabilities. Never waits."""
         adjusted = [i for i, draw in enumerate(draws) if is_adjusted(draw)]
         if adjusted:
             adjust(logits, adjusted, [draws[i] for i in adjusted])
+        if masks is not None:
+            mask_on_device(logits, place(masks.rows, self._device), place(masks.words, self._device))
         tokens, broken = draw_on_device(logits, self._parameters(draws, positions))
         both = torch.stack((tokens, broken.long()))
         if not self._is_cuda:

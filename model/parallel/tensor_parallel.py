@@ -198,7 +198,9 @@ class DrawnElsewhere:
 
     num_broken_rows = 0
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: object = None
+    ) -> list[SampledToken]:
         """Token 0 for each: nobody reads them. As with drawn ones, the step has ended when this returns."""
         if logits.is_cuda:
             torch.cuda.current_stream(logits.device).synchronize()

@@ -50,7 +50,10 @@ class DrawBatch:
 
 
 class SamplingKernels(Protocol):
-    """The operations over the vocabulary. All take fp32 logits [N, V] and leave them as they are."""
+    """The operations over the vocabulary. All take fp32 logits [N, V], and all but `mask` leave them as they are."""
+
+    def mask(self, logits: Tensor, rows: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+        """Set to -inf what may not be drawn: where `words` [len(rows), ceil(V / 32)] have a 0, as TokenMasks says."""
 
     def argmax(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The first of the largest logits of each row, and its value; NaN counts as largest."""
@@ -73,6 +76,13 @@ def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
 
 class TorchSampling:
     """SamplingKernels on any device; on CPUs it is the reference for model/cpu/kernels/sampling.py."""
+
+    def mask(self, logits: Tensor, rows: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+        device, vocab_size = logits.device, logits.shape[1]
+        bits = torch.from_numpy(words).to(device)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
+        allowed = (bits & 1).bool().flatten(1)[:, :vocab_size]
+        places = torch.from_numpy(rows).to(device)
+        logits[places] = logits[places].masked_fill(~allowed, -math.inf)
 
     def argmax(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         best = logits.argmax(-1, keepdim=True)

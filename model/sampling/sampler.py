@@ -11,6 +11,7 @@ t occurs among the output tokens:
     frequency     l(t) -= frequency_penalty * c(t)          (OpenAI's formula)
     presence      l(t) -= presence_penalty * [c(t) > 0]
     forbidden     l(t) = -inf
+    grammar       l(t) = -inf where it lets no t follow (and no `forbidden`, which is in the mask as far as it can be)
 
 All in fp32, with one scatter for each kind, whatever the number of rows. Ids outside the vocabulary have no effect.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from twostroke.model.batch import place
 from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
+from twostroke.model.sampling.token_masks import TokenMasks
 from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised
 from twostroke.protocol.requests import SampledToken
 
@@ -45,9 +47,12 @@ class Sampler:
         """Rows so far that held NaN (never drawn) or +inf (clamped): 0 with a sound model and cache."""
         self._kernels = TorchSampling() if kernels is None else kernels
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
+    ) -> list[SampledToken]:
         """One token per row of `logits` (fp32 [N, V], modified in place), drawn for its absolute position.
 
+        `masks` are those of the draws with a constraint.
         Where no token is left that may be drawn, token 0 is returned: a request may forbid everything, and must not
         end its neighbours with it. Raises ValueError where the arguments' shapes or types do not fit.
         """
@@ -68,6 +73,8 @@ class Sampler:
             raw = logits.clone()
         if adjusted:
             adjust(logits, adjusted, [draws[i] for i in adjusted])
+            if masks is not None:
+                self._kernels.mask(logits, masks.rows, masks.words)
             tokens[adjusted], maxima[adjusted] = self._kernels.argmax(logits[adjusted])
 
         drawn = np.array([i for i, draw in enumerate(draws) if _is_random(draw) and np.isfinite(maxima[i])], np.int64)
@@ -149,12 +156,14 @@ def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Seque
 
 
 def is_adjusted(draw: Draw) -> bool:
-    """Whether `adjust` would change the draw's logits."""
-    return bool(draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden)
+    """Whether the draw's logits are changed."""
+    return bool(
+        draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden or draw.constraint is not None
+    )
 
 
 def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
-    """Change `rows` of `logits` (fp32 [N, V]) in place, each by its draw."""
+    """Change `rows` of `logits` (fp32 [N, V]) in place, each by its draw, but for masks."""
     bias: list[_Entry] = []
     repetition: list[_Entry] = []
     occurrence: list[_Entry] = []
@@ -174,7 +183,7 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
                 times = counts.output_counts[has_occurred]
                 penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
                 occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
-        if draw.forbidden:
+        if draw.forbidden and draw.constraint is None:
             banned = np.array(draw.forbidden, np.int64)
             forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
 

@@ -66,8 +66,8 @@ class Progress:
 
     async def begin(self) -> None:
         """Before the first call; a suspect waits until it may be tried. Raises PoisonRequest."""
-        self.stages.begin_attempt()
         self.began = self.clock()
+        self.stages.begin_attempt(self.began, self.path)
         await self.records.begin(self.case, self.path)
 
     def prefill_begins(self, worker: Peer) -> None:
@@ -77,6 +77,7 @@ class Progress:
     def prefilled(self, request: GenerateRequest, worker: Peer, reply: PrefillReply) -> None:
         """The prefill worker has computed the prompt."""
         stages = self.stages
+        stages.prompt_done = self.clock()
         stages.prefill_queue_s = reply.queue_s
         stages.prefill_s = reply.prefill_s
         stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
@@ -125,6 +126,7 @@ class Progress:
         has_kv = self.path.prefill is not None and not self.has_lost_prefill
         if self.case.position > request.num_output_tokens_given + has_kv:
             self.has_got_on = True
+            stages.decoding = now
             self.records.got_on(self.case, self.path, self.case.position - 1)
 
     def decoded(self, request: GenerateRequest, reply: DecodeReply, *, had_transfer: bool) -> None:
@@ -133,6 +135,7 @@ class Progress:
         stages.num_preemptions += reply.num_preemptions
         stages.transfer_s = reply.transfer_s if had_transfer else None
         stages.decode_queue_s = reply.queue_s
+        stages.num_skipped_tokens = reply.num_cached_tokens if had_transfer else 0
         if stages.prefill_s is None:  # the prompt was computed there
             stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
         if self.path.prefill is None:

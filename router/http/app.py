@@ -4,8 +4,9 @@ Serve's replicas build the app where they run: Starlette's apps can't be pickled
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Security
@@ -14,6 +15,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -22,7 +24,8 @@ from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.middleware import Authentication, RequestIds, admins_only, tenant_of
+from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, tenant_of
+from twostroke.router.http.page import feed, page
 from twostroke.router.http.responses import error_response, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
@@ -34,9 +37,12 @@ from twostroke.router.openai.answers import (
     CompletionFormat,
     ErrorObject,
     Format,
+    WholeFormat,
 )
+from twostroke.router.openai.embeddings import EmbeddingFormat, EmbeddingRequest, Embeddings, embedding_jobs
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import Terms
+from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -77,9 +83,21 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     app.state.max_body_bytes = service.config.max_body_bytes
     app.include_router(_keyed, dependencies=[Security(_key)] if service.tenants else [])
     app.include_router(_open)
+    if service.config.has_page:
+        app.include_router(page)
+    app.include_router(feed)
     # The last one is passed first.
     app.add_middleware(Authentication, tenants=service.tenants)
-    app.add_middleware(Exchanges, clock=service.clock, over=service.over)
+    app.add_middleware(Origins, allowed=service.config.cors_origins)
+    if service.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    app.add_middleware(Exchanges, clock=service.clock, began=service.feed.began, over=service.over)
     app.add_middleware(RequestIds)
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -112,7 +130,10 @@ Held = Annotated[ExitStack, Depends(_held)]
 
 
 async def _generate(
-    asked: CompletionRequest | ChatRequest, form: type[Format], request: Request, held: ExitStack
+    asked: CompletionRequest | ChatRequest | EmbeddingRequest,
+    form: Callable[..., WholeFormat],
+    request: Request,
+    held: ExitStack,
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
 
@@ -133,7 +154,10 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.in_flight(asked.num_choices))
     held.enter_context(service.gate.room(asked.num_choices))
-    jobs = await service.jobs.make(asked, terms)
+    if isinstance(asked, EmbeddingRequest):
+        jobs = await embedding_jobs(service.jobs, asked, terms)
+    else:
+        jobs = await service.jobs.make(asked, terms)
     writer = form(
         asked,
         jobs,
@@ -146,8 +170,8 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
-    if asked.stream:
-        return await streamed(request, generation.events(), cut)
+    if asked.stream and isinstance(writer, Format):
+        return await streamed(request, generation.events(), cut, writer.failure)
     body = await until_disconnect(request.receive, generation.whole(), cut)
     return Response(body, media_type="application/json")
 
@@ -180,6 +204,21 @@ async def completions(asked: CompletionRequest, request: Request, held: Held) ->
 async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
     """Answer a chat."""
     return await _generate(asked, ChatFormat, request, held)
+
+
+@_keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
+async def responses(asked: ResponsesRequest, request: Request, held: Held, service: Service) -> Response:
+    """Answer a chat, in the words of OpenAI's Responses API."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
+
+
+@_keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
+async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
+    """A vector for each text."""
+    return await _generate(asked, EmbeddingFormat, request, held)
 
 
 class ModelCard(TypedDict):
@@ -340,6 +379,7 @@ def _add_heads(router: APIRouter) -> None:
 
 
 _add_heads(_open)
+_add_heads(page)
 _add_heads(_keyed)
 
 

@@ -1,7 +1,7 @@
 """Responses that end when their client leaves, or when the server does."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.router.observe.access_log import exchange_of
-from twostroke.router.openai.answers import encode_json, error_object, event
+from twostroke.router.openai.answers import encode_json, error_event, error_object
 
 Result = TypeVar("Result")
 
@@ -67,15 +67,16 @@ async def streamed(
     request: Request,
     events: AsyncGenerator[bytes, None],
     cut: "asyncio.Future[None] | None" = None,
+    failure: Callable[[TwostrokeError], bytes] = error_event,
     media_type: str = "text/event-stream",
 ) -> Response:
     """Server-sent events, or lines of another kind. The source is closed when it ends, fails, or the client goes.
 
     Its first event is awaited here: whatever fails until then is answered like all that fails in an endpoint. When
-    `cut` is done later, an error event ends the stream. The source is read by two tasks, one after the other.
+    `cut` is done later, the events of `failure` end the stream. The source is read by two tasks, one after the other.
     """
     first = await until_disconnect(request.receive, anext(events), cut)
-    return _EventStream(first, events, cut, media_type)
+    return _EventStream(first, events, cut, failure, media_type)
 
 
 class _EventStream(StreamingResponse):
@@ -86,12 +87,14 @@ class _EventStream(StreamingResponse):
         first: bytes,
         events: AsyncGenerator[bytes, None],
         cut: "asyncio.Future[None] | None",
+        failure: Callable[[TwostrokeError], bytes],
         media_type: str,
     ):
         super().__init__(events, headers={"cache-control": "no-cache"}, media_type=media_type)
         self._first = first
         self._events = events
         self._cut = cut
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -103,7 +106,7 @@ class _EventStream(StreamingResponse):
                 return
             except ServerEnds as error:
                 exchange_of(HTTPConnection(scope)).refuses(error)
-                await send({"type": "http.response.body", "body": event(error_object(error)), "more_body": False})
+                await send({"type": "http.response.body", "body": self._failure(error), "more_body": False})
 
     async def _send_rest(self, send: Send) -> None:
         async for one in self._events:

@@ -20,17 +20,16 @@ from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.answers import (
-    DONE,
     Delta,
     Format,
     Usage,
-    error_object,
-    event,
+    WholeFormat,
     internal_error,
     stage_times,
 )
+from twostroke.router.openai.embeddings import EmbeddingRequest
 from twostroke.router.openai.jobs import Job
-from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.openai.schemas import MAX_CHOICES, GenerationFields
 from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import SLOVerdict, verdict_of
@@ -194,6 +193,7 @@ async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerat
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
     prompt_done = {job.group: asyncio.Event() for job in jobs}
     leaders = {job.group: job.index for job in reversed(jobs)}
+    places = asyncio.Semaphore(MAX_CHOICES)
 
     async def run(job: Job) -> None:
         """Put the job's deltas into the queue, then None, or what it failed with."""
@@ -201,7 +201,7 @@ async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerat
         if job.index != leaders[job.group]:
             await done.wait()
         try:
-            async with aclosing(generate(job)) as deltas:
+            async with places, aclosing(generate(job)) as deltas:
                 async for delta in deltas:
                     done.set()
                     await queue.put(delta)
@@ -231,7 +231,12 @@ class Generation:
     """Runs the jobs of one request and writes them in the endpoint's format; `exchange` hears of it."""
 
     def __init__(
-        self, runner: ChoiceRunner, asked: GenerationFields, jobs: Sequence[Job], form: Format, exchange: Exchange
+        self,
+        runner: ChoiceRunner,
+        asked: GenerationFields | EmbeddingRequest,
+        jobs: Sequence[Job],
+        form: WholeFormat,
+        exchange: Exchange,
     ):
         self._runner = runner
         self._asked = asked
@@ -265,41 +270,45 @@ class Generation:
         async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
             async for delta in deltas:
                 choices[delta.index].append(delta)
+        if any(job.prompt is not None for job in self._jobs):  # megabytes, for which no stream is to stand still
+            return await asyncio.to_thread(self._form.whole, choices, self._usage())
         return self._form.whole(choices, self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; always `aclose` it.
 
-        Fails like `whole` before the first event. Later, the last event has the error object, and no [DONE] follows.
+        Fails like `whole` before the first event. Later, the stream ends with the format's failure.
         """
-        began = False
-        in_chunks = self._asked.has_usage_in_every_chunk
+        asked, form = self._asked, self._form
+        if isinstance(asked, EmbeddingRequest) or not isinstance(form, Format):
+            raise TypeError("this endpoint does not stream")
+        began, in_chunks = False, asked.has_usage_in_every_chunk
         try:
             async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
                 async for delta in deltas:
-                    written = self._form.events(delta, self._usage() if in_chunks else None)
+                    written = form.events(delta, self._usage() if in_chunks else None)
                     if written:
                         began = True
                         yield written
         except Exception as error:
             if not began:
                 raise
-            yield self._failed(error)
+            yield form.failure(self._failed(error))
             return
-        yield (self._form.usage_event(self._usage()) if self._asked.includes_usage else b"") + DONE
+        yield form.ending(self._usage())
 
     def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
         return self._runner.deltas(job, self._stages[job.index])
 
-    def _failed(self, error: Exception) -> bytes:
-        """The event that ends a stream which has begun."""
+    def _failed(self, error: Exception) -> TwostrokeError:
+        """What the client of a stream that has begun is told of `error`."""
         if isinstance(error, TwostrokeError):
             _log.warning("a stream failed after it had begun: %s", error)
         else:
             _log.error("a stream met a bug after it had begun", exc_info=error)
             error = internal_error()
         self._exchange.fails(error)
-        return event(error_object(error))
+        return error
 
     def _usage(self) -> Usage:
         """What has been used so far."""

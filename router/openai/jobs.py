@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import msgspec
 
 from twostroke.protocol.errors import RequestError
+from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, ReadingParams, SamplingParams
 from twostroke.router.generate.reading import PromptRead
-from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, TextFields
+from twostroke.router.openai.structured import grammar_of
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -56,36 +58,57 @@ class JobMaker:
     def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults):
         self._tokenizer = tokenizer
         self._defaults = defaults
+        self._grammars = Grammars(lambda: tokenizer.vocabulary)
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
+        grammar = await grammar_of(asked, self._grammars)
+        if grammar and asked.ignore_eos:
+            raise RequestError(
+                "ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos"
+            )
         return await (
-            self._of_chat(asked, terms) if isinstance(asked, ChatRequest) else self._of_completion(asked, terms)
+            self._of_chat(asked, terms, grammar)
+            if isinstance(asked, ChatRequest)
+            else self._of_completion(asked, terms, grammar)
         )
 
-    async def _of_completion(self, asked: CompletionRequest, terms: Terms) -> list[Job]:
+    async def _of_completion(self, asked: CompletionRequest, terms: Terms, grammar: str) -> list[Job]:
         jobs: list[Job] = []
         for group, prompt in enumerate(asked.prompts):
-            if isinstance(prompt, str):
-                special = asked.add_special_tokens is not False
-                token_ids = await self.encode(prompt, "prompt", terms.max_context, add_special_tokens=special)
-            else:
-                token_ids = self.checked(prompt, "prompt", terms.max_context)
+            token_ids = await self.prompt_ids(asked, prompt, "prompt", terms.max_context)
             default = min(DEFAULT_COMPLETION_TOKENS, terms.max_context - len(token_ids))
-            request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms)
+            request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms, grammar)
             echo = ""
             if asked.echo:
-                echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
+                is_whole = isinstance(prompt, str) and asked.truncate_prompt_tokens is None
+                echo = prompt if isinstance(prompt, str) and is_whole else self._tokenizer.decode(token_ids)
             scored = asked.logprobs if asked.echo else None
             jobs += _choices(asked, request, group, echo, scored)
         return jobs
 
-    async def _of_chat(self, asked: ChatRequest, terms: Terms) -> list[Job]:
+    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
         text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        return _choices(asked, self._request(asked, token_ids, "messages", default, logprobs, terms))
+        return _choices(asked, self._request(asked, token_ids, "messages", default, logprobs, terms, grammar))
+
+    async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
+        """The token ids of a text, or those given; the last ones, where a prompt is to be cut.
+
+        Raises RequestError as `encode` and `checked` do, and where there are none.
+        """
+        most = asked.truncate_prompt_tokens
+        if isinstance(prompt, str):
+            limit = max_context if most is None else len(prompt.encode())  # a body's limit must do
+            special = asked.add_special_tokens is not False
+            prompt = await self.encode(prompt, param, limit, add_special_tokens=special)
+        if most is not None:
+            prompt = prompt[-(max_context if most == -1 else most) :] if most else []
+        if not prompt:
+            raise RequestError(f"{param}: has no tokens", param=param)
+        return self.checked(prompt, param, max_context)
 
     async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
@@ -114,6 +137,7 @@ class JobMaker:
         default_tokens: int,
         logprobs: int | None,
         terms: Terms,
+        grammar: str,
     ) -> GenerateRequest:
         """Of one prompt, which the field `param` has, for its first choice."""
         if not token_ids:
@@ -145,6 +169,7 @@ class JobMaker:
             min_tokens=asked.min_tokens or 0,
             stop_token_ids=stop_token_ids,
             cache_salt=terms.cache_salt,
+            grammar=grammar,
             promise=terms.promise,
         )
 

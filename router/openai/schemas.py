@@ -9,11 +9,12 @@ import difflib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from twostroke.protocol.errors import RequestError
+from twostroke.router.openai.structured import StructuredFields
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
-_PromptText = Annotated[str, Field(min_length=1)]
-_PromptTexts = Annotated[list[_PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+PromptText = Annotated[str, Field(min_length=1)]
+_PromptTexts = Annotated[list[PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 _PromptIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 Prompt = str | list[int]
 
@@ -71,6 +72,8 @@ def _as_list(value: Any) -> Any:
     return value
 
 
+Stop = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)]
+
 WITHOUT_EFFECT = frozenset(
     # What OpenAI's own clients send for OpenAI's own books, or to get the same answer sooner.
     ("user", "store", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "prediction")
@@ -78,7 +81,6 @@ WITHOUT_EFFECT = frozenset(
 """Accepted whatever they say, even where the router is strict."""
 
 _NO_TOOLS = "this server does not call tools"
-_NO_GRAMMAR = "this server can't hold an answer to a schema or a grammar"
 _NO_SOUND = "this server reads and writes text alone"
 _NO_BEAMS = "this server samples, and does not search with beams"
 _FIXED_TEMPLATE = "a chat is rendered by the model's own template, and answered"
@@ -90,15 +92,6 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none", "auto")),
     "web_search_options": (_NO_TOOLS, ()),
-    "guided_json": (_NO_GRAMMAR, ()),
-    "guided_regex": (_NO_GRAMMAR, ()),
-    "guided_choice": (_NO_GRAMMAR, ()),
-    "guided_grammar": (_NO_GRAMMAR, ()),
-    "structured_outputs": (_NO_GRAMMAR, ({},)),
-    "json_schema": (_NO_GRAMMAR, ()),
-    "regex": (_NO_GRAMMAR, ()),
-    "ebnf": (_NO_GRAMMAR, ()),
-    "grammar": (_NO_GRAMMAR, ("",)),
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
     "reasoning_effort": ("the model does not reason apart from its answer", ("none",)),
@@ -109,7 +102,6 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "bad_words": ("use logit_bias for single tokens", ([],)),
     "allowed_token_ids": ("use logit_bias", ()),
     "prompt_embeds": ("a prompt is text or token ids", ()),
-    "truncate_prompt_tokens": ("prompts are taken whole", ()),
     "skip_special_tokens": ("special tokens have no text in answers; return_token_ids shows them", (True,)),
     "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
     "chat_template": (_FIXED_TEMPLATE, ()),
@@ -123,17 +115,27 @@ which values beside null they ask for nothing.
 """
 
 
-class _Request(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
-class ModelRequest(_Request):
+class ModelRequest(StrictModel):
     """What every request for the model has."""
+
+    lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = LACKING
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
 
     model: ShortText | None = None  # None: the only one there is
 
 
-class StreamOptions(_Request):
+class TextFields(BaseModel):
+    """How prompts become token ids."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # vLLM's
+
+
+class StreamOptions(StrictModel):
     """`stream_options`."""
 
     include_usage: bool | None = None
@@ -141,23 +143,12 @@ class StreamOptions(_Request):
     include_obfuscation: bool | None = None  # a newer client's; there is nothing to obfuscate here
 
 
-class ResponseFormat(_Request):
-    """`response_format`: plain text is the only one."""
-
-    type: Literal["text"] = "text"
-
-
-class GenerationFields(ModelRequest):
-    """What completions and chat have in common."""
+class SamplingFields(ModelRequest):
+    """What all requests for text have in common, of whichever API."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     temperature: Temperature | None = None
@@ -174,9 +165,27 @@ class GenerationFields(ModelRequest):
         ]
         | None
     ) = None
-    response_format: ResponseFormat | None = None
     service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/classes.py`
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_lacking(cls, fields: Any) -> Any:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            why, harmless = cls.lacking.get(name, ("", (value,)))
+            if value is not None and value not in harmless:
+                raise FieldError(name, f"is not supported: {why}")
+        return fields
+
+
+class GenerationFields(SamplingFields, StructuredFields):
+    """What completions and chat have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
     return_token_ids: bool | None = None
     return_stages: bool | None = None
@@ -206,15 +215,6 @@ class GenerationFields(ModelRequest):
         """Whether every event of a stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_lacking(cls, fields: Any) -> Any:
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            why, harmless = LACKING.get(name, ("", (value,)))
-            if value is not None and value not in harmless:
-                raise FieldError(name, f"is not supported: {why}")
-        return fields
-
     @model_validator(mode="after")
     def _agree(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
@@ -229,13 +229,12 @@ class GenerationFields(ModelRequest):
         return self
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(GenerationFields, TextFields):
     """POST /v1/completions."""
 
-    prompt: _PromptText | TokenIds | _PromptTexts | _PromptIds
+    prompt: PromptText | TokenIds | _PromptTexts | _PromptIds
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool | None = None
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -259,14 +258,14 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class TextPart(_Request):
+class TextPart(StrictModel):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(_Request):
+class ChatMessage(StrictModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -391,8 +390,9 @@ def shown(name: str) -> str:
 
 def _unknown(asked: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
+    judged = asked.lacking.keys() | asked.without_effect if isinstance(asked, ModelRequest) else frozenset[str]()
     for name in asked.model_extra or ():
-        if path or (name not in LACKING and name not in WITHOUT_EFFECT):
+        if name not in judged:
             yield (*path, name), [*type(asked).model_fields]
     for name, value in vars(asked).items():
         if isinstance(value, BaseModel):

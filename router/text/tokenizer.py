@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.grammars import Vocabulary
 from twostroke.router.text.chat_template import ChatTemplate
 
 OFF_LOOP_CHARS = 4096
@@ -79,6 +80,11 @@ class TextTokenizer:
             if chat_template is None
             else ChatTemplate(chat_template, origin="model.chat_template", special_tokens=special),
         )
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What grammars are compiled over. Made anew, of megabytes."""
+        return Vocabulary(self._tokenizer.to_str(), self.vocab_size, self.eos_token_ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`; a long one is tokenised off the event loop."""

@@ -107,6 +107,7 @@ class Served:
 
     fleet: LocalFleet
     pipeline: Pipeline
+    channels: TokenChannels
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stages: Stages | None = None
@@ -149,7 +150,7 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
             router=router,
             config=shape.pipeline,
         )
-        yield Served(fleet, pipeline)
+        yield Served(fleet, pipeline, channels)
 
 
 def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shape: Shape | None = None) -> Answer:

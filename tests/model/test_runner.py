@@ -24,7 +24,7 @@ class ArgmaxSampler:
         self.positions: list[int] = []
         self.num_broken_rows = 0
 
-    def sample(self, logits: Tensor, draws: Any, positions: Any) -> list[SampledToken]:
+    def sample(self, logits: Tensor, draws: Any, positions: Any, masks: Any = None) -> list[SampledToken]:
         assert logits.dtype == torch.float32
         assert len(logits) == len(draws) == len(positions)
         self.positions = list(positions)

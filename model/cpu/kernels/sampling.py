@@ -42,6 +42,10 @@ class CpuSampling:
         self.log_sum_exp(logits, row)
         self.largest(logits, row, 1)
         self.draw(logits, row, DrawBatch(row, one, row, one, one, np.zeros(1, np.uint64)))
+        self.mask(logits, row, np.zeros((1, -(-vocab_size // 32)), np.int32))
+
+    def mask(self, logits: Tensor, rows: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+        _mask(logits.numpy(), rows, words)
 
     def argmax(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         array = logits.numpy()  # numpy's argmax is vectorised; torch's takes ten times as long
@@ -79,6 +83,22 @@ class CpuSampling:
             drawn,
         )
         return drawn
+
+
+@njit(cache=True, nogil=True)
+def _mask(logits, rows, words):
+    for r in range(len(rows)):
+        values = logits[rows[r]]
+        count = len(values)
+        for w in range(words.shape[1]):
+            word, first = words[r, w], 32 * w
+            size = min(32, count - first)
+            if word == 0:  # most are
+                values[first : first + size] = -np.inf
+            elif word != -1:
+                for bit in range(size):
+                    if not (word >> bit) & 1:
+                        values[first + bit] = -np.inf
 
 
 @njit(cache=True, nogil=True)

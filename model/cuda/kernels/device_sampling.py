@@ -267,6 +267,26 @@ def settle_kernel(
     tl.store(row_broken + row, tl.max(is_broken, axis=0))
 
 
+@triton.jit
+def mask_kernel(logits, row_stride, vocab_size, rows, words, num_words, TILE: tl.constexpr):
+    """Sets fp32 logits to -inf where their bit of int32 words [R, num_words] is 0; rows int64 [R]."""
+    place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = part * TILE + tl.arange(0, TILE)
+    inside = ids < vocab_size
+    word = tl.load(words + place * num_words + ids // 32, mask=inside, other=-1)
+    row_logits = logits + tl.load(rows + place) * row_stride
+    tl.store(row_logits + ids, float("-inf"), mask=inside & (((word >> (ids % 32)) & 1) == 0))
+
+
+def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set to -inf, in place, what may not be drawn: `words` int32 [R, ceil(V / 32)] are TokenMasks' of `rows` int64 [R]
+    of logits fp32 [N, V]. Nothing synchronises with the host."""
+    vocab_size, num_words = logits.shape[1], words.shape[1]
+    mask_kernel[(len(rows), triton.cdiv(vocab_size, TILE))](
+        logits, logits.stride(0), vocab_size, rows, words, num_words, TILE=TILE, num_warps=8
+    )
+
+
 def draw_on_device(logits: Tensor, parameters: DrawParameters) -> tuple[Tensor, Tensor]:
     """One token for each row of logits fp32 [N, V]: (int64 [N] tokens, int32 [N] whether the row held NaN or +inf).
 

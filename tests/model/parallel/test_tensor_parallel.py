@@ -12,6 +12,7 @@ import torch
 from tests.model.conftest import make_decoder
 from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
+from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -118,7 +119,7 @@ def test_a_rank_holds_its_share_of_the_weights(write_checkpoint: Any) -> None:
     checkpoint = Checkpoint(folder, config)
 
     def load(shard: Shard) -> DecoderWeights:
-        return load_decoder_weights(checkpoint, config, torch.float32, CPU, 64, CpuBackend(), shard=shard)
+        return load_decoder_weights(checkpoint, config, LoadOptions(torch.float32, CPU, 64), CpuBackend(), shard)
 
     whole = held_bytes(load(Shard()))
     for size in (2, 4):

@@ -1,0 +1,112 @@
+"""Grammars that answers are held to, compiled: routers refuse what can't be, workers follow what they are sent.
+
+Both compile the same text over the same tokens within the same limits, so a worker can take what a router has let pass.
+The texts are llguidance's: a JSON object with a list of Lark grammars, regular expressions and JSON schemas.
+
+llguidance can't be interrupted, so everything is bounded beforehand. The limits below were set by writing grammars that
+cost as much as they can: docs/structured_output.md has the figures.
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from twostroke.protocol.errors import RequestError
+
+MAX_GRAMMAR_BYTES = 128 * 1024
+STACK_BYTES = (
+    256 * 2**20
+)  # of addresses: llguidance compiles by recursion, and rules may follow each other by thousands
+MAX_KEPT = 64  # compiled grammars in each process
+
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,  # they would show the schema and the answer
+)
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens that a model draws from."""
+
+    tokenizer: str  # what tokenizer.json says
+    size: int  # of the model, which may be padded beyond the tokenizer's
+    eos_token_ids: tuple[int, ...]
+
+
+class Grammars:
+    """Compiles grammars for one model, on a thread of its own, and keeps those that were used last.
+
+    Nothing is read before the first one is asked for: servers without such requests pay nothing.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]):
+        """`vocabulary` is called on the thread, once."""
+        self._vocabulary = vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # at their beginnings, by grammar: the last used last
+        # One: a grammar may take a second of a core, and those who have none must not feel it.
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the grammar's beginning, the caller's own.
+
+        Raises RequestError, which names no field, where the grammar is wrong or too much, or the tokenizer unfit.
+        """
+        kept = self._kept.get(grammar)
+        if kept is None:
+            self._thread = self._thread or _thread_with_stack(STACK_BYTES)
+            kept = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            self._kept[grammar] = kept
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(grammar)
+        return kept.deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise _refusal(f"takes {len(grammar)} bytes as a grammar: at most {MAX_GRAMMAR_BYTES} are taken")
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._vocabulary())
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise _refusal(_first_line(matcher.get_error()))
+        return matcher
+
+
+def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
+    """One thread. How large its stack is, is a setting of the whole process for threads that begin."""
+    before = threading.stack_size(num_bytes)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        pool.submit(int)  # it begins with its first task
+        return pool
+    finally:
+        threading.stack_size(before)
+
+
+def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    try:
+        return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids))
+    except Exception as error:  # the library raises bare exceptions for whatever it can't take
+        raise RequestError(
+            f"this model's tokenizer can't hold answers to a grammar: {_first_line(str(error))}",
+            code="grammar_unsupported",
+        ) from error
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, code="invalid_grammar")
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["unknown error"])[0][:500]
