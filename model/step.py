@@ -43,7 +43,10 @@ class Draw(msgspec.Struct, frozen=True):
 def is_penalised(sampling: SamplingParams) -> bool:
     """Whether draws depend on what occurred before."""
     return bool(
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+        sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+        or any(len(word) > 1 for word in sampling.bad_words)
     )
 
 

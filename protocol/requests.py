@@ -29,6 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all may be
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that the output never has one after the other
     seed: int = 0  # always set: the router draws one where the client gives none
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities at all
 
@@ -123,6 +125,7 @@ class PrefillReply(msgspec.Struct, frozen=True):
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     queue_s: float
     prefill_s: float
+    chunk_ends_s: tuple[float, ...] = ()  # since the first step of `prefill_s`, when each but the last has ended
     scores: PromptScores | None = None
     embedding: bytes = b""  # float32 [hidden], little-endian, of length 1; empty where none is asked for
 

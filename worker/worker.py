@@ -507,8 +507,8 @@ def read_prompt(drawn: DrawnToken[JobT], *, queue_s: float, prefill_s: float) ->
         drawn.job.num_cached_tokens,
         queue_s,
         prefill_s,
-        None if reading is None else reading.scores(),
-        b"" if reading is None else reading.embedding(),
+        scores=None if reading is None else reading.scores(),
+        embedding=b"" if reading is None else reading.embedding(),
     )
 
 

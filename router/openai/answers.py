@@ -182,14 +182,14 @@ class ToolCallChunk(TypedDict):
     function: CalledFunction
 
 
-class _Reasoning(TypedDict, total=False):
+class Reasoning(TypedDict, total=False):
     """What the model thought, where it did, under both names that clients know."""
 
     reasoning_content: str
     reasoning: str
 
 
-class AnswerMessage(_Reasoning):
+class AnswerMessage(Reasoning):
     """The answer of a chat that is not streamed."""
 
     role: Literal["assistant"]
@@ -198,7 +198,7 @@ class AnswerMessage(_Reasoning):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class DeltaMessage(_Reasoning, total=False):
+class DeltaMessage(Reasoning, total=False):
     """What a chunk adds to the answer; the first has the role."""
 
     role: Literal["assistant"]
@@ -310,6 +310,8 @@ class ChoicesFormat(Format):
         self._jobs = jobs
         self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
+        self._shows_logprobs = asked.shows_logprobs
+        self._num_told = asked.n or 1  # of the choices of each prompt
         self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
@@ -317,7 +319,9 @@ class ChoicesFormat(Format):
         self._opened: set[int] = set()  # the choices that have had an event
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
+        written = [self._choice(delta, is_chunk=False) for delta in self._best([_joined(deltas) for deltas in choices])]
+        for index, choice in enumerate(written):
+            choice["index"] = index
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -344,11 +348,26 @@ class ChoicesFormat(Format):
         """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
         choice = self._content(delta, is_chunk=is_chunk)
         choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
-        if self._jobs[delta.index].request.sampling.logprobs is not None:
+        if self._shows_logprobs:
             choice["logprobs"] = self._logprobs(delta.shown)
         if self._return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _best(self, choices: Sequence[Delta]) -> list[Delta]:
+        """The choices that are told of: where a prompt has more, those whose tokens are the likeliest in the mean."""
+        ranked: dict[int, list[Delta]] = {}  # by prompt
+        for choice in choices:
+            ranked.setdefault(self._jobs[choice.index].group, []).append(choice)
+        for of_prompt in ranked.values():
+            if len(of_prompt) > self._num_told:
+                of_prompt.sort(key=self._mean_logprob, reverse=True)
+        return [choice for of_prompt in ranked.values() for choice in of_prompt[: self._num_told]]
+
+    def _mean_logprob(self, choice: Delta) -> float:
+        job = self._jobs[choice.index]
+        drawn = choice.shown[job.request.num_prompt_tokens if job.echoes_logprobs else 0 :]
+        return sum(token.sampled.logprob or 0.0 for token in drawn) / max(1, len(drawn))
 
     def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
@@ -418,21 +437,18 @@ class ChatFormat(ChoicesFormat):
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
-        reasoning: _Reasoning = {}
-        if delta.reasoning:
-            reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-        if not is_chunk:
-            content = None if delta.tool_calls and not delta.text else delta.text
-            message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None, **reasoning}
+        if is_chunk:
+            told: DeltaMessage = {}
             if delta.tool_calls:
-                message["tool_calls"] = _whole_calls(delta.tool_calls)
-            return {"message": message}
-        told: DeltaMessage = {**reasoning}
+                told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+            if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
+                told["content"] = delta.text
+            return {"delta": {**told, **_reasoning(delta)}}
+        content = None if delta.tool_calls and not delta.text else delta.text
+        message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         if delta.tool_calls:
-            told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-        if delta.text or not (told or delta.finish_reason):
-            told["content"] = delta.text
-        return {"delta": told}
+            message["tool_calls"] = _whole_calls(delta.tool_calls)
+        return {"message": {**message, **_reasoning(delta)}}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
         return {"content": token_logprobs(tokens, self._piece), "refusal": None}
@@ -452,6 +468,10 @@ def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], Token
         }
         for token in tokens
     ]
+
+
+def _reasoning(delta: Delta) -> Reasoning:
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 
 def _call_chunk(call: ToolCallDelta) -> ToolCallChunk:

@@ -9,14 +9,13 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.requests import GenerateRequest, ReadingParams, SamplingParams
 from twostroke.router.openai.answers import Delta, PromptTokensDetails, Usage, WholeFormat, encode_json
+from twostroke.router.openai.fields import FieldError, ShortText
 from twostroke.router.openai.jobs import Job, JobMaker, PromptToRead, Terms
 from twostroke.router.openai.schemas import (
     MAX_CHOICES,
-    FieldError,
     ModelRequest,
     Prompt,
     PromptText,
-    ShortText,
     TextFields,
     TokenIds,
 )

@@ -2,8 +2,9 @@
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,7 @@ from twostroke.router.generate.reading import PromptRead
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, TextFields
 from twostroke.router.openai.structured import grammar_of
 from twostroke.router.text.generation_config import SamplingDefaults
+from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -38,9 +40,22 @@ class Job:
     request: GenerateRequest  # a template, see Pipeline.generate
     stop: tuple[str, ...]
     echo: str = ""  # shown before the first token
+    shows_stop: bool = False  # the stop string or token that ends it has its text in it
+    shows_special: bool = False  # special tokens have their names in it
     prompt: PromptToRead | None = None  # before the first token, where something is to be read off it
     echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
     prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
+    chat: "ChatReading | None" = None  # how the answer is taken apart; None: it is text
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """What it takes to tell a chat's calls and thoughts from its content."""
+
+    language: ResponseLanguage
+    prompt: str  # its end may have begun the answer
+    tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
+    includes_reasoning: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,9 @@ class JobMaker:
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
         grammar = await grammar_of(asked, self._grammars)
+        if grammar and (asked.allowed_token_ids or asked.bad_words):
+            param = "allowed_token_ids" if asked.allowed_token_ids else "bad_words"
+            raise RequestError(f"{param}: not together with a schema or grammar, which decides itself", param=param)
         if grammar and asked.ignore_eos:
             raise RequestError(
                 "ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos"
@@ -88,11 +106,24 @@ class JobMaker:
         return jobs
 
     async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
-        text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
+        text = self._tokenizer.render_chat(
+            [message.as_template_sees() for message in asked.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
+            documents=asked.documents or None,
+            variables=asked.template_variables,
+        )
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        return _choices(asked, self._request(asked, token_ids, "messages", default, logprobs, terms, grammar))
+        request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
+        return _choices(asked, request, chat=self._reading(asked, text))
+
+    def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
+        form = self._tokenizer.output_format
+        if form is None:
+            return None
+        tools = {tool.function.name: tool.function.parameters or {} for tool in asked.allowed_tools}
+        return ChatReading(form.language, prompt, tools or None, asked.include_reasoning is not False)
 
     async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
         """The token ids of a text, or those given; the last ones, where a prompt is to be cut.
@@ -168,14 +199,23 @@ class JobMaker:
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens or 0,
             stop_token_ids=stop_token_ids,
-            cache_salt=terms.cache_salt,
+            cache_salt=_salted(terms.cache_salt, asked.cache_salt),
             grammar=grammar,
             promise=terms.promise,
         )
 
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As tokens: at an answer's beginning, and within it."""
+        ways = [tuple(self._tokenizer.encode_word(way)) for word in words for way in (word, " " + word.lstrip())]
+        return tuple(dict.fromkeys(way for way in ways if way))
+
     def _sampling(self, asked: GenerationFields, logprobs: int | None) -> SamplingParams:
         biases = {int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()}
         self._check_vocabulary(tuple(biases), "logit_bias")
+        allowed = tuple(dict.fromkeys(asked.allowed_token_ids or ()))
+        self._check_vocabulary(allowed, "allowed_token_ids")
+        if asked.num_candidates > (asked.n or 1) and logprobs is None:
+            logprobs = 0  # they are ranked by them
         asked_for = asked.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
         drawn = self._defaults.model_copy(update=asked_for)
         return SamplingParams(
@@ -187,9 +227,16 @@ class JobMaker:
             frequency_penalty=float(asked.frequency_penalty or 0.0),
             repetition_penalty=float(drawn.repetition_penalty),
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
+            allowed_token_ids=allowed,
+            bad_words=self._bad_words(asked.bad_words or ()),
             seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
         )
+
+
+def _salted(salt: bytes, own: str | None) -> bytes:
+    """With the client's own, which keeps the prefix apart from the same of others that have the same key."""
+    return salt if own is None else hashlib.sha256(len(salt).to_bytes(4, "big") + salt + own.encode()).digest()[:16]
 
 
 def _choices(
@@ -198,9 +245,10 @@ def _choices(
     group: int = 0,
     echo: str = "",
     echoed_logprobs: int | None = None,
+    chat: ChatReading | None = None,
 ) -> list[Job]:
     """The `n` jobs of one prompt, after those of the groups before."""
-    num = asked.n or 1
+    num = asked.num_candidates
     stop = tuple(asked.stop or ())
     prompt = None
     if asked.reads_prompt:
@@ -216,9 +264,12 @@ def _choices(
             _reseeded(request, i),
             stop,
             echo,
-            prompt,
-            echoed_logprobs is not None,
-            asked.prompt_logprobs,
+            shows_stop=bool(asked.include_stop_str_in_output),
+            shows_special=asked.shows_special,
+            prompt=prompt,
+            echoes_logprobs=echoed_logprobs is not None,
+            prompt_logprobs=asked.prompt_logprobs,
+            chat=chat,
         )
         for i in range(num)
     ]
