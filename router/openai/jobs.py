@@ -236,7 +236,7 @@ class JobMaker:
 
 def _salted(salt: bytes, own: str | None) -> bytes:
     """With the client's own, which keeps the prefix apart from the same of others that have the same key."""
-    return salt if own is None else hashlib.sha256(len(salt).to_bytes(4, "big") + salt + own.encode()).digest()[:16]
+    return salt if not own else hashlib.sha256(len(salt).to_bytes(4, "big") + salt + own.encode()).digest()[:16]
 
 
 def _choices(

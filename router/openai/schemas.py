@@ -178,7 +178,7 @@ class GenerationFields(SamplingFields, StructuredFields):
         None
     )
     bad_words: Annotated[list[_BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     return_token_ids: bool | None = None
     return_stages: bool | None = None
 

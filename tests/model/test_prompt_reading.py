@@ -93,3 +93,17 @@ def test_two_ranks_read_the_same(folders: Any) -> None:
     prompts = random_prompts(101, (37, 90))
     with ranks(folders("llama"), None, 2) as together:
         assert_right(folders("llama"), prompts, read(together, prompts, ReadingParams(logprobs=TOP), chunk=64))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize(("name", "way"), [CASES[0], CASES[3]])
+def test_embeddings_are_transformers_last_hidden_states(name: str, way: Any, pooling: Any, folders: Any) -> None:
+    runner, _ = make_engine(folders(name), way)
+    prompts = random_prompts(101, (1, 37, 131))
+    model = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32).eval()
+    for prompt, reading in zip(prompts, read(runner, prompts, ReadingParams(pooling=pooling), chunk=37), strict=True):
+        with torch.inference_mode():
+            hidden = model.base_model(torch.tensor([prompt])).last_hidden_state[0]
+        vector = hidden[-1] if pooling == "last" else hidden.mean(0)
+        np.testing.assert_allclose(np.frombuffer(reading.embedding(), "<f4"), vector / vector.norm(), atol=1e-5)
+        assert reading.scores() is None
