@@ -64,7 +64,7 @@ class ModelSection(Section):
     chat_template: str | None = None
     """A file's path, or a template's text, in place of the model's own."""
     response_template: str | None = None
-    """How calls and thoughts are read out of answers: formats' names, a file's path, or none; null: told by the model."""
+    """How calls and thoughts are read out of answers: formats' names, a file, or none; null: told by the model."""
 
 
 class HeldModel(Section):

@@ -37,7 +37,9 @@ from twostroke.router.openai.answers import (
     CompletionFormat,
     ErrorObject,
     Format,
+    WholeFormat,
 )
+from twostroke.router.openai.embeddings import EmbeddingFormat, EmbeddingRequest, Embeddings, embedding_jobs
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import Terms, chat_prompt
 from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
@@ -128,7 +130,10 @@ Held = Annotated[ExitStack, Depends(_held)]
 
 
 async def _generate(
-    asked: CompletionRequest | ChatRequest, form: Callable[..., Format], request: Request, held: ExitStack
+    asked: CompletionRequest | ChatRequest | EmbeddingRequest,
+    form: Callable[..., WholeFormat],
+    request: Request,
+    held: ExitStack,
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
 
@@ -149,7 +154,10 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.in_flight(asked.num_choices))
     held.enter_context(service.gate.room(asked.num_choices))
-    jobs = await service.jobs.make(asked, terms)
+    if isinstance(asked, EmbeddingRequest):
+        jobs = await embedding_jobs(service.jobs, asked, terms)
+    else:
+        jobs = await service.jobs.make(asked, terms)
     writer = form(
         asked,
         jobs,
@@ -162,7 +170,7 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
-    if asked.stream:
+    if asked.stream and isinstance(writer, Format):
         return await streamed(request, generation.events(), cut, writer.failure)
     body = await until_disconnect(request.receive, generation.whole(), cut)
     return Response(body, media_type="application/json")
@@ -205,6 +213,12 @@ async def responses(asked: ResponsesRequest, request: Request, held: Held, servi
     draft = asked.draft()
     with draft.naming():
         return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
+
+
+@_keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
+async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
+    """A vector for each text."""
+    return await _generate(asked, EmbeddingFormat, request, held)
 
 
 class ModelCard(TypedDict):

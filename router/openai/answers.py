@@ -13,10 +13,11 @@ import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
-from twostroke.protocol.requests import FinishReason, SampledToken
+from twostroke.protocol.requests import FinishReason
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
 from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode
@@ -115,7 +116,7 @@ class CompletionLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -124,6 +125,7 @@ class CompletionChoice(_Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -224,6 +226,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -234,13 +237,6 @@ class ChatChunk(_Answer):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
-
-
-class ShownToken(msgspec.Struct, frozen=True):
-    """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
-
-    sampled: SampledToken
-    offset: int
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
@@ -262,14 +258,20 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | Literal["tool_calls"] | None
     reasoning: str = ""  # what the model thinks before it answers
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes = b""  # as in PrefillReply
 
 
-class Format(ABC):
+class WholeFormat(ABC):
     """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         """The body of a response that is not streamed; `choices` are the deltas of each choice."""
+
+
+class Format(WholeFormat):
+    """That of an endpoint which can stream, too."""
 
     @abstractmethod
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -308,6 +310,8 @@ class ChoicesFormat(Format):
         self._jobs = jobs
         self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
+        self._shows_logprobs = asked.shows_logprobs
+        self._num_told = asked.n or 1  # of the choices of each prompt
         self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
@@ -315,7 +319,9 @@ class ChoicesFormat(Format):
         self._opened: set[int] = set()  # the choices that have had an event
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
+        written = [self._choice(delta, is_chunk=False) for delta in self._best([_joined(deltas) for deltas in choices])]
+        for index, choice in enumerate(written):
+            choice["index"] = index
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -342,11 +348,26 @@ class ChoicesFormat(Format):
         """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
         choice = self._content(delta, is_chunk=is_chunk)
         choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
-        if self._jobs[delta.index].request.sampling.logprobs is not None:
+        if self._shows_logprobs:
             choice["logprobs"] = self._logprobs(delta.shown)
         if self._return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _best(self, choices: Sequence[Delta]) -> list[Delta]:
+        """The choices that are told of: where a prompt has more, those whose tokens are the likeliest in the mean."""
+        ranked: dict[int, list[Delta]] = {}  # by prompt
+        for choice in choices:
+            ranked.setdefault(self._jobs[choice.index].group, []).append(choice)
+        for of_prompt in ranked.values():
+            if len(of_prompt) > self._num_told:
+                of_prompt.sort(key=self._mean_logprob, reverse=True)
+        return [choice for of_prompt in ranked.values() for choice in of_prompt[: self._num_told]]
+
+    def _mean_logprob(self, choice: Delta) -> float:
+        job = self._jobs[choice.index]
+        drawn = choice.shown[job.request.num_prompt_tokens if job.echoes_logprobs else 0 :]
+        return sum(token.sampled.logprob or 0.0 for token in drawn) / max(1, len(drawn))
 
     def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
@@ -369,7 +390,8 @@ class CompletionFormat(ChoicesFormat):
         if delta.index in self._opened:
             return {"text": delta.text}
         self._opened.add(delta.index)
-        return {"text": self._jobs[delta.index].echo + delta.text, **self._prompt(delta.index)}
+        scores = {} if delta.prompt_logprobs is None else {"prompt_logprobs": delta.prompt_logprobs}
+        return {"text": self._jobs[delta.index].echo + delta.text, **scores, **self._prompt(delta.index)}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -382,7 +404,7 @@ class CompletionFormat(ChoicesFormat):
                 top.setdefault(text, logprob)
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(logprob)
-            logprobs["top_logprobs"].append(top)
+            logprobs["top_logprobs"].append(top or None)
             logprobs["text_offset"].append(token.offset)
         return logprobs
 
@@ -396,6 +418,8 @@ class ChatFormat(ChoicesFormat):
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         self._head |= self._prompt(0)
+        if (scores := _joined(choices[0]).prompt_logprobs) is not None:
+            self._head["prompt_logprobs"] = scores
         return super().whole(choices, usage)
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -475,7 +499,18 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     shown = tuple(token for delta in deltas for token in delta.shown)
     reasoning = "".join(delta.reasoning for delta in deltas)
     tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
-    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason, reasoning, tool_calls)
+    first = deltas[0]  # has what is told of the prompt
+    return Delta(
+        first.index,
+        text,
+        token_ids,
+        shown,
+        deltas[-1].finish_reason,
+        reasoning,
+        tool_calls,
+        first.prompt_logprobs,
+        first.embedding,
+    )
 
 
 def event(chunk: Any) -> bytes:

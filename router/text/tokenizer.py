@@ -123,6 +123,10 @@ class TextTokenizer:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
+    def encode_word(self, word: str) -> list[int]:
+        """The token ids of a few characters, at once."""
+        return self._encode(word, False)
+
     def surely_over(self, text: str, num_tokens: int) -> bool:
         """Whether `text` must have more than `num_tokens` tokens, told without tokenising it."""
         return len(text) > num_tokens * self._longest_token_chars

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -37,6 +38,7 @@ from twostroke.protocol.requests import (
     GenerateRequest,
     Peer,
     PrefillReply,
+    PromptScores,
     SampledToken,
     SamplingParams,
     Ticket,
@@ -213,6 +215,29 @@ class FakeWorker:
                 decode.ready(request.request_id).set()
             return PrefillReply(TokenEvent(request.request_id, given, (token,), finish), 3, 0.01, 0.02)
 
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """The fake model finds an even token t after any other the likeliest, and of an odd one t + 1."""
+        reply, (_, *targets) = await self.prefill(request, None), request.token_ids
+        wanted = request.reading.logprobs
+        scores = None
+        if wanted is not None:
+            ids = [[t + t % 2 + k for k in range(wanted)] for t in targets]
+            logprobs = [[-1 - t % 2, *[-1 - k for k in range(wanted)]] for t in targets]
+            scores = PromptScores(
+                wanted,
+                np.array(ids, np.int32).tobytes(),
+                np.array(logprobs, np.float32).tobytes(),
+                np.array([1 + t % 2 for t in targets], np.int32).tobytes(),
+            )
+        embedding = b""
+        if request.reading.pooling is not None:
+            vector = np.array([*request.token_ids[:4], 1.0, 0.0, 0.0, 0.0][:4], np.float32)
+            embedding = (vector / np.linalg.norm(vector)).tobytes()
+        if request.max_tokens == 0:
+            event = TokenEvent(request.request_id, reply.event.index, (), "length")
+            reply = msgspec.structs.replace(reply, event=event)
+        return msgspec.structs.replace(reply, scores=scores, embedding=embedding)
+
     def note_pull(self, ticket: Ticket) -> None:
         """A prefix is on its way, or so the router says."""
         verify_ticket(SECRET, ticket, source=ticket.source, target=self.info.peer)
@@ -258,6 +283,9 @@ class FakeFleet:
             self.all[worker.worker_id].note_pull(pull)
         decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
+
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        return await self.all[worker.worker_id].read(request)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
