@@ -262,6 +262,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | Literal["tool_calls"] | None
     reasoning: str = ""  # what the model thinks before it answers
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_string: str = ""  # that ended the choice
 
 
 class Format(ABC):
@@ -485,3 +486,8 @@ def event(chunk: Any) -> bytes:
 def error_event(error: TwostrokeError) -> bytes:
     """The event that ends a stream of chunks which has begun, and then failed."""
     return event(error_object(error))
+
+
+def named_event(name: str, told: Any) -> bytes:
+    """A server-sent event with a name of its own, around the JSON of `told`."""
+    return b"event: " + name.encode() + b"\n" + event(told)

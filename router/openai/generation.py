@@ -120,7 +120,8 @@ class ChoiceWriter:
             text += self._stops.flush()
         if self._stops.stopped:
             finish = "stop"
-        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
+        found = self._stops.found
+        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=found)
 
     def _visible(self, text: str) -> str:
         self._num_chars += len(text)

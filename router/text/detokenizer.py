@@ -89,8 +89,13 @@ class StopStrings:
     """Lets text through up to the first stop string; holds back only an end that may begin one."""
 
     stops: Sequence[str]
-    stopped: bool = False
+    found: str = ""  # the one that ended the text
     _held: str = field(default="", init=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found."""
+        return bool(self.found)
 
     def add(self, text: str) -> str:
         """What may be shown now. After a stop string was found, nothing more comes."""
@@ -99,11 +104,11 @@ class StopStrings:
         if not self.stops:
             return text
         text = self._held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
+            end, self.found = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[:end]
         keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
