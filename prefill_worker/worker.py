@@ -4,7 +4,7 @@ A transfer may outlive the call that it belongs to. Until it has ended the job's
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from twostroke.kvtransfer.sides import Outgoing
@@ -21,12 +21,16 @@ from twostroke.worker.worker import Equipment, Worker, WorkerCall
 
 _log = logging.getLogger(__name__)
 
+MOST_CHUNKS = 64
+"""A reply tells when so many have ended; for people to look at, so the others don't matter."""
+
 
 @dataclass(eq=False, slots=True)
 class PrefillCall(WorkerCall[PrefillJob, PrefillReply]):
     """A `prefill` call that has not returned, or of which a transfer has not ended."""
 
     started_at: float = 0.0
+    chunk_ends_s: list[float] = field(default_factory=list)
     outgoing: Outgoing | None = None
     is_aborted: bool = False  # its transfer has been given up here, on purpose
 
@@ -74,6 +78,12 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
     def _learn(self, ended: EndedStep[ScheduledStep[PrefillJob]], content: StepContent) -> None:
         super()._learn(ended, content)
         self._counters.computed_tokens += content.rows  # here, prompts of which a single token was left
+        now = self._clock()
+        for entry in ended.step.entries:
+            if not entry.job.has_ended:
+                call = self._call_of(entry.job)
+                if len(call.chunk_ends_s) < MOST_CHUNKS:
+                    call.chunk_ends_s.append(now - call.started_at)
 
     def _post_process(self, drawn: list[DrawnToken[PrefillJob]]) -> None:
         now = self._clock()
@@ -90,6 +100,7 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
                     num_cached_tokens=one.job.num_cached_tokens,
                     queue_s=call.started_at - one.job.arrived_at,
                     prefill_s=now - call.started_at,
+                    chunk_ends_s=tuple(call.chunk_ends_s[:-1]),
                 )
             )
 

@@ -80,6 +80,8 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(_first_line(matcher.get_error()))
+        if not _can_begin(matcher, self._tokenizer):
+            raise _refusal("no answer can follow it, but for an empty one")
         return matcher
 
 
@@ -92,6 +94,14 @@ def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
         return pool
     finally:
         threading.stack_size(before)
+
+
+def _can_begin(matcher: LLMatcher, tokenizer: LLTokenizer) -> bool:
+    """Whether any token but the end may come first. Also sees to it that the first mask of an answer is quick."""
+    mask = bytearray(matcher.compute_bitmask())
+    for token_id in tokenizer.eos_tokens:
+        mask[token_id // 8] &= ~(1 << token_id % 8)
+    return any(mask) and not matcher.is_error()
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:

@@ -96,6 +96,7 @@ class PrefillReply(msgspec.Struct, frozen=True):
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     queue_s: float
     prefill_s: float
+    chunk_ends_s: tuple[float, ...] = ()  # since the first step of `prefill_s`, when each but the last has ended
 
 
 class DecodeReply(msgspec.Struct, frozen=True):

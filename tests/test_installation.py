@@ -19,7 +19,15 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROOMS = sorted(PROJECT["tool"]["setuptools"]["package-dir"].values())
-DATA = {".json", ".safetensors", ".jinja", ".html", ".css", ".js", ".yaml"}  # what the packages read beside their modules
+DATA = {
+    ".json",
+    ".safetensors",
+    ".jinja",
+    ".html",
+    ".css",
+    ".js",
+    ".yaml",
+}  # what the packages read beside their modules
 
 
 def distributions_of(extra: str) -> set[str]:

@@ -80,6 +80,7 @@ class Progress:
         stages.prompt_done = self.clock()
         stages.prefill_queue_s = reply.queue_s
         stages.prefill_s = reply.prefill_s
+        stages.chunk_ends_s = reply.chunk_ends_s
         stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
         self.records.prompt_done(self.case, worker, self.path.decode.peer)
         self.chooser.prefilled(self.path, len(request.token_ids), reply)

@@ -85,9 +85,7 @@ def exchange_of(request: HTTPConnection) -> Exchange:
 class Exchanges:
     """Middleware: tells `began` of each request, logs it when it is over, and tells `over` of it."""
 
-    def __init__(
-        self, app: ASGIApp, clock: Clock, began: Callable[[Exchange], None], over: Callable[[Exchange], None]
-    ):
+    def __init__(self, app: ASGIApp, clock: Clock, began: Callable[[Exchange], None], over: Callable[[Exchange], None]):
         self._app = app
         self._clock = clock
         self._began = began
@@ -99,7 +97,9 @@ class Exchanges:
             return
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        exchange = Exchange(REQUEST_ID.get(), scope["method"], scope["path"], self._clock(), trace, bool(scope.get(MINTED)))
+        exchange = Exchange(
+            REQUEST_ID.get(), scope["method"], scope["path"], self._clock(), trace, bool(scope.get(MINTED))
+        )
         scope[_EXCHANGE] = exchange
         self._began(exchange)
 

@@ -10,7 +10,7 @@ No event has a word of a prompt, an answer or a key: numbers, names of workers, 
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -22,7 +22,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.observe.access_log import CLIENT_GONE, Exchange
+from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.stages import Stages
 
 LOOK_S = 0.1
@@ -67,22 +67,22 @@ class Feed:
         self._workers = workers
         self._clock = clock
         self._numbers = count(1)
-        self._under_way: dict[Exchange, int] = {}
+        self._under_way: dict[Exchange, int | None] = {}  # with their numbers, once they generate
         self._ended: deque[Ended] = deque(maxlen=MOST_ENDED)
         self._num_ended = 0  # those that have fallen out of the ring, too
         self._subscribers: Counter[str | None] = Counter()
 
     def began(self, exchange: Exchange) -> None:
         """A request has come. It has no sequences unless it is to generate some, and has been understood."""
-        self._under_way[exchange] = next(self._numbers)
+        self._under_way[exchange] = None
 
     def over(self, exchange: Exchange) -> None:
         """The request is over."""
-        number = self._under_way.pop(exchange)
-        for name, request, stages in _sequences(number, exchange):
+        for name, request, stages in self._sequences(exchange):
             fields = _fields(exchange, request, stages) | {"state": "over", "end": _end(exchange, stages)}
             self._ended.append(Ended(exchange.ended, exchange.tenant, name, fields))
             self._num_ended += 1
+        del self._under_way[exchange]
 
     @contextmanager
     def _place(self, tenant: str | None) -> Iterator[None]:
@@ -144,13 +144,13 @@ class Feed:
                 yield b"".join(events)
             await asyncio.sleep(LOOK_S)
 
-    def _live(self, tenant: str | None, *, sees_all: bool) -> tuple[list[tuple[str, Event]], int]:
+    def _live(self, tenant: str | None, *, sees_all: bool) -> tuple[list[tuple[str, dict[str, Any]]], int]:
         """The oldest sequences under way, and how many more there are."""
         mine = (
             (exchange, one)
-            for exchange, number in self._under_way.items()
-            if sees_all or exchange.tenant == tenant
-            for one in _sequences(number, exchange)
+            for exchange in self._under_way
+            if exchange.requests and (sees_all or exchange.tenant == tenant)
+            for one in self._sequences(exchange)
         )
         shown = [
             (name, _fields(exchange, request, stages))
@@ -158,10 +158,13 @@ class Feed:
         ]
         return shown, sum(1 for _ in mine)
 
-
-def _sequences(number: int, exchange: Exchange) -> Iterable[tuple[str, GenerateRequest, Stages]]:
-    for choice, (request, stages) in enumerate(zip(exchange.requests, exchange.stages, strict=True)):
-        yield f"{number}.{choice}", request, stages
+    def _sequences(self, exchange: Exchange) -> Iterator[tuple[str, GenerateRequest, Stages]]:
+        """Those of a request, each with its name in the feed."""
+        number = self._under_way[exchange]
+        if number is None and exchange.requests:
+            number = self._under_way[exchange] = next(self._numbers)
+        for choice, (request, stages) in enumerate(zip(exchange.requests, exchange.stages, strict=True)):
+            yield f"{number}.{choice}", request, stages
 
 
 def _fields(exchange: Exchange, request: GenerateRequest, stages: Stages) -> dict[str, Any]:
@@ -179,7 +182,9 @@ def _fields(exchange: Exchange, request: GenerateRequest, stages: Stages) -> dic
         "prompt_tokens": request.num_prompt_tokens,
         "cached_tokens": stages.num_cached_tokens,
         "output_tokens": stages.num_output_tokens,
-        "kv_bytes": None if prefill is None else _kv_bytes(prefill, request.num_prompt_tokens - stages.num_skipped_tokens),
+        "kv_bytes": None
+        if prefill is None
+        else _kv_bytes(prefill, request.num_prompt_tokens - stages.num_skipped_tokens),
         "preemptions": stages.num_preemptions,
         "arrived": _ms(stages.arrive),
         "begun": _ms(stages.begun),
@@ -189,6 +194,7 @@ def _fields(exchange: Exchange, request: GenerateRequest, stages: Stages) -> dic
         "finished": _ms(stages.finish),
         "prefill_queue_s": _ms(stages.prefill_queue_s),
         "prefill_s": _ms(stages.prefill_s),
+        "chunks": [_ms(one) for one in stages.chunk_ends_s],
         "transfer_s": _ms(stages.transfer_s),
         "decode_queue_s": _ms(stages.decode_queue_s),
     }

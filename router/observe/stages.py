@@ -19,6 +19,7 @@ class Told:
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
     prefill_queue_s: float | None = None
     prefill_s: float | None = None
+    chunk_ends_s: tuple[float, ...] = ()  # within it
     transfer_s: float | None = None
     decode_queue_s: float | None = None
 

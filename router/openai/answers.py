@@ -180,14 +180,14 @@ class ToolCallChunk(TypedDict):
     function: CalledFunction
 
 
-class _Reasoning(TypedDict, total=False):
+class Reasoning(TypedDict, total=False):
     """What the model thought, where it did, under both names that clients know."""
 
     reasoning_content: str
     reasoning: str
 
 
-class AnswerMessage(_Reasoning):
+class AnswerMessage(Reasoning):
     """The answer of a chat that is not streamed."""
 
     role: Literal["assistant"]
@@ -196,7 +196,7 @@ class AnswerMessage(_Reasoning):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class DeltaMessage(_Reasoning, total=False):
+class DeltaMessage(Reasoning, total=False):
     """What a chunk adds to the answer; the first has the role."""
 
     role: Literal["assistant"]
@@ -414,21 +414,18 @@ class ChatFormat(ChoicesFormat):
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
-        reasoning: _Reasoning = {}
-        if delta.reasoning:
-            reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-        if not is_chunk:
-            content = None if delta.tool_calls and not delta.text else delta.text
-            message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None, **reasoning}
+        if is_chunk:
+            told: DeltaMessage = {}
             if delta.tool_calls:
-                message["tool_calls"] = _whole_calls(delta.tool_calls)
-            return {"message": message}
-        told: DeltaMessage = {**reasoning}
+                told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+            if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
+                told["content"] = delta.text
+            return {"delta": {**told, **_reasoning(delta)}}
+        content = None if delta.tool_calls and not delta.text else delta.text
+        message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         if delta.tool_calls:
-            told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-        if delta.text or not (told or delta.finish_reason):
-            told["content"] = delta.text
-        return {"delta": told}
+            message["tool_calls"] = _whole_calls(delta.tool_calls)
+        return {"message": {**message, **_reasoning(delta)}}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
         return {"content": token_logprobs(tokens, self._piece), "refusal": None}
@@ -448,6 +445,10 @@ def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], Token
         }
         for token in tokens
     ]
+
+
+def _reasoning(delta: Delta) -> Reasoning:
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 
 def _call_chunk(call: ToolCallDelta) -> ToolCallChunk:

@@ -5,13 +5,16 @@
 
 import asyncio
 import logging
+import secrets
+import string
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Literal
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.requests import TokenEvent
+from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
@@ -20,21 +23,25 @@ from twostroke.router.openai.answers import (
     Delta,
     Format,
     ShownToken,
+    ToolCallDelta,
     Usage,
     internal_error,
     stage_times,
 )
-from twostroke.router.openai.jobs import Job
+from twostroke.router.openai.jobs import ChatReading, Job
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import SLOVerdict, verdict_of
 from twostroke.router.slo.demand import Demand
 from twostroke.router.text.detokenizer import StopStrings, new_detokenizer
+from twostroke.router.text.response_parser import Parsed
 from twostroke.router.text.tokenizer import TextTokenizer
 
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_DELTAS = 256
+
+_CALL_ID_CHARS = string.ascii_letters + string.digits
 
 
 @dataclass
@@ -65,7 +72,8 @@ class ChoiceRunner:
                     last = now
                     delta = writer.add(event)
                     if delta.finish_reason is not None:
-                        outcome = stages.finish_reason = delta.finish_reason
+                        outcome = "length" if delta.finish_reason == "length" else "stop"
+                        stages.finish_reason = outcome
                         # A stop string ends the choice here, whatever the workers had sent beyond it.
                         stages.finish = now
                         stages.num_output_tokens = writer.num_tokens
@@ -91,11 +99,13 @@ class ChoiceWriter:
 
     def __init__(self, job: Job, tokenizer: TextTokenizer):
         self._job = job
+        self._tokenizer = tokenizer
         self._text = new_detokenizer(tokenizer)
         self._stops = StopStrings(job.stop)
         self.num_tokens = 0
         """Tokens of the choice so far, the one that stopped it included."""
         self._num_chars = 0  # of the text with nothing held back
+        self._chat = None if job.chat is None else _ChatText(job.chat)
 
     def add(self, event: TokenEvent) -> Delta:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
@@ -111,23 +121,86 @@ class ChoiceWriter:
                 break
             if self._job.request.sampling.logprobs is not None:
                 shown.append(ShownToken(token, self._num_chars))
-            text += self._visible(self._text.add(token.token_id))
+            text += self._visible(self._read(token.token_id))
             if self._stops.stopped:
                 break
-        finish = event.finish_reason
+        finish: FinishReason | Literal["tool_calls"] | None = event.finish_reason
         if finish is not None and not self._stops.stopped:
-            text += self._visible(self._text.flush())
+            text += self._visible(self._rest())
             text += self._stops.flush()
         if self._stops.stopped:
             finish = "stop"
         found = self._stops.found
-        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=found)
+        if self._chat is None:
+            return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=found)
+        if finish == "stop" and self._chat.has_called:
+            finish = "tool_calls"
+        reasoning, calls = self._chat.taken()
+        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, reasoning, calls, found)
+
+    def _read(self, token_id: int) -> str:
+        """What a token adds to the text, or, of a chat, to its content."""
+        text = self._text.add(token_id)
+        if self._chat is None:
+            return text
+        content = ""
+        if self._tokenizer.is_special(token_id):
+            content = self._chat.add(self._text.flush())  # no character goes on beyond it
+            return content + self._chat.add(self._tokenizer.piece(token_id).text, is_control=True)
+        return self._chat.add(text)
+
+    def _rest(self) -> str:
+        text = self._text.flush()
+        return text if self._chat is None else self._chat.add(text) + self._chat.finish()
 
     def _visible(self, text: str) -> str:
         self._num_chars += len(text)
         if self.num_tokens <= self._job.request.min_tokens:
             return text  # no stop string counts before that
         return self._stops.add(text)
+
+
+class _ChatText:
+    """What a chat's answer has beside content, collected until it is taken."""
+
+    def __init__(self, how: ChatReading):
+        self._parser = how.language.parser(how.prompt, how.tools)
+        self._includes_reasoning = how.includes_reasoning
+        self._reasoning = ""
+        self._calls: list[ToolCallDelta] = []
+        self.has_called = False
+        self.num_reasoning_tokens = 0
+
+    def add(self, text: str, *, is_control: bool = False) -> str:
+        """The content that `text` adds."""
+        was_reasoning = self._parser.is_reasoning
+        content = self._take(self._parser.add(text, is_control=is_control)) if text else ""
+        self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
+        return content
+
+    def finish(self) -> str:
+        """The content that was held back."""
+        return self._take(self._parser.finish())
+
+    def taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """What was thought and called since this was asked last."""
+        told = self._reasoning, tuple(self._calls)
+        self._reasoning, self._calls = "", []
+        return told
+
+    def _take(self, parsed: Parsed) -> str:
+        if self._includes_reasoning:
+            self._reasoning += parsed.reasoning
+        for call in parsed.calls:
+            call_id = _call_id() if call.name else ""
+            self._calls.append(ToolCallDelta(call.index, call_id, call.name, call.arguments))
+            self.has_called = True
+        return parsed.content
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no others."""
+    return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(9))
 
 
 Generate = Callable[[Job], AsyncGenerator[Delta, None]]

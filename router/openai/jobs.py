@@ -2,8 +2,9 @@
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from twostroke.router.openai.structured import grammar_of
 from twostroke.router.text.generation_config import SamplingDefaults
+from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -29,6 +31,17 @@ class Job:
     request: GenerateRequest  # a template, see Pipeline.generate
     stop: tuple[str, ...]
     echo: str = ""  # shown before the first token
+    chat: "ChatReading | None" = None  # how the answer is taken apart; None: it is text
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """What it takes to tell a chat's calls and thoughts from its content."""
+
+    language: ResponseLanguage
+    prompt: str  # its end may have begun the answer
+    tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
+    includes_reasoning: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,11 +91,24 @@ class JobMaker:
         return jobs
 
     async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
-        text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
+        text = self._tokenizer.render_chat(
+            [message.as_template_sees() for message in asked.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
+            documents=asked.documents or None,
+            variables=asked.template_variables,
+        )
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        return _choices(asked, self._request(asked, token_ids, "messages", default, logprobs, terms, grammar))
+        request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
+        return _choices(asked, request, chat=self._reading(asked, text))
+
+    def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
+        form = self._tokenizer.output_format
+        if form is None:
+            return None
+        tools = {tool.function.name: tool.function.parameters or {} for tool in asked.allowed_tools}
+        return ChatReading(form.language, prompt, tools or None, asked.include_reasoning is not False)
 
     async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
@@ -166,11 +192,17 @@ class JobMaker:
         )
 
 
-def _choices(asked: GenerationFields, request: GenerateRequest, group: int = 0, echo: str = "") -> list[Job]:
+def _choices(
+    asked: GenerationFields,
+    request: GenerateRequest,
+    group: int = 0,
+    echo: str = "",
+    chat: ChatReading | None = None,
+) -> list[Job]:
     """The `n` jobs of one prompt, after those of the groups before."""
     num = asked.n or 1
     stop = tuple(asked.stop or ())
-    return [Job(group * num + i, group, _reseeded(request, i), stop, echo) for i in range(num)]
+    return [Job(group * num + i, group, _reseeded(request, i), stop, echo, chat) for i in range(num)]
 
 
 def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:

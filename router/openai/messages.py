@@ -15,15 +15,13 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.router.openai.answers import Delta, Format, Usage, encode_json, named_event
+from twostroke.router.openai.fields import ShortText, StrictModel, Text
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
     GenerationFields,
     SamplingFields,
-    ShortText,
     StopStrings,
-    StrictModel,
-    Text,
 )
 from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer

@@ -24,15 +24,13 @@ from twostroke.router.openai.answers import (
     named_event,
     token_logprobs,
 )
+from twostroke.router.openai.fields import ShortText, StrictModel, Text
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import (
     MAX_LOGPROBS,
     GenerationFields,
     SamplingFields,
-    ShortText,
     Stop,
-    StrictModel,
-    Text,
 )
 from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer

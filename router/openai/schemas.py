@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from twostroke.protocol.errors import RequestError
+from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
 from twostroke.router.openai.structured import StructuredFields
+from twostroke.router.openai.tools import Calls, ToolFields
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)
@@ -34,17 +36,6 @@ MAX_TOKEN_IDS = 2**20  # of one prompt: more than any model's context
 _INT64 = 2**63
 
 
-def _valid(text: str) -> str:
-    """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode: it has a lone surrogate") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_valid)]
-ShortText = Annotated[str, Field(max_length=512)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -55,14 +46,6 @@ _PromptText = Annotated[str, Field(min_length=1)]
 _PromptTexts = Annotated[list[_PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 _PromptIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 Prompt = str | list[int]
-
-
-class FieldError(ValueError):
-    """A fault that shows only with the whole request in sight."""
-
-    def __init__(self, param: str, message: str):
-        super().__init__(message)
-        self.param = param
 
 
 def _as_list(value: Any) -> Any:
@@ -80,21 +63,23 @@ WITHOUT_EFFECT = frozenset(
 )
 """Accepted whatever they say, even where the router is strict."""
 
-_NO_TOOLS = "this server does not call tools"
+_OF_CHATS = "only chats have it: use /v1/chat/completions"
+_OLD_TOOLS = "it was replaced by tools and tool_choice, which are"
+_NO_SEARCH = "this server looks nothing up"
 _NO_SOUND = "this server reads and writes text alone"
 _NO_BEAMS = "this server samples, and does not search with beams"
-_FIXED_TEMPLATE = "a chat is rendered by the model's own template, and answered"
 
 LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "suffix": ("this server does not fill in the middle", ("",)),
-    "tools": (_NO_TOOLS, ([],)),
-    "tool_choice": (_NO_TOOLS, ("none", "auto")),  # without tools they are one
-    "functions": (_NO_TOOLS, ([],)),
-    "function_call": (_NO_TOOLS, ("none", "auto")),
-    "web_search_options": (_NO_TOOLS, ()),
+    "tools": (_OF_CHATS, ([],)),
+    "tool_choice": (_OF_CHATS, ("none", "auto")),  # without tools they are one
+    "functions": (_OLD_TOOLS, ([],)),
+    "function_call": (_OLD_TOOLS, ("none", "auto")),
+    "web_search_options": (_NO_SEARCH, ()),
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
-    "reasoning_effort": ("the model does not reason apart from its answer", ("none",)),
+    "reasoning_effort": (_OF_CHATS, ("none",)),
+    "thinking_token_budget": (_OF_CHATS, ()),
     "verbosity": ("the model is not trained for it", ()),
     "use_beam_search": (_NO_BEAMS, (False,)),
     "logits_processors": ("this server runs no code of its clients", ([],)),
@@ -106,19 +91,15 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "truncate_prompt_tokens": ("prompts are taken whole", ()),
     "skip_special_tokens": ("special tokens have no text in answers; return_token_ids shows them", (True,)),
     "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
-    "chat_template": (_FIXED_TEMPLATE, ()),
-    "documents": (_FIXED_TEMPLATE, ([],)),
-    "add_generation_prompt": (_FIXED_TEMPLATE, (True,)),
-    "continue_final_message": (_FIXED_TEMPLATE, (False,)),
+    "chat_template": ("templates are programs: those who run the server choose it by model.chat_template", ()),
+    "documents": (_OF_CHATS, ([],)),
+    "add_generation_prompt": (_OF_CHATS, (True,)),
+    "continue_final_message": (_OF_CHATS, (False,)),
     "cache_salt": ("prefix caches are kept apart by API key", ("",)),
 }
 """Fields that would change what an answer says, or who may see of it, and that this server can't serve: why, and with
 which values beside null they ask for nothing.
 """
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelRequest(StrictModel):
@@ -167,6 +148,8 @@ class SamplingFields(ModelRequest):
     @classmethod
     def _refuse_what_is_lacking(cls, fields: Any) -> Any:
         for name, value in fields.items() if isinstance(fields, dict) else ():
+            if name in cls.model_fields:
+                continue
             why, harmless = cls.lacking.get(name, ("", (value,)))
             if value is not None and value not in harmless:
                 raise FieldError(name, f"is not supported: {why}")
@@ -260,7 +243,9 @@ class ChatMessage(StrictModel):
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Calls | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
     def as_template_sees(self) -> dict[str, Any]:
         """The message with its text parts joined: templates differ in whether they take parts."""
@@ -268,13 +253,18 @@ class ChatMessage(StrictModel):
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         told = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            told["reasoning_content"] = reasoning
+        if self.tool_calls:
+            told["tool_calls"] = [call.as_template_sees() for call in self.tool_calls]
         return {**told, "content": content or ""}
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(ToolFields, GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: Messages

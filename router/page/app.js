@@ -13,8 +13,7 @@ const THEMES = ["auto", "light", "dark"];
 function setTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  at("theme").textContent = theme === "auto" ? "Auto" : theme === "light" ? "Light" : "Dark";
-  at("theme").setAttribute("aria-label", `Colours: ${theme}`);
+  at("theme").textContent = `Theme: ${theme}`;
   localStorage.setItem("twostroke.theme", theme);
   lanes.recolour();
 }

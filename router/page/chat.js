@@ -283,7 +283,7 @@ function footer(place, message) {
   if (message._state === "asking" || message._state === "streaming") return place.replaceChildren();
   const is_last = messages.at(-1) === message;
   const facts = element("span", "facts", told(message));
-  const made = [facts, element("div", "spacer")];
+  const made = [facts, element("span", "spacer")];
   if (message.content) made.push(button("Copy", (event) => copy(event.currentTarget, message.content)));
   if (is_last && !running) made.push(button("Regenerate", regenerate));
   place.replaceChildren(...made);

@@ -2,7 +2,7 @@
 // lanes move at once; the same as tables, for whoever does not see it.
 
 import { now, sequences, state, workers } from "./feed.js";
-import { describe, drawTables, shortName, startOf } from "./words.js";
+import { describe, drawTables, nameOf, shortName, startOf } from "./words.js";
 
 const AXIS = 22; // heights and widths in CSS pixels
 const WORKER = 40;
@@ -98,8 +98,9 @@ function layOut(from) {
     free < 0 ? slots.push(one.name) : (slots[free] = one.name);
   }
   while (slots.length && slots.at(-1) === null) slots.pop();
-  const lane = slots.length <= 12 ? 22 : slots.length <= 32 ? 16 : 11;
   const lanesTop = top;
+  const room = at("chart").clientHeight - lanesTop - 8;
+  const lane = Math.max(9, Math.min(22, Math.floor(room / Math.max(1, slots.length)))); // more of them scroll
   slots.forEach((name, slot) => {
     if (name) laidOut.push({ name, sequence: sequences.get(name), top: lanesTop + slot * lane, height: lane });
   });
@@ -245,10 +246,11 @@ function hatch(from, top, to, high) {
 
 /** From the prefill worker's row to the decode worker's: where a sequence's KV travels. */
 function ribbon({ from, end, x }, { sequence, name }) {
-  if (!sequence.prefill || !sequence.decode || sequence.cut) return;
-  const source = laidOut.find((one) => one.worker?.row.id === sequence.prefill);
-  const target = laidOut.find((one) => one.worker?.row.id === sequence.decode);
+  if (!sequence.prefill || !sequence.decode ) return;
   const moments = startOf(sequence, end);
+  // A worker that has come back has its name, and a row of its own.
+  const row = (id) => laidOut.findLast((one) => one.worker?.row.id === id && (one.worker.since <= moments.kvEnd || one.worker.gone === null));
+  const [source, target] = [row(sequence.prefill), row(sequence.decode)];
   if (!source || !target || moments.prefill === null || moments.kvEnd < from) return;
   const [a, b] = [x(moments.prefill), Math.max(x(moments.prefill) + 2, x(moments.prefillEnd))];
   const [c, d] = [x(moments.kvBegin), Math.max(x(moments.kvBegin) + 2, x(moments.kvEnd))];
@@ -284,8 +286,10 @@ function lane(scene, { sequence, top, height: high, name }) {
   const until = is_over ? sequence.over : end;
   // Waiting.
   pen.fillStyle = colours["ink-3"];
-  const waited = moments.prefill ?? sequence.first_token ?? until;
-  if (waited > from) pen.fillRect(x(sequence.arrived), y + bar / 2 - 1, Math.max(1, x(waited) - x(sequence.arrived)), 2);
+  const line = (begins, ends) => { if (ends > from && ends > begins) pen.fillRect(x(begins), y + bar / 2 - 1, x(ends) - x(begins), 2); };
+  const waited = moments.prefill ?? until;
+  line(sequence.arrived, Math.min(waited, sequence.first_token ?? until));
+  if (sequence.attempt > 1) line(sequence.begun, waited); // once more, on other workers
   // Prefill, by chunk.
   if (moments.prefill !== null && moments.prefillEnd > from) {
     const begins = x(moments.prefill);
@@ -319,23 +323,24 @@ function lane(scene, { sequence, top, height: high, name }) {
   if (is_over && sequence.over > from) cap(sequence, x(sequence.over), y + bar / 2);
 }
 
-const title = (sequence) => `#${sequence.id.replace(/\.0$/, "")} \u00b7 ${sequence.prompt_tokens}${gutter > 120 ? " in" : ""} \u2192 ${sequence.output_tokens}${gutter > 120 ? " out" : ""}`;
+const title = (sequence) => `${nameOf(sequence)} \u00b7 ${sequence.prompt_tokens}${gutter > 120 ? " in" : ""} \u2192 ${sequence.output_tokens}${gutter > 120 ? " out" : ""}`;
 
 /** A tick a token, or, where they stand closer than one sees, a band. */
 function ticks({ from, x }, sequence, y, bar) {
   pen.fillStyle = colours.decode;
-  pen.beginPath();
-  for (const [begins, ends, count, isFirst] of sequence.ticks) {
-    if (ends < from) continue;
+  for (let place = sequence.ticks.length - 1; place >= 0; place--) {
+    const [begins, ends, count, isFirst] = sequence.ticks[place];
+    if (ends < from) break;
     const [left, right] = [x(begins), x(ends)];
     const pitch = (right - left) / count;
-    if (count > 1 && pitch < 2.5) {
-      pen.rect(left, y, Math.max(1, right - left), bar);
+    if (count > 1 && pitch < 1.9) {
+      pen.globalAlpha = 0.7;
+      pen.fillRect(left, y, Math.max(1, right - left), bar);
+      pen.globalAlpha = 1;
       continue;
     }
-    for (let k = isFirst && count > 1 ? 0 : 1; k <= count; k++) pen.rect(Math.round(left + k * pitch), y, 1, bar);
+    for (let k = isFirst && count > 1 ? 0 : 1; k <= count; k++) pen.fillRect(Math.round(left + k * pitch), y, 1, bar);
   }
-  pen.fill();
 }
 
 function cap(sequence, x, y) {

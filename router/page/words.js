@@ -16,6 +16,8 @@ export function startOf(one, end) {
   return { prefill, prefillEnd, isSure, kvBegin, kvEnd, chunks };
 }
 
+export const nameOf = (one) => `#${one.id.replace(/\.0$/, "")}`; // a choice after the first has its number, too
+
 export const shortName = (id) => (id.length > 10 ? id.slice(0, 8) : id);
 
 const ms = (seconds) => (seconds === null || seconds === undefined ? "\u2013" : seconds >= 10 ? `${seconds.toFixed(1)} s` : `${Math.round(seconds * 1000)} ms`);
@@ -39,7 +41,7 @@ const stateOf = (one) => (one.over === undefined ? STATES[one.state] : ENDS[one.
 
 function ofSequence(one) {
   const facts = [
-    ["Request", `#${one.id}`],
+    ["Request", nameOf(one)],
     ["State", stateOf(one)],
     ["TTFT", ms(ttft(one))],
     ["ITL", ms(itl(one))],

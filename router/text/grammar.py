@@ -7,7 +7,7 @@ A schema that is refused is taken apart until the place is known where it goes w
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -15,8 +15,14 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 
+if TYPE_CHECKING:  # a name of its stubs alone
+    from llguidance._lib import JsonCompileOptions
+
 MAX_SOURCE_BYTES = 64 * 1024
 """Of a schema or grammar, written as JSON without spaces."""
+
+WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
+"""What may stand between the tokens of JSON: a model that may write any amount sometimes writes nothing else."""
 
 MAX_GBNF_RULES = 256  # what reads them takes their square
 
@@ -34,7 +40,12 @@ def of_schema(schema: Schema, *, lenient: bool = False, compact: bool = False) -
     """
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
-    return LLMatcher.grammar_from_json_schema(text, overrides={"lenient": lenient, "whitespace_flexible": not compact})
+    options: JsonCompileOptions = {"lenient": lenient}
+    if compact:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = WHITE_SPACE
+    return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
 
 def of_regex(pattern: str) -> str:
@@ -67,11 +78,9 @@ def of_text(text: str) -> str:
 async def check(grammars: Grammars, grammar: str, param: str) -> str:
     """The grammar, which can be followed. Raises RequestError naming the field `param` where it can't."""
     try:
-        matcher = await grammars.matcher(grammar)
+        await grammars.matcher(grammar)
     except RequestError as error:
         raise named(error, param) from error
-    if not any(matcher.compute_bitmask()):
-        raise named(RequestError("nothing can be an answer to it", code="invalid_grammar"), param)
     return grammar
 
 

@@ -103,6 +103,7 @@ class FakeWorker:
     gate: asyncio.Semaphore | None = None
     prefill_gate: asyncio.Event | None = None
     refusal: Exception | None = None
+    script: Sequence[int] | None = None  # its output tokens, in place of the fake model's
     poison: Callable[[Sequence[int]], bool] | None = None  # it dies of drawing the token after these
     dying: asyncio.Task[None] | None = None
     keeps_kv: bool = False  # a prefill worker that can't reach the decode worker
@@ -189,6 +190,11 @@ class FakeWorker:
             self.owned.discard(request.request_id)
             self.prompt_ready.pop(request.request_id, None)
 
+    def _draw(self, request: GenerateRequest, prefix: Sequence[int]) -> SampledToken:
+        if self.script is None:
+            return next_token(request, prefix)
+        return SampledToken(self.script[len(prefix) - request.num_prompt_tokens], -0.5)
+
     async def _die_of_poison(self, tokens: Sequence[int]) -> None:
         if self.poison is not None and self.poison(tokens):
             await asyncio.sleep(0.03)  # an engine's step takes its time
@@ -200,7 +206,7 @@ class FakeWorker:
             if self.prefill_gate is not None:
                 await self.prefill_gate.wait()
             await self._die_of_poison(request.token_ids)
-            token = next_token(request, request.token_ids)
+            token = self._draw(request, request.token_ids)
             given = request.num_output_tokens_given
             finish = finish_reason(request, given + 1, token.token_id)
             if decode is not None and not self.keeps_kv:
@@ -224,7 +230,7 @@ class FakeWorker:
                 else:
                     await asyncio.sleep(0)
                 await self._die_of_poison(tokens)
-                token = next_token(request, tokens)
+                token = self._draw(request, tokens)
                 index = len(tokens) - request.num_prompt_tokens
                 tokens.append(token.token_id)
                 finish = finish_reason(request, index + 1, token.token_id)
@@ -390,12 +396,13 @@ def site_of(fleet_of, tokenizer):
         tenants=None,
         defaults=SamplingDefaults(),  # noqa: B008  (frozen)
         scaling=lambda: None,
+        speaks=tokenizer,
         **config,
     ) -> AsyncIterator[Site]:
         async with fleet_of(num_prefill, num_decode) as rig:
             service = RouterService(
                 config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, **config),
-                tokenizer=tokenizer,
+                tokenizer=speaks,
                 fleet=rig.fleet,
                 channels=rig.channels,
                 pipeline=rig.pipeline,
