@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -21,6 +21,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.requests import Promise
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
@@ -42,6 +43,14 @@ from twostroke.router.openai.answers import (
 from twostroke.router.openai.embeddings import EmbeddingFormat, EmbeddingRequest, Embeddings, embedding_jobs
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import Terms, chat_prompt
+from twostroke.router.openai.messages import (
+    CountTokensRequest,
+    MessageError,
+    MessageObject,
+    MessagesFormat,
+    MessagesRequest,
+    TokenCount,
+)
 from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
@@ -62,10 +71,14 @@ from twostroke.router.slo.classes import (
 from twostroke.router.text.generation_config import SamplingDefaults
 
 _JSON_LINES = "application/x-ndjson"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorObject, "description": "The request can't be served as asked, or not now"},
-    "5XX": {"model": ErrorObject, "description": "The server can't serve the request now, or met a bug"},
-}
+
+
+def _errors(model: Any) -> dict[int | str, dict[str, Any]]:
+    """That answers may be errors, as the document tells it."""
+    return {
+        "4XX": {"model": model, "description": "The request can't be served as asked, or not now"},
+        "5XX": {"model": model, "description": "The server can't serve the request now, or met a bug"},
+    }
 
 
 def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
@@ -73,15 +86,15 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     app = FastAPI(
         title="Twostroke",
         version=service.config.version,
-        description="OpenAI's API. Every error is an OpenAI error object.",
+        description="OpenAI's API, and Anthropic's Messages. Every error is an error object of the path's API.",
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         generate_unique_id_function=lambda route: route.name,
-        responses=_ERRORS,
+        responses=_errors(ErrorObject),
     )
     app.state.service, app.state.doctor = service, doctor
     app.state.max_body_bytes = service.config.max_body_bytes
-    app.include_router(_keyed, dependencies=[Security(_key)] if service.tenants else [])
+    app.include_router(_keyed, dependencies=[Security(_key), Security(_x_api_key)] if service.tenants else [])
     app.include_router(_open)
     if service.config.has_page:
         app.include_router(page)
@@ -108,7 +121,9 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
 
 _open = APIRouter(route_class=BoundedRoute)
 _keyed = APIRouter(route_class=BoundedRoute)
-_key = HTTPBearer(auto_error=False)  # for the document: `Authentication` has checked it
+# For the document: `Authentication` has checked them.
+_key = HTTPBearer(auto_error=False)
+_x_api_key = APIKeyHeader(name="x-api-key", auto_error=False)
 _ADMINS = [Depends(admins_only)]
 
 
@@ -180,9 +195,10 @@ def _header(name: str, **schema: Any) -> dict[str, Any]:
     return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 _GENERATES: dict[str, Any] = {
-    "response_description": "The answer; with `stream: true` server-sent events, whose data are chunks and then [DONE]",
-    "responses": {200: {"content": {"text/event-stream": {}}}},
+    "response_description": "The answer; with `stream: true` server-sent events in the API's own format",
+    "responses": _STREAMS,
     "openapi_extra": {  # `promise_of` reads them
         "parameters": [
             _header(CLASS_HEADER, type="string"),
@@ -219,6 +235,27 @@ async def responses(asked: ResponsesRequest, request: Request, held: Held, servi
 async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
     """A vector for each text."""
     return await _generate(asked, EmbeddingFormat, request, held)
+
+
+@_keyed.post(
+    "/v1/messages", response_model=MessageObject, **_GENERATES | {"responses": _STREAMS | _errors(MessageError)}
+)
+async def messages(asked: MessagesRequest, request: Request, held: Held, service: Service) -> Response:
+    """Answer a chat, in the words of Anthropic's Messages API."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        return await _generate(draft.chat(), MessagesFormat, request, held)
+
+
+@_keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
+async def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
+    """The tokens of a message's prompt."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        jobs = await service.jobs.make(draft.chat(), Terms(service.max_context(), Promise()))
+    return {"input_tokens": jobs[0].request.num_prompt_tokens}
 
 
 class ModelCard(TypedDict):
@@ -388,7 +425,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Every error of our own is answered as an OpenAI error object, and counted."""
     assert isinstance(error, TwostrokeError)
     exchange_of(request).refuses(error)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -407,7 +444,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }.get(error.status_code, ("http_error", "refused"))
     failure = RequestError(message, param="path", code=code, status=error.status_code)
     exchange_of(request).fails(failure)
-    response = error_response(failure)
+    response = error_response(failure, request.scope)
     response.headers.update(error.headers or {})  # which methods the path takes
     return response
 

@@ -260,6 +260,7 @@ class Delta(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCallDelta, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes = b""  # as in PrefillReply
+    stop_string: str = ""  # that ended the choice
 
 
 class WholeFormat(ABC):
@@ -521,3 +522,8 @@ def event(chunk: Any) -> bytes:
 def error_event(error: TwostrokeError) -> bytes:
     """The event that ends a stream of chunks which has begun, and then failed."""
     return event(error_object(error))
+
+
+def named_event(name: str, told: Any) -> bytes:
+    """A server-sent event with a name of its own, around the JSON of `told`."""
+    return b"event: " + name.encode() + b"\n" + event(told)

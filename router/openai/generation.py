@@ -171,7 +171,7 @@ class ChoiceWriter:
             text += self._stops.flush()
         if self._stops.stopped:
             finish = "stop"
-        delta = Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
+        delta = Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=self._stops.found)
         if isinstance(event, PromptRead):
             told = None
             if scores is not None and self._job.prompt_logprobs is not None:

@@ -21,6 +21,7 @@ from twostroke.router.openai.answers import (
     Usage,
     encode_json,
     error_object,
+    named_event,
     token_logprobs,
 )
 from twostroke.router.openai.fields import ShortText, StrictModel, Text
@@ -375,40 +376,14 @@ class OutputFunctionCall(TypedDict):
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
 
 
-class CachedTokens(TypedDict):
-    """`usage.input_tokens_details`."""
-
-    cached_tokens: int
-    cache_write_tokens: int  # 0: nobody pays for that
-
-
-class ReasoningTokens(TypedDict):
-    """`usage.output_tokens_details`."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(TypedDict):
     """`usage`."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
     output_tokens: int
-    output_tokens_details: ReasoningTokens
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
-
-
-class ResponseFailure(TypedDict):
-    """Why a stream ended before its answer did."""
-
-    code: str
-    message: str
-
-
-class Incomplete(TypedDict):
-    """Why the answer is not whole."""
-
-    reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(TypedDict):
@@ -420,8 +395,8 @@ class ResponseObject(TypedDict):
     model: str
     status: Status
     output: list[OutputItem]
-    error: ResponseFailure | None
-    incomplete_details: Incomplete | None
+    error: dict[Literal["code", "message"], str] | None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
     usage: ResponseUsage | None  # null in events before the last
     store: Literal[False]
     background: Literal[False]
@@ -489,19 +464,19 @@ class ResponsesFormat(Format):
         return self._written(self._failed(error))
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        written = []
+        written = b""
         for one in events:
-            told = encode_json({**one, "sequence_number": self._num_events})
-            written.append(b"event: " + one["type"].encode() + b"\ndata: " + told + b"\n\n")
+            written += named_event(one["type"], {**one, "sequence_number": self._num_events})
             self._num_events += 1
-        return b"".join(written)
+        return written
 
     def _told(self, delta: Delta) -> Iterator[Event]:
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "response.created", "response": self._response(None)}
             yield {"type": "response.in_progress", "response": self._response(None)}
-        self._untold += token_logprobs(delta.shown, self._piece)
+        if delta.text or not (delta.reasoning or delta.tool_calls):  # only what is said has log-probabilities
+            self._untold += token_logprobs(delta.shown, self._piece)
         if delta.reasoning:
             yield from self._add_text("reasoning", delta.reasoning)
         if delta.text:

@@ -97,8 +97,13 @@ class StopStrings:
 
     stops: Sequence[str]
     shows_stop: bool = False  # the one that was found is let through, too
-    stopped: bool = False
+    found: str = ""  # the one that ended the text
     _held: str = field(default="", init=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found."""
+        return bool(self.found)
 
     def add(self, text: str) -> str:
         """What may be shown now. After a stop string was found, nothing more comes."""
@@ -107,12 +112,11 @@ class StopStrings:
         if not self.stops:
             return text
         text = self._held + text
-        found = [(at, len(stop)) for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
+            end, self.found = min(found)
             self._held = ""
-            at, length = min(found)
-            return text[: at + length * self.shows_stop]
+            return text[: end + len(self.found) * self.shows_stop]
         keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
