@@ -14,7 +14,7 @@ The handles are those of torch (`UntypedStorage._share_cuda_`), sent as plain fi
   is refused by its digest, or belongs to a transfer whose lease has ended.
 - The target unmaps on the link's thread and stream: torch waits there for the current stream's work, holding the
   interpreter's lock, and the event loop's current stream is the engine's.
-- Both compile what a lane launches before the link is joined, where the worker's start has not (transports/__init__.py).
+- Both compile what a lane launches before the link is joined, where the worker has not at its start.
 
 Not confirmed on hardware.
 """

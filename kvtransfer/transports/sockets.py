@@ -240,7 +240,6 @@ class LinkThread:
         A cancellation breaks it too.
         """
 
-
         def checked() -> R:
             self._check()  # once more: the link may have broken while this waited for its turn
             return function(*args, **kwargs)

@@ -33,7 +33,7 @@ class Staging(Protocol):
     """
 
     def warm_up(self) -> None:
-        """Compile what `pack` and `unpack` launch, where it is not. Blocks, for seconds perhaps. Raises RuntimeError."""
+        """Compile what `pack` and `unpack` launch, where it is not. May block for seconds. Raises RuntimeError."""
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         """uint8 [num_units * unit_bytes + DIGEST_BYTES]: buffer `index`, grown where needed."""
