@@ -8,6 +8,7 @@ made: KV links have theirs, and a process may belong to several engines in tests
 in a decoder without parallel branches the next operation needs it.
 """
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,6 +125,9 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
     Torch's stubs know neither gloo's options nor a backend's operations.
     """
     if gloo_host is None:
+        # Read when a group is made. By default torch ends the process once an operation fails or is too long under way:
+        # a dead peer would take this worker along. Whoever has the group aborts it instead.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
