@@ -189,7 +189,7 @@ def test_only_what_the_mask_has_is_drawn_and_neighbours_draw_as_ever(kind: str, 
     vocabulary = LLTokenizer("byte")
     free = [Draw(SamplingParams(seed=i, temperature=i % 3, logprobs=logprobs), PROMPT, 3) for i in range(40)]
     draws = [*free]
-    for row in rows:
+    for row in rows.tolist():
         bias = SamplingParams(
             seed=row, temperature=row % 3, logit_bias=((2, 100.0),), repetition_penalty=1.5, logprobs=logprobs
         )

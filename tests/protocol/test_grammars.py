@@ -103,7 +103,7 @@ def bombs() -> dict[str, str]:
         "many patterns": {"properties": {f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}$"} for i in range(1000)}},
         "a long string": {"type": "string", "minLength": 100_000},
         "a long array": {"type": "array", "minItems": 100_000, "items": {"type": "string"}},
-        "multiples": {"type": "integer", "multipleOf": 1_000_003, "minimum": -(10**15), "maximum": 10**15},
+        "multiples": {"type": "integer", "multipleOf": 49_999},
         "multiples of multiples": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]},
         "many bounds": {"anyOf": [{"type": "number", "minimum": i + 0.123, "maximum": i * 1e10} for i in range(800)]},
         "exponential": {"type": "string", "pattern": ".*a.{100}b.{100}c.*d.{100}"},
