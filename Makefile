@@ -111,6 +111,7 @@ test-gpu: $(STAMP)
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
 	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+	@$(PYTEST) tests/e2e -m models
 
 test-wide: $(STAMP)
 	@echo "--> More seeds of the simulation, more GPUs to compile for"

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, make_layouts
+from twostroke.model.backend import LoadOptions
+from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -90,7 +91,7 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
     checkpoint = Checkpoint(folder, config)
     dtype = resolve_dtype("auto", checkpoint.dtype, CPU)
     backend = CpuBackend()
-    weights = load_decoder_weights(checkpoint, config, dtype, CPU, length, backend, quantization)
+    weights = load_decoder_weights(checkpoint, config, LoadOptions(dtype, CPU, length, quantization), backend)
     decoder = Decoder(config, weights, backend, SingleRank())
     groups = config.kv_groups
     blocks = range(-(-length // BLOCK_SIZE) * groups.count)
@@ -104,7 +105,7 @@ def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantiz
             for window in windows:
                 tokens = window[:-1].contiguous()
                 layouts = make_layouts([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU, groups)
-                logits = decoder.forward(tokens, layouts, cache.tensors, every_row)
+                logits = decoder.forward(StepInput(tokens, layouts, cache.tensors, every_row))
                 assert logits is not None  # every row draws
                 losses.append(functional.cross_entropy(logits, window[1:]).item())
     finally:

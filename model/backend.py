@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from twostroke.model.checkpoint.quantization import QuantizedWeight
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How each rank of an engine holds the model."""
+
+    dtype: torch.dtype  # of activations, and of weights that are not quantised
+    device: torch.device
+    max_context: int  # tokens
+    quantization: Quantization = "auto"
+
+
 class Linear(Protocol):
     """A projection y = x W^T + b with its weights inside, laid out once for the device: there is no other copy."""
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from twostroke.model.step import SequenceStep
+from twostroke.model.step import OnLayer, SequenceStep
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 
@@ -58,6 +58,19 @@ class Drawing:
     sequences: Tensor  # int64 [N]: theirs
 
 
+@dataclass(frozen=True)
+class StepInput:
+    """What a decoder computes a step from, all on its device."""
+
+    token_ids: Tensor  # int64 [T]
+    layouts: Sequence[BatchLayout]  # of each group of layers
+    kv_tensors: Sequence[Tensor]  # [num_blocks, 2, G, block_size, D] each
+    drawing: Drawing
+    # Gets [T, hidden] from behind the last norm, on every rank, and may ask for logits of some. Without it only rows
+    # that draw come so far.
+    on_hidden: Callable[[Tensor], None] | None = None
+
+
 class StepDecoder(Protocol):
     """Computes a step: model/architectures/decoder.py, and transformers_decoder.py for families of others."""
 
@@ -65,20 +78,15 @@ class StepDecoder(Protocol):
     def vocab_size(self) -> int:
         """Of the logits, on the rank that gathers them."""
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        layouts: Sequence[BatchLayout],
-        kv_tensors: Sequence[Tensor],
-        drawing: Drawing,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> Tensor | None:
+    def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """Logits fp32 [N, vocab] of the rows that draw, None where none does.
 
-        token_ids int64 [T]; a layout for each group of layers; kv_tensors [num_blocks, 2, G, block_size, D] each.
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
         another thread, while later layers are launched.
         """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [N, vocab] of rows that `StepInput.on_hidden` got; all ranks ask for the same ones in one order."""
 
 
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.batch import BatchLayout, Drawing, StepDecoder
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
@@ -90,11 +90,12 @@ class DecodeInputs:
 def decode_step(decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
     """What computes the logits of the first `count` of `inputs`. It reads at the same places whenever it runs, and
     keeps all tensors that it reads alive."""
-    token_ids, layouts = inputs.token_ids[:count], inputs.layouts(count)
+    token_ids = inputs.token_ids[:count]
     rows = torch.arange(count, device=token_ids.device)
+    step = StepInput(token_ids, inputs.layouts(count), kv_cache.tensors, Drawing(rows, rows))
 
     def run() -> Tensor:
-        logits = decoder.forward(token_ids, layouts, kv_cache.tensors, Drawing(rows, rows))
+        logits = decoder.forward(step)
         if logits is None:
             raise ValueError("a batch whose sequences all draw has no logits")
         return logits

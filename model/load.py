@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.backend import Backend
+from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.cache.memory import (
@@ -85,7 +85,7 @@ class LoadedEngine:
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self.weights = found.weights_as(config.quantization)
-        weights = found.weight_bytes(self._dtype, config.quantization) // config.tensor_parallel
+        weights = found.weight_bytes(self._dtype, config.quantization, config.tensor_parallel)
         block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0
@@ -124,7 +124,8 @@ class LoadedEngine:
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
         backend = _backend(device, config)
-        decoder = found.decoder(self._dtype, device, self.max_context, backend, config.quantization, self.parallel)
+        options = LoadOptions(self._dtype, device, self.max_context, config.quantization)
+        decoder = found.decoder(options, backend, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
         make_cache = partial(
             make_kv_cache,

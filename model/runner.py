@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.model.batch import Drawing, StepDecoder, check_batch, make_layouts, place, take_drawn
+from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
-from twostroke.model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
+from twostroke.model.step import (
+    BlockCopy,
+    Draw,
+    OnLayer,
+    PromptReading,
+    ScoredRows,
+    SequenceStep,
+    with_drawn_tokens,
+)
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -32,9 +41,17 @@ class TokenSampler(Protocol):
     ) -> list[SampledToken]:
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
+    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
+        """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
+
     @property
     def num_broken_rows(self) -> int:
         """Counter: rows that held NaN or +inf."""
+
+
+MOST_SCORED_ROWS = 256
+_SCORED_BYTES = 64 << 20
+"""Of the logits of prompt tokens that are there at a time."""
 
 
 @runtime_checkable
@@ -139,9 +156,7 @@ class ModelRunner:
         """Rows of logits so far that held NaN or +inf."""
         return self._sampler.num_broken_rows
 
-    def run(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None
-    ) -> list[SampledToken | None]:
+    def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
         """As `Engine.step`. Raises ValueError as `check_batch` does."""
         return self.launch(batch, on_layer).result()
 
@@ -157,7 +172,7 @@ class ModelRunner:
     def launch(
         self,
         batch: Sequence[SequenceStep],
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
         earlier: LaunchedStep | None = None,
     ) -> LaunchedStep:
         """Begin a step after `earlier`, the one before it. Raises ValueError as `check_batch` does.
@@ -170,7 +185,7 @@ class ModelRunner:
         if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self.groups)
-        if self._captured is not None and on_layer is None:
+        if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
                 return self._sample(logits, batch, list(range(len(batch))), earlier)
@@ -179,20 +194,22 @@ class ModelRunner:
     def _run_eagerly(
         self,
         batch: Sequence[SequenceStep],
-        on_layer: Callable[[int], None] | None,
+        on_layer: OnLayer | None,
         drawn: Tensor | None,
         earlier: LaunchedStep | None,
     ) -> LaunchedStep:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
-        layouts = make_layouts(steps, self._kv_cache.block_size, self._device, self.groups)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
-            self._token_ids(steps, drawn),
-            layouts,
-            self._kv_cache.tensors,
-            Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+            StepInput(
+                self._token_ids(steps, drawn),
+                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups),
+                self._kv_cache.tensors,
+                Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+                self._reader(steps),
+            ),
             on_layer,
         )
         if logits is None:
@@ -201,6 +218,32 @@ class ModelRunner:
                 return SilentStep([None] * len(batch), computed, self._device)
             return LaunchedStep([None] * len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing], earlier)
+
+    def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
+        """What reads all prompts that are to be read off the step's hidden states; None where there are none."""
+        ends = np.cumsum([len(step.token_ids) for step in steps]).tolist()
+        read = [(one.reading, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
+
+        def read_all(hidden: Tensor) -> None:
+            for reading, start, first, end in read:
+                if reading is not None:
+                    self._read(reading, start, hidden[first:end])
+
+        return None if all(reading is None for reading, *_ in read) else read_all
+
+    def _read(self, reading: PromptReading, start: int, hidden: Tensor) -> None:
+        """Of a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Blocks of rows have logits at a
+        time: those of a whole chunk would be gigabytes."""
+        reading.begin(start)
+        pooled = hidden[reading.pooled_rows(start, len(hidden))]
+        if len(pooled):
+            reading.add_hidden(pooled.float().sum(0).cpu().numpy())
+        targets = reading.targets(start, len(hidden))
+        most = max(1, min(MOST_SCORED_ROWS, _SCORED_BYTES // (4 * self._decoder.vocab_size)))
+        for first in range(0, len(targets), most):
+            block = targets[first : first + most]
+            logits = self._decoder.logits(hidden[first : first + len(block)])
+            reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
 
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""

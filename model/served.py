@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.backend import Backend
+from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
 from twostroke.model.checkpoint.config_file import is_native, load_model_config, read_config_file
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms, weight_bytes, weights_as
@@ -44,8 +44,8 @@ class ServedModel(Protocol):
     def num_active_parameters(self) -> int:
         """Those that one token is computed with."""
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        """Of all ranks together, once the model is loaded in `dtype`."""
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+        """Of one of so many ranks that can share the model, the largest, once it is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
         """How quantised weights are held, for people; None: as all others."""
@@ -56,15 +56,7 @@ class ServedModel(Protocol):
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
 
-    def decoder(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_context: int,
-        backend: Backend,
-        quantization: Quantization,
-        parallel: TensorParallel,
-    ) -> StepDecoder:
+    def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> StepDecoder:
         """One rank's, over loaded weights."""
 
 
@@ -108,8 +100,8 @@ class NativeModel:
     def dtype(self) -> torch.dtype:
         return self._checkpoint.dtype
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        return weight_bytes(self.shape, dtype, quantization, self._forms)
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+        return -(-weight_bytes(self.shape, dtype, quantization, self._forms) // ranks)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)
@@ -120,16 +112,6 @@ class NativeModel:
     def digest(self) -> str:
         return self._checkpoint.digest()
 
-    def decoder(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_context: int,
-        backend: Backend,
-        quantization: Quantization,
-        parallel: TensorParallel,
-    ) -> Decoder:
-        weights = load_decoder_weights(
-            self._checkpoint, self.shape, dtype, device, max_context, backend, quantization, parallel.shard
-        )
+    def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
+        weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, parallel.shard)
         return Decoder(self.shape, weights, backend, parallel)

@@ -4,8 +4,10 @@ A transfer may outlive the call that it belongs to. Until it has ended the job's
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+import msgspec
 
 from twostroke.kvtransfer.sides import Outgoing
 from twostroke.model.step import OnLayer
@@ -17,9 +19,12 @@ from twostroke.protocol.stats import Role
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepContent, StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
 
 _log = logging.getLogger(__name__)
+
+MOST_CHUNKS = 64
+"""A reply tells when so many have ended; for people to look at, so the others don't matter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +32,7 @@ class PrefillCall(WorkerCall[PrefillJob, PrefillReply]):
     """A `prefill` call that has not returned, or of which a transfer has not ended."""
 
     started_at: float = 0.0
+    chunk_ends_s: list[float] = field(default_factory=list)
     outgoing: Outgoing | None = None
     is_aborted: bool = False  # its transfer has been given up here, on purpose
 
@@ -68,12 +74,22 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
         call = PrefillCall(job, ticket)
         return await self._answered(call, call.reply, pull)
 
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """Compute a prompt that something is read off, and whose KV nobody else needs. Raises what `prefill` does."""
+        return await self.prefill(request, None)
+
     def _decide(self) -> ScheduledStep[PrefillJob]:
         return self._scheduler.schedule()
 
     def _learn(self, ended: EndedStep[ScheduledStep[PrefillJob]], content: StepContent) -> None:
         super()._learn(ended, content)
         self._counters.computed_tokens += content.rows  # here, prompts of which a single token was left
+        now = self._clock()
+        for entry in ended.step.entries:
+            if not entry.job.has_ended:
+                call = self._call_of(entry.job)
+                if len(call.chunk_ends_s) < MOST_CHUNKS:
+                    call.chunk_ends_s.append(now - call.started_at)
 
     def _post_process(self, drawn: list[DrawnToken[PrefillJob]]) -> None:
         now = self._clock()
@@ -84,14 +100,9 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
             self._counters.generated_tokens += 1
             self._counters.finished_requests += 1
             self._forget(call)
-            call.answer(
-                PrefillReply(
-                    event=one.event,
-                    num_cached_tokens=one.job.num_cached_tokens,
-                    queue_s=call.started_at - one.job.arrived_at,
-                    prefill_s=now - call.started_at,
-                )
-            )
+            queue_s, prefill_s = call.started_at - one.job.arrived_at, now - call.started_at
+            reply = read_prompt(one, queue_s=queue_s, prefill_s=prefill_s)
+            call.answer(msgspec.structs.replace(reply, chunk_ends_s=tuple(call.chunk_ends_s[:-1])))
 
     # --- KV on its way to decode workers ---
 

@@ -19,7 +19,15 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROOMS = sorted(PROJECT["tool"]["setuptools"]["package-dir"].values())
-DATA = {".json", ".safetensors", ".jinja", ".html", ".yaml"}  # what the packages read beside their modules
+DATA = {
+    ".json",
+    ".safetensors",
+    ".jinja",
+    ".html",
+    ".css",
+    ".js",
+    ".yaml",
+}  # what the packages read beside their modules
 
 
 def distributions_of(extra: str) -> set[str]:
@@ -114,7 +122,7 @@ def test_the_wheel_has_every_module_and_every_file_that_modules_read_under_one_n
         if path.suffix in DATA | {".py"} and "__pycache__" not in path.parts
     }
     assert {name for name in names if Path(name).suffix in DATA | {".py"}} == there
-    assert "twostroke/model/bundled/model.safetensors" in there
+    assert {"twostroke/model/bundled/model.safetensors", "twostroke/router/page/index.html"} <= there
 
 
 def test_installed_beside_a_users_own_modules_of_our_rooms_names_it_is_still_itself(

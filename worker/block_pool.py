@@ -158,8 +158,7 @@ class BlockPool:
         block goes first in the order of eviction: a prefix without its end is of use, an end without its prefix is not.
         Raises ValueError, with nothing changed, for a block that nobody owns or that is listed twice.
         """
-        if self.groups.windowed:
-            block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
+        block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
         self._require_owned(block_ids)
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1

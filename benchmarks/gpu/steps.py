@@ -14,6 +14,7 @@ from torch import Tensor
 from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
@@ -88,7 +89,8 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     config, device = sizes.model, place.device
     backend = CudaBackend(place.target)
     checkpoint = RandomCheckpoint(config, device)
-    weights = load_decoder_weights(checkpoint, config, torch.bfloat16, device, sizes.max_context, backend, quantization)
+    options = LoadOptions(torch.bfloat16, device, sizes.max_context, quantization)
+    weights = load_decoder_weights(checkpoint, config, options, backend)
     decoder = Decoder(config, weights, backend, SingleRank())
     width = -(-(sizes.decode_context + sizes.decode_steps) // sizes.block_size)
     num_blocks = max(max_batch * width, -(-sizes.max_context // sizes.block_size))

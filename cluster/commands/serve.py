@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
+    parser.add_argument("--no-page", action="store_true", help="no page at / to talk to the model")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's own proxy in front of the router")
     parser.add_argument(
         "--grace", type=float, default=0.0, metavar="SECONDS", help="for streams to end after a signal (default: none)"
@@ -109,6 +110,7 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         ("model", "name"): name,
         ("prefill", "replicas"): arguments.prefill,
         ("decode", "replicas"): arguments.decode,
+        ("router", "page"): False if arguments.no_page else None,
         ("kv_transfer", "transport"): arguments.transport,
     }
     for (section, key), value in overrides.items():

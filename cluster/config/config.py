@@ -121,6 +121,10 @@ class ClusterConfig(Section):
             raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
         return "cpu"
 
+    def block_size(self, section: PrefillSection | DecodeSection) -> int:
+        """Tokens of a block of a role's workers."""
+        return section.block_size or self.default_block_size
+
     @property
     def default_block_size(self) -> int:
         """Tokens of a block where a worker has no size of its own."""

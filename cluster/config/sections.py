@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
@@ -38,6 +38,8 @@ BUNDLED_MODEL = "bundled"
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,*]+)$", max_length=256)]
+"""As a browser sends it: scheme, host and, unless it is the scheme's own, port; no path. `*` is any."""
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 
 
@@ -61,6 +63,8 @@ class ModelSection(Section):
     """Sampling defaults: of the model's generation_config.json, or OpenAI's."""
     chat_template: str | None = None
     """A file's path, or a template's text, in place of the model's own."""
+    response_template: str | None = None
+    """How calls and thoughts are read out of answers: formats' names, a file, or none; null: told by the model."""
 
 
 class HeldModel(Section):
@@ -217,6 +221,10 @@ class RouterSection(Placement, PipelineConfig):
     """Of one replica; more are refused."""
     strict: bool = False
     """Requests with unknown fields are refused, not served without them."""
+    page: bool = True
+    """The page at `/`, to talk to the model and to see requests on their way."""
+    cors_origins: tuple[Origin, ...] = Field(default=(), strict=False)
+    """Pages of these origins may use the API from a browser, such as https://chat.example.org; '*': any page."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
     """After it others go on with a leaving worker's requests."""
     stream_grace_s: Annotated[float, Ge(0), Le(86400)] = 60.0

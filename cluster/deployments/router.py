@@ -27,7 +27,7 @@ from twostroke.cluster.config.model_folder import chat_template_text, resolve_mo
 from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
-from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches
+from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches, is_loopback
 from twostroke.protocol.clock import Clock, draw_epoch
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
@@ -140,7 +140,10 @@ class RouterReplica:
         replicas = settings.router.replicas
         admission = Admission(config=settings.slo, stats=channels.stats, clock=time.monotonic, num_routers=replicas)
         others = OtherRouters(serve.get_deployment_handle(replica.deployment, replica.app_name), own=peer.worker_id)
-        await asyncio.to_thread(_warn_of_exposure, has_keys=bool(settings.keys))
+        host = await asyncio.to_thread(_host)
+        warning = exposure_warning(host, has_keys=bool(settings.keys))
+        if warning is not None:
+            _log.warning(warning)
         forgotten = forgotten_switches(os.environ)
         if forgotten is not None:
             _log.warning(forgotten)
@@ -162,8 +165,11 @@ class RouterReplica:
                 max_choices_in_flight=settings.router.max_choices_in_flight,
                 router_id=peer.worker_id,
                 strict=settings.router.strict,
+                has_page=settings.router.page,
+                cors_origins=settings.router.cors_origins,
+                is_local=is_loopback(host) and not settings.keys,
             ),
-            tokenizer=TextTokenizer.load(folder, settings.chat_template),
+            tokenizer=TextTokenizer.load(folder, settings.chat_template, settings.model.response_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
             fleet=fleet,
             channels=channels,
@@ -236,12 +242,11 @@ class RouterReplica:
             await self._service.close()
 
 
-def _warn_of_exposure(*, has_keys: bool) -> None:
-    """Where Serve's proxies listen, no public function tells."""
+def _host() -> str:
+    """Where Serve's proxies listen, which no public function tells."""
     client = _get_global_client()
-    warning = None if client is None else exposure_warning(client.http_config.host or "", has_keys=has_keys)
-    if warning is not None:
-        _log.warning(warning)
+    assert client is not None  # this is one of its replicas
+    return client.http_config.host or ""
 
 
 def router_options(router: RouterSection) -> dict[str, Any]:

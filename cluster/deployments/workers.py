@@ -96,6 +96,10 @@ class _WorkerReplica(Generic[WorkerT]):
             await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        """As PrefillWorker.read. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        return await self._meant(worker).read(request)
+
 
 class PrefillReplica(_WorkerReplica["PrefillWorker"]):
     """A prefill worker under Serve."""

@@ -55,7 +55,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
 
     found = open_model(folder)
     model = found.shape
-    TextTokenizer.load(folder, chat_template_text(config.model))
+    TextTokenizer.load(folder, chat_template_text(config.model), config.model.response_template)
     defaults = read_sampling_defaults(folder, config.model.generation_config)
     device = torch.device(config.device)
     free = available_bytes(torch.device("cpu"))
@@ -70,13 +70,13 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         ranks = engine.tensor_parallel
         dtype = resolve_dtype(engine.dtype, found.dtype, device)
         held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
-        weights = found.weight_bytes(dtype, engine.quantization)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)
             check_cores(engine)
             found.check_ranks(ranks)
-            num_blocks = resolve_num_blocks(engine, model, dtype, weights // ranks + step, free)
+            weights = found.weight_bytes(dtype, engine.quantization, ranks)
+            num_blocks = resolve_num_blocks(engine, model, dtype, weights + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
@@ -87,7 +87,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             MemoryNeed(
                 role,
                 most,
-                weights=weights,
+                weights=ranks * weights,
                 cache=ranks * cache,
                 step=ranks * step,
                 swap=ranks * engine.swap_bytes,

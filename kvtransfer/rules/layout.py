@@ -10,7 +10,7 @@ unit ids are block ids.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,9 +105,12 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
         ]
     ]
     if len(table) < rows * groups.count or NO_BLOCK in needed:
-        raise ValueError(f"{num_tokens} tokens do not fit the table {list(block_ids)} of {layout}")
-    if min(needed) < 0 or max(needed) >= num_blocks or len(set(needed)) != len(needed):
-        raise ValueError(f"these are not distinct blocks of {num_blocks}: {needed}")
+        raise ValueError(
+            f"{num_tokens} tokens do not fit a table of {len(block_ids)} blocks: some that follow-ups need are missing"
+        )
+    wrong = [one for one, times in Counter(needed).items() if times > 1 or not 0 <= one < num_blocks]
+    if wrong:
+        raise ValueError(f"a table needs distinct blocks of {num_blocks}: {wrong[0]} is none, or there twice")
     return table
 
 

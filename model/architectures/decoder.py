@@ -6,17 +6,17 @@ Weights, activations and cache share one dtype; norms, rotation and attention ac
 and norms' weights are fp32, too.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
-from twostroke.model.batch import BatchLayout, Drawing
+from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.model.step import OnLayer
 
 
 @dataclass(frozen=True)
@@ -66,30 +66,23 @@ class Decoder:
         """Of the logits, on the rank that gathers them."""
         return self._config.vocab_size
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        layouts: Sequence[BatchLayout],
-        kv_tensors: Sequence[Tensor],
-        drawing: Drawing,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> Tensor | None:
+    def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward."""
-        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
-            return self._forward(token_ids, layouts, kv_tensors, drawing, announce)
+        with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:
+            return self._forward(step, announce)
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        layouts: Sequence[BatchLayout],
-        kv_tensors: Sequence[Tensor],
-        drawing: Drawing,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As StepDecoder.logits."""
+        logits = self._weights.lm_head(hidden, out_dtype=torch.float32)
+        if self._config.logits_cap:
+            logits = self._backend.soft_cap(logits, self._config.logits_cap)
+        return self._parallel.gather_logits(logits, self._config.vocab_size)
+
+    def _forward(self, step: StepInput, on_layer: OnLayer | None) -> Tensor | None:
         """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
         backend, weights, parallel = self._backend, self._weights, self._parallel
-        eps = self._config.rms_norm_eps
-        residual = backend.embed(token_ids, weights.embedding, weights.first_token, weights.dtype)
+        eps, drawn = self._config.rms_norm_eps, step.drawing.rows
+        residual = backend.embed(step.token_ids, weights.embedding, weights.first_token, weights.dtype)
         residual = parallel.all_reduce(residual)
         if weights.embedding_scale != 1:
             residual = backend.scale(residual, weights.embedding_scale)
@@ -97,8 +90,8 @@ class Decoder:
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            layout = layouts[self._groups.of_layer[index]]
-            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
+            layout = step.layouts[self._groups.of_layer[index]]
+            kv_layer = step.kv_tensors[self._groups.tensor_of_layer[index]]
             qkv = layer.qkv(x)
             if layer.row_norms is not None:
                 square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
@@ -106,12 +99,12 @@ class Decoder:
             q = backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
             if on_layer is not None:
                 on_layer(index)
-            if index == last and drawing.rows.numel() < token_ids.numel():
+            if index == last and step.on_hidden is None and drawn.numel() < step.token_ids.numel():
                 # Nobody reads what comes after the last layer's KV, but of the rows that draw.
-                if drawing.rows.numel() == 0:
+                if drawn.numel() == 0:
                     return None
-                q, residual = q[drawing.rows], residual[drawing.rows]
-                layout = layout.of_last_tokens(drawing)
+                q, residual = q[drawn], residual[drawn]
+                layout = layout.of_last_tokens(step.drawing)
             x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout, layer.attention)))
             if layer.attention_norm is not None:
                 x = backend.rms_norm(x, layer.attention_norm, eps)
@@ -121,10 +114,12 @@ class Decoder:
                 x = backend.rms_norm(x, layer.output_norm, eps)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
             x, residual = self._add_and_norm(x, residual, following)
-        logits = weights.lm_head(x, out_dtype=torch.float32)
-        if self._config.logits_cap:
-            logits = backend.soft_cap(logits, self._config.logits_cap)
-        return parallel.gather_logits(logits, self._config.vocab_size)
+        if step.on_hidden is not None:
+            step.on_hidden(x)
+            if drawn.numel() == 0:
+                return None
+            x = x[drawn]
+        return self.logits(x)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes into the next sublayer, and the new residual."""

@@ -19,11 +19,12 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from twostroke.model.architectures.rope import cos_sin_table
-from twostroke.model.backend import AttentionForm, Backend, Linear
-from twostroke.model.batch import BatchLayout, Drawing
+from twostroke.model.backend import AttentionForm, Backend, Linear, LoadOptions
+from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelShape
 from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.model.step import OnLayer
 
 ATTENTION = "twostroke"
 """What transformers knows our attention by. It makes no masks for a name that it has none for: we need none."""
@@ -83,12 +84,11 @@ def attend_by(model: nn.Module, attention: Callable[[AttentionCall], Tensor]) ->
         setattr(module, _SEEN_BY, attention)
 
 
-def trace(model: Any, tokens: int) -> list[AttentionCall]:
-    """The calls of one forward pass, in order, over a model whose tensors are all on the meta device."""
-    calls: list[AttentionCall] = []
+def trace(model: Any, tokens: int, see: Callable[[AttentionCall], None]) -> None:
+    """Show `see` the calls of one forward pass, in order, over a model whose tensors are all on the meta device."""
 
     def record(call: AttentionCall) -> Tensor:
-        calls.append(call)
+        see(call)
         return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
 
     # The default for experts multiplies bf16 alone on the meta device.
@@ -100,7 +100,6 @@ def trace(model: Any, tokens: int) -> list[AttentionCall]:
             _logits(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), positions, positions[:1])
     finally:
         model.config._experts_implementation = experts
-    return calls
 
 
 def _logits(model: Any, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
@@ -214,15 +213,6 @@ def _our_norm(module: nn.Module, backend: Backend) -> NormModule | None:
     return None
 
 
-@dataclass
-class _Step:
-    """What all layers' attention needs of the step under way."""
-
-    layouts: Sequence[BatchLayout]
-    kv_tensors: Sequence[Tensor]
-    on_layer: Callable[[int], None] | None
-
-
 class TransformersDecoder:
     """Implements StepDecoder over a loaded model of transformers."""
 
@@ -231,8 +221,7 @@ class TransformersDecoder:
         model: Any,
         calls: Sequence[AttentionCall],
         shape: ModelShape,
-        max_context: int,
-        device: torch.device,
+        options: LoadOptions,
         backend: Backend,
         parallel: TensorParallel,
         *,
@@ -248,11 +237,13 @@ class TransformersDecoder:
         self._backend = backend
         self._parallel = parallel
         self._sums_heads = sums_heads
-        self._step: _Step | None = None
+        self._step: StepInput | None = None  # the one under way
+        self._on_layer: OnLayer | None = None
+        self._below: Any = None  # what the layers below the LM head gave, while it is read
         self._layers = {call.module: index for index, call in enumerate(calls)}
         self._forms: dict[int, AttentionForm] = {}
         # Transformers has rotated queries and keys already.
-        self._still = cos_sin_table(None, calls[0].query.shape[-1], max_context).to(device)
+        self._still = cos_sin_table(None, calls[0].query.shape[-1], options.max_context).to(options.device)
         attend_by(model, self._attend)
 
     @property
@@ -260,20 +251,35 @@ class TransformersDecoder:
         """Of the logits, on the rank that gathers them."""
         return self._vocab_size
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        layouts: Sequence[BatchLayout],
-        kv_tensors: Sequence[Tensor],
-        drawing: Drawing,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> Tensor | None:
+    def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward. The last layer computes all of its rows."""
-        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
-            self._step = _Step(layouts, kv_tensors, announce)
-            logits = _logits(self._model, token_ids, layouts[0].positions, drawing.rows)
+        rows, positions = step.drawing.rows, step.layouts[0].positions
+        with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:
+            self._step, self._on_layer = step, announce
+            if step.on_hidden is None:
+                logits = _logits(self._model, step.token_ids, positions, rows)
+            else:
+                self._below = self._model.base_model(
+                    input_ids=step.token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+                )
+                step.on_hidden(hidden := self._below.last_hidden_state[0])
+                logits = self.logits(hidden[rows])
+                self._below = None
             self._step = None
-        return logits.float() if drawing.rows.numel() else None
+        return logits.float() if rows.numel() else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As StepDecoder.logits: by the model's own `forward`, which does more than the LM head in some families, over
+        hidden states that are given instead of computed."""
+        rows = torch.arange(len(hidden), device=hidden.device)
+        given = copy.copy(self._below)
+        given.last_hidden_state = hidden[None]
+        base = self._model.base_model
+        base.forward = lambda *_, **__: given
+        try:
+            return _logits(self._model, rows, rows, rows).float()
+        finally:
+            del base.forward
 
     def whole_logits(self, token_ids: Tensor) -> Tensor:
         """[T, vocab] of one sequence from its start, by transformers' own attention, mask and all."""
@@ -305,8 +311,8 @@ class TransformersDecoder:
             value = functional.pad(value, (0, dim - narrow))
         qkv = torch.cat((query, key, value), dim=1).view(tokens, -1)
         q = self._backend.rope_and_write_kv(qkv, self._still, kv_layer, layout)
-        if step.on_layer is not None:
-            step.on_layer(index)
+        if self._on_layer is not None:
+            self._on_layer(index)
         form = self._forms.get(index)
         if form is None:
             sinks = None if call.sinks is None else call.sinks.detach().float().reshape(-1)[heads].contiguous()

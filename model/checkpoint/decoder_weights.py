@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights
 from twostroke.model.architectures.rope import cos_sin_table, head_order
-from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, RowNorms
+from twostroke.model.backend import AttentionForm, Backend, HeadNorms, Linear, LoadOptions, RowNorms
 from twostroke.model.checkpoint.quantization import (
     QuantizedWeight,
     common_form,
@@ -26,14 +26,12 @@ from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
 def load_decoder_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_context: int,
+    options: LoadOptions,
     backend: Backend,
-    quantization: Quantization = "auto",
     shard: Shard = WHOLE_MODEL,
 ) -> DecoderWeights:
     """Those of one rank, of which it reads its slices alone. Raises ConfigError."""
+    dtype, device, quantization = options.dtype, options.device, options.quantization
 
     def weight(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
         """In the checkpoint's form, or as the setting asks for another."""
@@ -98,7 +96,7 @@ def load_decoder_weights(
     spec, parts = config.spec, config.spec.layer
     order = head_order(config.rope, config.head_dim)
     tables = {
-        rope: cos_sin_table(rope, config.head_dim, max_context).to(device)
+        rope: cos_sin_table(rope, config.head_dim, options.max_context).to(device)
         for rope in {config.rope_of(index) for index in range(config.num_layers)}
     }
 

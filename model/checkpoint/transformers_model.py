@@ -30,8 +30,8 @@ from twostroke.model.architectures.transformers_decoder import (
     replace_norms,
     trace,
 )
-from twostroke.model.backend import Backend
-from twostroke.model.batch import Drawing, make_layouts
+from twostroke.model.backend import Backend, LoadOptions
+from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
 from twostroke.model.checkpoint.decoder_weights import weights_as
@@ -109,15 +109,28 @@ class TransformersModel:
         """Of the checkpoint: that of its embedding. Raises ConfigError."""
         return self.tensors.dtype(f"{self._embedding}.weight")
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        """Of all ranks together, once loaded."""
-        linears = {f"{name}.weight" for name, module in self._model.named_modules() if _is_projection(module)}
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+        """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
+        model, styles = self._of_ranks(ranks)
+        ends = self._head, self._embedding
+        has_plain_table = type(model.get_submodule(self._embedding)) is nn.Embedding  # or it is not cut
         total = 0
-        for name, tensor in self._model.named_parameters():
-            held: Quantization = quantization if name in linears else "none"
-            if name == f"{self._head}.weight" or (self.is_tied and name == f"{self._embedding}.weight"):
-                held = of_lm_head(quantization)
-            total += tensor_bytes(tuple(tensor.shape), dtype, form_of(held, None))
+        for name, tensor in model.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            module, shape = model.get_submodule(owner), list(tensor.shape)
+            held: Quantization = "none"
+            if owner in ends:
+                is_head = owner == self._head or self.is_tied
+                if has_plain_table or not (owner == self._embedding or self.is_tied):
+                    shape[0] = -(-shape[0] // ranks)
+                    held = of_lm_head(quantization) if is_head and kind == "weight" else "none"
+            elif _is_projection(module):
+                held = quantization if kind == "weight" else "none"
+                if styles.get(owner) == "gathered":
+                    shape[0] //= ranks
+                elif styles.get(owner) == "split" and kind == "weight":
+                    shape[1] //= ranks
+            total += tensor_bytes(tuple(shape), dtype, form_of(held, None))
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:
@@ -127,8 +140,7 @@ class TransformersModel:
     def check_ranks(self, size: int) -> None:
         """Raises ConfigError where `size` ranks can't share the model."""
         check_size(self.shape, size)
-        if size > 1:
-            self._cut(self._build(torch.float32), Shard(0, size))
+        self._of_ranks(size)
 
     def digest(self) -> str:
         """16 hex digits, as Checkpoint.digest: of config.json and of every tensor that is used."""
@@ -137,27 +149,17 @@ class TransformersModel:
             sha.update(name.encode() + xxhash.xxh3_128_digest(content))
         return sha.hexdigest()[:16]
 
-    def decoder(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_context: int,
-        backend: Backend,
-        quantization: Quantization,
-        parallel: TensorParallel,
-    ) -> TransformersDecoder:
+    def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> TransformersDecoder:
         """As ServedModel.decoder."""
-        model = self._build(dtype)
+        model = self._build(options.dtype)
         styles = self._cut(model, parallel.shard)
         calls = self._trace(model)
-        _Loading(self, model, styles, dtype, device, backend, quantization, parallel).run(self._head, self._embedding)
+        _Loading(self, model, styles, options, backend, parallel).run(self._head, self._embedding)
         replace_norms(model, backend)
         attending = {name for name, module in model.named_modules() if module is calls[0].module}
         takes_parts = any(style == "split" and name.rpartition(".")[0] in attending for name, style in styles.items())
-        decoder = TransformersDecoder(
-            model, calls, self.shape, max_context, device, backend, parallel, sums_heads=not takes_parts
-        )
-        self._dry_run(decoder, dtype, device, parallel.shard)
+        decoder = TransformersDecoder(model, calls, self.shape, options, backend, parallel, sums_heads=not takes_parts)
+        self._dry_run(decoder, options, parallel.shard)
         return decoder
 
     @property
@@ -170,21 +172,25 @@ class TransformersModel:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self._config, attn_implementation=ATTENTION, dtype=dtype)
         except Exception as error:  # whatever a family's own code raises
-            raise self._error(f"transformers can't build it: {_said(error)}") from error
+            is_known = not (isinstance(error, KeyError) and ATTENTION in error.args)
+            raise self._error(f"transformers can't build it: {_said(error)}", asks_for_ours=is_known) from error
         model.config.pad_token_id = None  # or some look for it in every step's tokens, and warn
         return model.eval().requires_grad_(False)
 
     def _trace(self, model: Any) -> list[AttentionCall]:
+        calls: list[AttentionCall] = []
         try:
-            calls = trace(model, TRACED_TOKENS)
+            trace(model, TRACED_TOKENS, calls.append)
         except Exception as error:
-            raise self._error(f"its modules don't run over a flat batch without a cache: {_said(error)}") from error
+            what = f"its modules don't run over a flat batch without a cache: {_said(error)}"
+            raise self._error(what, asks_for_ours=bool(calls)) from error
         _check_calls(calls, self._config, self._error)
         return calls
 
-    def _error(self, what: str) -> ConfigError:
+    def _error(self, what: str, *, asks_for_ours: bool = True) -> ConfigError:
+        """`asks_for_ours`: its attention did ask which one it is to be."""
         family = type(self._config).__name__.removesuffix("Config")
-        is_made_for_it = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)].is_backend_compatible()
+        is_made_for_it = asks_for_ours or MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)].is_backend_compatible()
         why = "" if is_made_for_it else "; its attention is not made to be replaced, as where it has biases (ALiBi)"
         return ConfigError(f"{self._source}: {family} can't be served: {what}{why}")
 
@@ -223,8 +229,16 @@ class TransformersModel:
             windows=windows if any(windows) else (),
         )
 
+    def _of_ranks(self, size: int) -> tuple[Any, dict[str, Style]]:
+        """The first of so many ranks' model, as `_cut` leaves it, without weights."""
+        if size == 1:
+            return self._model, {}
+        model = self._build(torch.float32)
+        return model, self._cut(model, Shard(0, size))
+
     def _cut(self, model: Any, shard: Shard) -> dict[str, Style]:
-        """Leave this rank's part of each projection, and say which that is. Raises ConfigError."""
+        """Leave this rank's part of each projection, but for those whose inputs or results are whole, and say which
+        part that is. Raises ConfigError."""
         if shard.size == 1:
             return {}
         plan = dict(model.tp_plan or {})
@@ -273,8 +287,9 @@ class TransformersModel:
             "not supported: use 1"
         )
 
-    def _dry_run(self, decoder: TransformersDecoder, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
+    def _dry_run(self, decoder: TransformersDecoder, options: LoadOptions, shard: Shard) -> None:
         """Raises ConfigError where our way gives other logits than transformers' own attention."""
+        dtype, device = options.dtype, options.device
         count = min(sum(DRY_RUN_TOKENS), self.shape.max_position)
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self.shape.vocab_size, (count,), generator=generator)
@@ -303,7 +318,8 @@ class TransformersModel:
                     step = SequenceStep(tokens.tolist(), start, blocks, None)
                     layouts = make_layouts([step], block_size, device, groups)
                     rows = torch.arange(len(tokens), device=device)
-                    logits = decoder.forward(tokens.to(device), layouts, cache.tensors, Drawing(rows, rows * 0))
+                    drawing = Drawing(rows, rows * 0)
+                    logits = decoder.forward(StepInput(tokens.to(device), layouts, cache.tensors, drawing))
                     assert logits is not None  # all rows draw
                     ours.append(logits)
                     start += len(tokens)
@@ -329,21 +345,17 @@ class _Loading:
         found: TransformersModel,
         model: Any,
         styles: dict[str, Style],
-        dtype: torch.dtype,
-        device: torch.device,
+        options: LoadOptions,
         backend: Backend,
-        quantization: Quantization,
         parallel: TensorParallel,
     ):
         self._tensors, self._is_tied = found.tensors, found.is_tied
         self._model = model
         self._styles = styles
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device, self._quantization = options.dtype, options.device, options.quantization
         self._backend = backend
-        self._quantization = quantization
         self._parallel = parallel
-        self._in_fp32 = [re.escape(name).replace(r"\*", r"\d+") for name in model._get_dtype_plan(dtype)]
+        self._in_fp32 = [re.escape(name).replace(r"\*", r"\d+") for name in model._get_dtype_plan(options.dtype)]
 
     def run(self, head: str, embedding: str) -> None:
         self._load_ends(head, embedding)
@@ -492,7 +504,8 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
     """Raises what `error` makes of what our attention can't do."""
     layers = config.num_hidden_layers
     if len(calls) != layers or len({call.module for call in calls}) != layers:
-        raise error(f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else")
+        what = f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else"
+        raise error(what, asks_for_ours=bool(calls))
     first = calls[0]
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = (

@@ -66,8 +66,8 @@ class Progress:
 
     async def begin(self) -> None:
         """Before the first call; a suspect waits until it may be tried. Raises PoisonRequest."""
-        self.stages.begin_attempt()
         self.began = self.clock()
+        self.stages.begin_attempt(self.began, self.path)
         await self.records.begin(self.case, self.path)
 
     def prefill_begins(self, worker: Peer) -> None:
@@ -77,8 +77,10 @@ class Progress:
     def prefilled(self, request: GenerateRequest, worker: Peer, reply: PrefillReply) -> None:
         """The prefill worker has computed the prompt."""
         stages = self.stages
+        stages.prompt_done = self.clock()
         stages.prefill_queue_s = reply.queue_s
         stages.prefill_s = reply.prefill_s
+        stages.chunk_ends_s = reply.chunk_ends_s
         stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
         self.records.prompt_done(self.case, worker, self.path.decode.peer)
         self.chooser.prefilled(self.path, len(request.token_ids), reply)
@@ -125,6 +127,7 @@ class Progress:
         has_kv = self.path.prefill is not None and not self.has_lost_prefill
         if self.case.position > request.num_output_tokens_given + has_kv:
             self.has_got_on = True
+            stages.decoding = now
             self.records.got_on(self.case, self.path, self.case.position - 1)
 
     def decoded(self, request: GenerateRequest, reply: DecodeReply, *, had_transfer: bool) -> None:
@@ -133,10 +136,21 @@ class Progress:
         stages.num_preemptions += reply.num_preemptions
         stages.transfer_s = reply.transfer_s if had_transfer else None
         stages.decode_queue_s = reply.queue_s
+        stages.num_skipped_tokens = reply.num_cached_tokens if had_transfer else 0
         if stages.prefill_s is None:  # the prompt was computed there
             stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
         if self.path.prefill is None:
             self.chooser.decoded(self.path, len(request.token_ids), reply)
+
+    def read(self, request: GenerateRequest, reply: PrefillReply) -> None:
+        """A prompt that is read alone has been: nothing more comes of it."""
+        stages = self.stages
+        stages.prefill_queue_s, stages.prefill_s = reply.queue_s, reply.prefill_s
+        stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
+        stages.num_output_tokens = len(reply.event.tokens)
+        stages.first_token = stages.finish = self.clock()
+        self.hold.prompt_computed()
+        self.records.got_on(self.case, self.path, 0)
 
     def decode_failed(self, error: TwostrokeError) -> None:
         """The decode worker has failed the request, or the request the worker."""

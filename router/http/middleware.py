@@ -1,7 +1,11 @@
-"""What every request passes before its endpoint: `Authentication` finds out who asks, `RequestIds` labels it."""
+"""What every request passes before its endpoint.
+
+`RequestIds` labels it, `Origins` turns away what other sites' pages send, `Authentication` finds out who asks.
+"""
 
 import re
 import secrets
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -10,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twostroke.protocol.errors import RequestError
 from twostroke.router.http.responses import error_response
 from twostroke.router.http.tenants import Tenant, Tenants
-from twostroke.router.observe.access_log import exchange_of
+from twostroke.router.observe.access_log import MINTED, exchange_of
 from twostroke.router.observe.log_format import REQUEST_ID
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Answer everybody, with or without a key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+OPEN_FOLDER = "/page/"
+"""Answer everybody, with or without a key: the page has no data of its own."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = "twostroke.tenant"
@@ -35,6 +40,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope[MINTED] = request_id != given
         MutableHeaders(scope=scope)["x-request-id"] = request_id  # whoever is further inside takes the same
 
         async def send_with_id(message: Message) -> None:
@@ -47,6 +53,78 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             REQUEST_ID.reset(label)
+
+
+class Origins:
+    """Middleware: a browser's requests are taken from our own page, and from pages of the origins that are allowed.
+
+    Any page that somebody opens may have his browser send requests here, to a loopback address, too: it can't read the
+    answers, but they would cost as much, and a body is read as JSON whatever its type. Browsers tell whose page it is,
+    and pages can't change that. Whoever sends no such header is no browser, and passes.
+
+    Nor is it enough that page and server have one name: whoever owns a name in public DNS can have it lead to our
+    loopback address once his page is open. So where `is_local`, such a name must be that of an `allowed` origin.
+
+    For an app with `Exchanges`.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str], *, is_local: bool):
+        self._app = app
+        self._allowed = allowed
+        self._allowed_hosts = {_hostname(origin.partition("://")[2]) for origin in allowed}
+        self._is_local = is_local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            error = None
+            if not self._takes_page(headers):
+                error = _cross_origin("a browser sends this for the page of another site", "Origin")
+            elif not self._takes_host(headers.get("host", "")):
+                error = _cross_origin(
+                    "this server listens on a loopback address, and is called by a public name", "Host"
+                )
+            if error is not None:
+                exchange_of(HTTPConnection(scope)).refuses(error)
+                await error_response(error, scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _takes_host(self, host: str) -> bool:
+        if not self._is_local or "*" in self._allowed:
+            return True
+        name = _hostname(host)
+        return _is_private(name) or name in self._allowed_hosts
+
+    def _takes_page(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is not None:
+            if origin in self._allowed or "*" in self._allowed:
+                return True
+            _, _, host = origin.partition("://")
+            return bool(host) and host.lower() == headers.get("host", "").lower()
+        # Images, scripts and the like have no origin. Whoever follows a link to us gets to see what is here.
+        site = headers.get("sec-fetch-site", "none")
+        return site in ("none", "same-origin") or headers.get("sec-fetch-dest") == "document"
+
+
+def _cross_origin(message: str, param: str) -> RequestError:
+    way_out = "to allow it, name the page's origin in router.cors_origins"
+    return RequestError(f"{message}; {way_out}", param=param, code="cross_origin", status=403)
+
+
+def _hostname(host: str) -> str:
+    """Of a `Host` header, without the port."""
+    name, _, port = host.lower().rpartition(":")
+    return name if name and port.isdigit() else host.lower()
+
+
+def _is_private(name: str) -> bool:
+    """Whether public DNS can't lead here by it: an address, a name without a dot, or under a domain kept for that."""
+    if "." not in name or name.startswith("["):
+        return True
+    last = name.removesuffix(".").rpartition(".")[2]
+    return last.isdigit() or last in ("localhost", "local", "internal")
 
 
 class Authentication:
@@ -68,18 +146,24 @@ class Authentication:
             await send({"type": "websocket.close", "code": 1008})
             return
         path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-        if path not in OPEN_PATHS:
+        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             exchange = exchange_of(HTTPConnection(scope))
             try:
-                tenant = scope[_TENANT] = self._tenants.of(Headers(scope=scope).get("authorization"))
+                tenant = scope[_TENANT] = self._tenants.of(_authorization(Headers(scope=scope)))
                 exchange.tenant = tenant.name
                 if scope["method"] == "POST":
                     tenant.count_request()
             except RequestError as error:
                 exchange.refuses(error)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(headers: Headers) -> str | None:
+    """The header with the key; Anthropic's clients have a header of their own for it."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (key and f"Bearer {key}")
 
 
 def tenant_of(request: HTTPConnection) -> Tenant | None:

@@ -1,7 +1,7 @@
 """Responses that end when their client leaves, or when the server does."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.router.observe.access_log import exchange_of
-from twostroke.router.openai.answers import encode_json, error_object, event
+from twostroke.router.openai.answers import encode_json, error_event, error_object
+from twostroke.router.openai.messages import message_error
 
 Result = TypeVar("Result")
 
@@ -23,8 +24,8 @@ class ServerEnds(RequestError):
         super().__init__("the server ends; try again shortly", code="shutting_down", status=503)
 
 
-def error_response(error: TwostrokeError) -> Response:
-    """OpenAI's error object with its status."""
+def error_response(error: TwostrokeError, scope: Scope) -> Response:
+    """The error object of the API that the path belongs to, with its status; OpenAI's but for /v1/messages."""
     shown = public_error(error)
     headers = {}
     if shown.retry_after_s is not None:
@@ -35,7 +36,8 @@ def error_response(error: TwostrokeError) -> Response:
         headers["connection"] = "close"
     if shown.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(encode_json(error_object(error)), shown.status, headers, media_type="application/json")
+    told = encode_json(message_error(error) if "/v1/messages" in scope["path"] else error_object(error))
+    return Response(told, shown.status, headers, media_type="application/json")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result], cut: "asyncio.Future[None] | None") -> Result:
@@ -67,15 +69,16 @@ async def streamed(
     request: Request,
     events: AsyncGenerator[bytes, None],
     cut: "asyncio.Future[None] | None" = None,
+    failure: Callable[[TwostrokeError], bytes] = error_event,
     media_type: str = "text/event-stream",
 ) -> Response:
     """Server-sent events, or lines of another kind. The source is closed when it ends, fails, or the client goes.
 
     Its first event is awaited here: whatever fails until then is answered like all that fails in an endpoint. When
-    `cut` is done later, an error event ends the stream. The source is read by two tasks, one after the other.
+    `cut` is done later, the events of `failure` end the stream. The source is read by two tasks, one after the other.
     """
     first = await until_disconnect(request.receive, anext(events), cut)
-    return _EventStream(first, events, cut, media_type)
+    return _EventStream(first, events, cut, failure, media_type)
 
 
 class _EventStream(StreamingResponse):
@@ -86,12 +89,14 @@ class _EventStream(StreamingResponse):
         first: bytes,
         events: AsyncGenerator[bytes, None],
         cut: "asyncio.Future[None] | None",
+        failure: Callable[[TwostrokeError], bytes],
         media_type: str,
     ):
         super().__init__(events, headers={"cache-control": "no-cache"}, media_type=media_type)
         self._first = first
         self._events = events
         self._cut = cut
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -103,7 +108,7 @@ class _EventStream(StreamingResponse):
                 return
             except ServerEnds as error:
                 exchange_of(HTTPConnection(scope)).refuses(error)
-                await send({"type": "http.response.body", "body": event(error_object(error)), "more_body": False})
+                await send({"type": "http.response.body", "body": self._failure(error), "more_body": False})
 
     async def _send_rest(self, send: Send) -> None:
         async for one in self._events:

@@ -20,6 +20,7 @@ from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
 from twostroke.router.observe.access_log import Exchange
+from twostroke.router.observe.feed import Feed
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
@@ -36,6 +37,19 @@ if TYPE_CHECKING:
     from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
 
+_IN_FEED = (
+    "owned_blocks",
+    "num_running",
+    "num_waiting",
+    "num_waiting_tokens",
+    "num_transfers",
+    "computed_tokens",
+    "generated_tokens",
+    "transfer_bytes",
+    "is_draining",
+)
+
+
 @dataclass(frozen=True)
 class ServiceConfig:
     """What the HTTP side needs to be told."""
@@ -46,6 +60,9 @@ class ServiceConfig:
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
     router_id: str = "router"  # of this replica, in metrics
     strict: bool = False  # requests with unknown fields are refused
+    has_page: bool = True  # at `/`
+    cors_origins: tuple[str, ...] = ()  # whose pages may use the API from a browser; "*": any
+    is_local: bool = False  # it listens on a loopback address, and needs no keys
     follow_s: float = 0.5  # how often the fleet is looked at between requests
     version: str = field(default_factory=partial(version, "twostroke"))
 
@@ -84,6 +101,7 @@ class RouterService:
         self.jobs = JobMaker(self.tokenizer, self.sampling_defaults)
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
+        self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)
         self.started_at = int(self.wall_clock())
         self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
@@ -107,6 +125,7 @@ class RouterService:
         """A request has ended: count it, and hand it to those who trace."""
         if exchange.refusal is not None:
             self._metrics.refused(exchange.refusal)
+        self.feed.over(exchange)
         if self.traces is not None:
             self.traces.record(exchange)
 
@@ -155,6 +174,7 @@ class RouterService:
             "ready": not self.missing(),
             "sampling_defaults": self.sampling_defaults.model_dump(),
             "end_token_ids": self.tokenizer.eos_token_ids,
+            "response_template": self.tokenizer.response_template,
             "places_held": self.pipeline.in_flight,
             "slo_classes": [
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
@@ -180,6 +200,25 @@ class RouterService:
                 for info in self.fleet.workers()
             ],
         }
+
+    def _worker_rows(self) -> list[dict[str, Any]]:
+        """The workers and the few numbers of theirs that change from moment to moment, for the feed."""
+        ejected = self.pipeline.ejected()
+        rows = []
+        for info in self.fleet.workers():
+            stats = self.channels.stats(info.peer)
+            told = {} if stats is None else {name: getattr(stats, name) for name in _IN_FEED}
+            row = {
+                "role": info.role,
+                "id": info.peer.worker_id,
+                "epoch": f"{info.peer.epoch:016x}",
+                "reachable": self.channels.is_connected(info.peer),
+                "ejected": info.peer in ejected,
+                "max_batch": info.max_batch,
+                "total_blocks": info.num_blocks,
+            }
+            rows.append({**row, **told})
+        return rows
 
     def _scaling_status(self) -> dict[str, Any] | None:
         scaling = self.scaling()

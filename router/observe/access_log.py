@@ -29,9 +29,11 @@ CLIENT_GONE = 499
 """The status in logs of a request whose client left before it was answered."""
 
 _EXCHANGE = "twostroke.exchange"
+MINTED = "twostroke.minted_id"
+"""In a scope: whether the request's id was made up here, and not by its client."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Exchange:
     """Moments are the service's clock, in seconds."""
 
@@ -49,6 +51,7 @@ class Exchange:
     is_stream: bool = False
     requests: Sequence[GenerateRequest] = field(default=())  # one for each choice
     stages: Sequence[Stages] = field(default=())  # likewise
+    has_minted_id: bool = False  # else the id is the client's own text
     num_prompt_tokens: int = 0  # prompts count once, however many choices each has
 
     def fails(self, error: TwostrokeError) -> None:
@@ -80,11 +83,12 @@ def exchange_of(request: HTTPConnection) -> Exchange:
 
 
 class Exchanges:
-    """Middleware: logs each request when it is over, and tells `over` of it."""
+    """Middleware: tells `began` of each request, logs it when it is over, and tells `over` of it."""
 
-    def __init__(self, app: ASGIApp, clock: Clock, over: Callable[[Exchange], None]):
+    def __init__(self, app: ASGIApp, clock: Clock, began: Callable[[Exchange], None], over: Callable[[Exchange], None]):
         self._app = app
         self._clock = clock
+        self._began = began
         self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,8 +97,16 @@ class Exchanges:
             return
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        exchange = Exchange(REQUEST_ID.get(), scope["method"], scope["path"], self._clock(), trace)
+        exchange = Exchange(
+            REQUEST_ID.get(),
+            scope["method"],
+            scope["path"],
+            self._clock(),
+            trace,
+            has_minted_id=bool(scope.get(MINTED)),
+        )
         scope[_EXCHANGE] = exchange
+        self._began(exchange)
 
         async def send_and_see(message: Message) -> None:
             if message["type"] == "http.response.start":

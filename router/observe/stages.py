@@ -19,6 +19,7 @@ class Told:
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
     prefill_queue_s: float | None = None
     prefill_s: float | None = None
+    chunk_ends_s: tuple[float, ...] = ()  # within it
     transfer_s: float | None = None
     decode_queue_s: float | None = None
 
@@ -48,15 +49,23 @@ class Stages(Told):
     expected: Estimate | None = None  # of the path that it was admitted on
     follows: bool = False  # admitted together with another choice of the same response
     attempts: int = 0
+    path: Path | None = None  # of the last attempt, as the three moments below
+    begun: float | None = None
+    prompt_done: float | None = None  # the prefill worker has replied
+    decoding: float | None = None  # the decode worker has drawn a token of its own
+    num_skipped_tokens: int = 0  # prompt tokens whose KV the decode worker had, and the transfer left out
     tries: list[Try] = field(default_factory=list)  # those that are over
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, now: float, path: Path) -> None:
         """Count an attempt, and forget the workers' numbers of the one before."""
         self.attempts += 1
+        self.path, self.begun = path, now
+        self.prompt_done = self.decoding = None
+        self.num_skipped_tokens = 0
         for one in _TOLD:
             setattr(self, one.name, one.default)
 

@@ -1,23 +1,24 @@
 """What OpenAI's generation endpoints answer: errors, usage, completions and chats, whole or as server-sent events.
 
-Answers are TypedDicts: FastAPI documents them, msgspec writes them. `Format` builds the answers of both endpoints,
-which say themselves how a choice has its text, and how its log-probabilities.
+Answers are TypedDicts: FastAPI documents them, msgspec writes them. `ChoicesFormat` builds the answers of both
+endpoints, which say themselves how a choice has its text, and how its log-probabilities.
 """
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired, cast
 
 import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
-from twostroke.protocol.requests import FinishReason, SampledToken
+from twostroke.protocol.requests import FinishReason
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
+from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -115,7 +116,7 @@ class CompletionLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -124,6 +125,7 @@ class CompletionChoice(_Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -156,19 +158,52 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class AnswerMessage(TypedDict):
+class CalledFunction(TypedDict, total=False):
+    """Which function a tool call names, and its arguments as JSON text; a chunk has what it adds."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A tool call of an answer that is not streamed."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallChunk(TypedDict):
+    """What a chunk adds to a tool call; the first of a call has its id and its name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+class Reasoning(TypedDict, total=False):
+    """What the model thought, where it did, under both names that clients know."""
+
+    reasoning_content: str
+    reasoning: str
+
+
+class AnswerMessage(Reasoning):
     """The answer of a chat that is not streamed."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None  # None: tool calls alone
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
-class DeltaMessage(TypedDict, total=False):
+class DeltaMessage(Reasoning, total=False):
     """What a chunk adds to the answer; the first has the role."""
 
     role: Literal["assistant"]
     content: str
+    tool_calls: list[ToolCallChunk]
 
 
 class ChatChoice(_Choice):
@@ -191,6 +226,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -201,13 +237,6 @@ class ChatChunk(_Answer):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
-
-
-class ShownToken(msgspec.Struct, frozen=True):
-    """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
-
-    sampled: SampledToken
-    offset: int
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
@@ -229,10 +258,40 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | Literal["tool_calls"] | None
     reasoning: str = ""  # what the model thinks before it answers
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes = b""  # as in PrefillReply
+    stop_string: str = ""  # that ended the choice
 
 
-class Format(ABC):
+class WholeFormat(ABC):
     """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+        """The body of a response that is not streamed; `choices` are the deltas of each choice."""
+
+
+class Format(WholeFormat):
+    """That of an endpoint which can stream, too."""
+
+    @abstractmethod
+    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+        """The server-sent events of one delta, with `usage` so far where it is given; empty where it tells nothing yet.
+
+        Half a character, or what may begin a stop string, is no news.
+        """
+
+    @abstractmethod
+    def ending(self, usage: Usage) -> bytes:
+        """The events that end a stream which has brought all choices."""
+
+    @abstractmethod
+    def failure(self, error: TwostrokeError) -> bytes:
+        """The events that end a stream which has begun, and then failed."""
+
+
+class ChoicesFormat(Format):
+    """Writes choices side by side, and a stream as chunks of them: what completions and chats have in common."""
 
     id_prefix: ClassVar[str]
     name: ClassVar[str]  # of the answer's kind of object
@@ -252,29 +311,31 @@ class Format(ABC):
         self._jobs = jobs
         self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
-        self._usage_in_chunks = asked.includes_usage  # null but for the last one, as in OpenAI's
+        self._shows_logprobs = asked.shows_logprobs
+        self._num_told = asked.n or 1  # of the choices of each prompt
+        self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
             self._head["service_tier"] = service_tier
         self._opened: set[int] = set()  # the choices that have had an event
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        """The body of a response that is not streamed; `choices` are the deltas of each choice."""
-        written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
+        written = [self._choice(delta, is_chunk=False) for delta in self._best([_joined(deltas) for deltas in choices])]
+        for index, choice in enumerate(written):
+            choice["index"] = index
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
-        """The server-sent events of one delta, with `usage` so far where it is given; empty where it tells nothing yet.
-
-        Half a character, or what may begin a stop string, is no news.
-        """
-        if not (delta.text or delta.shown or delta.finish_reason or self._return_token_ids):
+        is_news = delta.text or delta.reasoning or delta.tool_calls or delta.shown or delta.finish_reason
+        if not (is_news or self._return_token_ids):
             return b""
         return self._event([self._choice(delta, is_chunk=True)], usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event, where the client asked for usage."""
-        return self._event([], usage)
+    def ending(self, usage: Usage) -> bytes:
+        return (self._event([], usage) if self._includes_usage else b"") + DONE
+
+    def failure(self, error: TwostrokeError) -> bytes:
+        return error_event(error)
 
     @abstractmethod
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
@@ -288,15 +349,30 @@ class Format(ABC):
         """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
         choice = self._content(delta, is_chunk=is_chunk)
         choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
-        if self._jobs[delta.index].request.sampling.logprobs is not None:
+        if self._shows_logprobs:
             choice["logprobs"] = self._logprobs(delta.shown)
         if self._return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
 
+    def _best(self, choices: Sequence[Delta]) -> list[Delta]:
+        """The choices that are told of: where a prompt has more, those whose tokens are the likeliest in the mean."""
+        ranked: dict[int, list[Delta]] = {}  # by prompt
+        for choice in choices:
+            ranked.setdefault(self._jobs[choice.index].group, []).append(choice)
+        for of_prompt in ranked.values():
+            if len(of_prompt) > self._num_told:
+                of_prompt.sort(key=self._mean_logprob, reverse=True)
+        return [choice for of_prompt in ranked.values() for choice in of_prompt[: self._num_told]]
+
+    def _mean_logprob(self, choice: Delta) -> float:
+        job = self._jobs[choice.index]
+        drawn = choice.shown[job.request.num_prompt_tokens if job.echoes_logprobs else 0 :]
+        return sum(token.sampled.logprob or 0.0 for token in drawn) / max(1, len(drawn))
+
     def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
-        if usage is not None or self._usage_in_chunks:
+        if usage is not None or self._includes_usage:
             chunk["usage"] = usage
         return event(chunk)
 
@@ -305,7 +381,7 @@ class Format(ABC):
         return {"prompt_token_ids": self._jobs[index].request.token_ids} if self._return_token_ids else {}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """Writes a completion. What is told of the prompt goes before the first tokens of a choice."""
 
     id_prefix = "cmpl"
@@ -315,7 +391,8 @@ class CompletionFormat(Format):
         if delta.index in self._opened:
             return {"text": delta.text}
         self._opened.add(delta.index)
-        return {"text": self._jobs[delta.index].echo + delta.text, **self._prompt(delta.index)}
+        scores = {} if delta.prompt_logprobs is None else {"prompt_logprobs": delta.prompt_logprobs}
+        return {"text": self._jobs[delta.index].echo + delta.text, **scores, **self._prompt(delta.index)}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -328,12 +405,12 @@ class CompletionFormat(Format):
                 top.setdefault(text, logprob)
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(logprob)
-            logprobs["top_logprobs"].append(top)
+            logprobs["top_logprobs"].append(top or None)
             logprobs["text_offset"].append(token.offset)
         return logprobs
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     """Writes a chat."""
 
     id_prefix = "chatcmpl"
@@ -342,10 +419,12 @@ class ChatFormat(Format):
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         self._head |= self._prompt(0)
+        if (scores := _joined(choices[0]).prompt_logprobs) is not None:
+            self._head["prompt_logprobs"] = scores
         return super().whole(choices, usage)
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
-        """As `Format.events`; an event with the role goes before all others of a choice."""
+        """As `ChoicesFormat.events`; an event with the role goes before all others of a choice."""
         told = super().events(delta, usage)
         if delta.index in self._opened:
             return told
@@ -359,22 +438,59 @@ class ChatFormat(Format):
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
-        if not is_chunk:
-            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-        is_bare_end = delta.finish_reason is not None and not delta.text
-        return {"delta": {} if is_bare_end else {"content": delta.text}}
+        if is_chunk:
+            told: DeltaMessage = {}
+            if delta.tool_calls:
+                told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+            if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
+                told["content"] = delta.text
+            return {"delta": {**told, **_reasoning(delta)}}
+        content = None if delta.tool_calls and not delta.text else delta.text
+        message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
+        if delta.tool_calls:
+            message["tool_calls"] = _whole_calls(delta.tool_calls)
+        return {"message": {**message, **_reasoning(delta)}}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
-        content: list[TokenLogprob] = []
-        for token in tokens:
-            top = [self._top(token_id, logprob) for token_id, logprob in token.sampled.top]
-            drawn = self._top(token.sampled.token_id, token.sampled.logprob or 0.0)
-            content.append({**drawn, "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(tokens, self._piece), "refusal": None}
 
-    def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        piece = self._piece(token_id)
+
+def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], TokenPiece]) -> list[TokenLogprob]:
+    """The log-probabilities of these tokens, as chats and responses show them."""
+
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        piece = piece_of(token_id)
         return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
+
+    return [
+        {
+            **top(token.sampled.token_id, token.sampled.logprob or 0.0),
+            "top_logprobs": [top(token_id, logprob) for token_id, logprob in token.sampled.top],
+        }
+        for token in tokens
+    ]
+
+
+def _reasoning(delta: Delta) -> Reasoning:
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
+
+
+def _call_chunk(call: ToolCallDelta) -> ToolCallChunk:
+    if not call.call_id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function: CalledFunction = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCall]:
+    """The calls of a choice, of all that was told of them."""
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        if delta.call_id:
+            function: CalledFunction = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.call_id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return [*calls.values()]
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
@@ -384,9 +500,30 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     shown = tuple(token for delta in deltas for token in delta.shown)
     reasoning = "".join(delta.reasoning for delta in deltas)
     tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
-    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason, reasoning, tool_calls)
+    first = deltas[0]  # has what is told of the prompt
+    return Delta(
+        first.index,
+        text,
+        token_ids,
+        shown,
+        deltas[-1].finish_reason,
+        reasoning,
+        tool_calls,
+        first.prompt_logprobs,
+        first.embedding,
+    )
 
 
 def event(chunk: Any) -> bytes:
     """A server-sent event around the JSON of `chunk`."""
     return b"data: " + encode_json(chunk) + b"\n\n"
+
+
+def error_event(error: TwostrokeError) -> bytes:
+    """The event that ends a stream of chunks which has begun, and then failed."""
+    return event(error_object(error))
+
+
+def named_event(name: str, told: Any) -> bytes:
+    """A server-sent event with a name of its own, around the JSON of `told`."""
+    return b"event: " + name.encode() + b"\n" + event(told)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.model.parallel.test_tensor_parallel import Ranks
 from tests.rigs.kv_pair import Pair, make_pair
+from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.parallel.tensor_parallel import (
@@ -37,7 +38,7 @@ def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None =
     """One rank's, in fp32, with its cache."""
     parallel = SingleRank() if parallel is None else parallel
     model, shard = open_model(folder, way), parallel.shard
-    decoder = model.decoder(torch.float32, CPU, MAX_CONTEXT, CpuBackend(), "none", parallel)
+    decoder = model.decoder(LoadOptions(torch.float32, CPU, MAX_CONTEXT, "none"), CpuBackend(), parallel)
     cache = make_kv_cache(
         model.shape,
         num_blocks=NUM_BLOCKS * model.shape.kv_groups.count,

@@ -15,10 +15,11 @@ from tests.architectures.checkpoints import OTHERS, write_checkpoint
 from tests.architectures.engines import make_engine, random_prompts, reference
 from twostroke.cluster.cli import main
 from twostroke.model.architectures.transformers_decoder import NormModule, replace_norms
+from twostroke.model.backend import LoadOptions
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
-from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
 from twostroke.model.served import open_model
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
@@ -49,6 +50,11 @@ def changed(folder: Path, phi: Path, **fields: Any) -> Path:
         ("bloom", {}, "2 layers called the attention 0 times.*as where it has biases .ALiBi"),
         ("mpt", {}, "don't run over a flat batch without a cache.*as where it has biases .ALiBi"),
         ("falcon", {"alibi": True}, "can't build it: KeyError.*as where it has biases .ALiBi"),
+        (
+            "stablelm",
+            {"hidden_size": 44, "num_key_value_heads": 4},
+            "heads of 11 dimensions, an odd number, are not supported$",
+        ),
         ("jamba", {}, "'jamba' keeps a state beside KV"),
         ("mamba", {}, "'mamba' keeps a state beside KV"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "2 layers called the attention 1 times"),
@@ -158,12 +164,12 @@ def test_projections_are_quantised_like_those_of_our_own_decoder(
     model = open_model(phi)
     tokens = torch.tensor(random_prompts(101, [40])[0])
     logits = [
-        model.decoder(torch.float32, CPU, 64, CpuBackend(), kind, SingleRank()).whole_logits(tokens)
+        model.decoder(LoadOptions(torch.float32, CPU, 64, kind), CpuBackend(), SingleRank()).whole_logits(tokens)
         for kind in ("none", quantization)
     ]
     error = float((logits[1] - logits[0]).norm() / logits[0].norm())
     assert largest / 100 < error < largest
-    assert model.weight_bytes(torch.float32, quantization) < 0.6 * model.weight_bytes(torch.float32, "none")
+    assert model.weight_bytes(torch.float32, quantization, 1) < 0.6 * model.weight_bytes(torch.float32, "none", 1)
 
 
 def test_the_digest_goes_by_config_and_weights(tmp_path: Path, phi: Path) -> None:
@@ -220,6 +226,31 @@ def test_check_tells_the_way_and_what_it_takes(tmp_path: Path, capsys: pytest.Ca
     assert "Qwen3MoeForCausalLM through transformers" in capsys.readouterr().out
     assert main(["check", str(tmp_path), "--json", "--dtype", "bfloat16", "--tensor-parallel", "2"]) == 0
     shared = json.loads(capsys.readouterr().out)
-    assert [2 * shared[each] for each in ("weight_bytes", "kv_bytes_per_token")] == [
-        told[each] for each in ("weight_bytes", "kv_bytes_per_token")
-    ]
+    assert 2 * shared["kv_bytes_per_token"] == told["kv_bytes_per_token"]
+    assert told["weight_bytes"] / 2 < shared["weight_bytes"] < 0.51 * told["weight_bytes"], (
+        "norms and routers are whole"
+    )
+
+
+@pytest.mark.parametrize("name", ["vaultgemma", "starcoder2", "qwen3_moe", "olmoe"])
+def test_a_rank_is_said_to_hold_what_it_loads(name: str, tmp_path: Path) -> None:
+    class Counting(CpuBackend):
+        count = 0
+
+        def make_linear(self, weight: Any, bias: Any, quantization: Any, dtype: Any) -> Any:
+            self.count += weight.numel() + (0 if bias is None else bias.numel())
+            return super().make_linear(weight, bias, quantization, dtype)
+
+    class FirstOfTwo(SingleRank):
+        shard = Shard(0, 2)
+
+    write_checkpoint(tmp_path, name, OTHERS[name] | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    model, backend = open_model(tmp_path), Counting()
+    loaded: Any = model.decoder(LoadOptions(torch.float32, CPU, 64, "none"), backend, FirstOfTwo())
+    kept = {
+        id(tensor): tensor.numel()
+        for module in loaded._model.modules()
+        for tensor in (*module._parameters.values(), *vars(module).values())
+        if isinstance(tensor, torch.Tensor)
+    }
+    assert model.weight_bytes(torch.float32, "none", 2) == 4 * (backend.count + sum(kept.values()))

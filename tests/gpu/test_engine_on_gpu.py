@@ -12,7 +12,7 @@ import torch
 
 from tests.model.conftest import make_decoder
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, make_layout
+from twostroke.model.batch import Drawing, StepInput, make_layout
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.config import Quantization
@@ -101,7 +101,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(made: tuple[Decoder, KVCache
             layout = replace(make_layout(batch, BLOCK_SIZE, device), max_context_len=MAX_CONTEXT)
             tokens = torch.tensor([step.token_ids[0] for step in batch], device=device)
             rows = torch.arange(count, device=device)
-            expected = decoder.forward(tokens, [layout], cache.tensors, Drawing(rows, rows))
+            expected = decoder.forward(StepInput(tokens, [layout], cache.tensors, Drawing(rows, rows)))
         assert expected is not None
         assert torch.equal(found, expected)
         assert all(torch.equal(one, other) for one, other in zip(kv, cache.tensors, strict=True))

@@ -15,6 +15,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from twostroke.router.openai.messages import MessagesRequest
+from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import LACKING
 
 CHECKS = [
@@ -31,6 +33,14 @@ LONGEST = 24
 
 MOST_CHOICES = 4
 """Of a sound case, mostly; a few have more."""
+
+
+_LACKING = {
+    "/v1/responses": ResponsesRequest.lacking,
+    "/v1/messages": MessagesRequest.lacking,
+    "/v1/messages/count_tokens": MessagesRequest.lacking,
+}
+_LIMITS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}
 
 
 def sound(schema: BaseSchema, path: str, method: str) -> SearchStrategy[Case]:
@@ -68,9 +78,9 @@ def _agreeing(case: Case) -> Case:
     if not isinstance(body, dict):
         return case
     body = dict(body)
-    for field in ("model", "service_tier", *LACKING):
+    for field in ("model", "service_tier", *_LACKING.get(case.path, LACKING)):
         body.pop(field, None)
-    for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
+    for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         if isinstance(body.get(field), int | float):  # what /detokenize does not know may be anything
             body[field] = int(body[field]) % LONGEST + 1
     if isinstance(body.get("n"), int | float) and body["n"] % 7:
@@ -95,10 +105,11 @@ def _agreeing(case: Case) -> Case:
         body["logprobs"] = True
     if "max_completion_tokens" in body:
         body.pop("max_tokens", None)
+    limit = _LIMITS.get(case.path, "max_tokens")
     if body.get("min_tokens"):
-        body["max_tokens" if case.path == "/v1/completions" else "max_completion_tokens"] = LONGEST + 1
-    elif case.path == "/v1/chat/completions":
-        body.setdefault("max_completion_tokens", LONGEST)
+        body[limit] = LONGEST + 1
+    elif case.path in _LIMITS:
+        body.setdefault(limit, LONGEST)
     case.body = body
     return case
 

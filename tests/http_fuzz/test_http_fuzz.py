@@ -7,12 +7,14 @@ is told by this thread's own time, which other processes don't lengthen.
 import json
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import requests
 import schemathesis
 from jsonschema import Draft202012Validator
+from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from schemathesis import Case, Response
 
@@ -32,6 +34,9 @@ CPU_PER_ENGINE_S = 2.0  # of the fake engines, which run in this very thread
 COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
     ("/v1/completions", "POST"): (140, 100),
     ("/v1/chat/completions", "POST"): (120, 80),
+    ("/v1/responses", "POST"): (50, 30),
+    ("/v1/messages", "POST"): (50, 30),
+    ("/v1/messages/count_tokens", "POST"): (30, 15),
     ("/tokenize", "POST"): (50, 25),
     ("/detokenize", "POST"): (40, 25),
     ("/v1/models/{name}", "GET"): (20, 0),
@@ -94,17 +99,27 @@ def _sent(case: Case, ask: Ask) -> Answer:
 
 
 def _check_events(case: Case, answer: Answer) -> None:
-    *events, done, end = answer.body.decode().split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
+    *events, end = answer.body.decode().split("\n\n")
+    assert end == ""
+    if case.path in _CHUNKS:
+        assert events.pop() == "data: [DONE]"
     for event in events:
-        assert event.startswith("data: ")
-        _CHUNKS[case.path].validate(json.loads(event.removeprefix("data: ")))
+        name, _, data = event.rpartition("data: ")
+        told = json.loads(data)
+        if case.path in _CHUNKS:
+            assert name == ""
+            _CHUNKS[case.path].validate(told)
+        else:
+            assert name == f"event: {told['type']}\n"
+            if case.path == "/v1/responses":
+                _RESPONSE_EVENTS.validate_python(told)
 
 
 _CHUNKS = {
     path: Draft202012Validator(TypeAdapter(chunk).json_schema())
     for path, chunk in (("/v1/completions", Completion), ("/v1/chat/completions", ChatChunk))
 }
+_RESPONSE_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)  # as the API's official client knows them
 
 
 def _text(value: str | bytes) -> str:

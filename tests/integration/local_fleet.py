@@ -77,6 +77,9 @@ class LocalFleet:
         assert isinstance(called, PrefillWorker)
         return await called.prefill(request, ticket, pull)
 
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        return await self.by_peer[worker].read(request)
+
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:

@@ -14,7 +14,7 @@ import triton.language as tl
 from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layout, paged_case
 from tests.model.conftest import make_decoder
 from twostroke.model.backend import AttentionForm, Backend
-from twostroke.model.batch import Drawing
+from twostroke.model.batch import Drawing, StepInput
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda.backend import CudaBackend
@@ -150,7 +150,7 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(
     def run(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
         decoder, _ = make_decoder(folder, backend, num_blocks=1, block_size=16, max_context=128)
         caches = before.clone()
-        logits = decoder.forward(token_ids, layouts, list(caches), drawing)
+        logits = decoder.forward(StepInput(token_ids, layouts, list(caches), drawing))
         assert logits is not None
         return logits, caches
 

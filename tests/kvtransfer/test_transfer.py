@@ -295,15 +295,15 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
             pair.sender.open(ticket, 5, [0], 0)
         with pytest.raises(ValueError, match="6 tokens are ready of 5"):
             pair.sender.open(ticket, 5, [0, 1], 6)
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="5 tokens do not fit a table of 1 blocks"):
             pair.receiver.expect(ticket, [0], 5, 0)
         with pytest.raises(ValueError, match="5 tokens can't come with 6"):
             pair.receiver.expect(ticket, [0, 1], 5, 6)
         with pytest.raises(ValueError, match="end within a block"):
             pair.receiver.expect(ticket, [0, 1], 5, 3)
-        with pytest.raises(ValueError, match="distinct blocks"):
+        with pytest.raises(ValueError, match="distinct blocks of 32: 0 is"):
             pair.receiver.expect(ticket, [0, 0], 5, 0)
-        with pytest.raises(ValueError, match="distinct blocks"):
+        with pytest.raises(ValueError, match="distinct blocks of 32: 32 is"):
             pair.receiver.expect(ticket, [0, 32], 5, 0)
         out = pair.sender.open(ticket, 5, [0, 1], 0)
         with pytest.raises(ValueError, match="before every layer"):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.backend import Backend
+from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
@@ -93,7 +93,9 @@ def make_decoder(
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
     checkpoint, shard = Checkpoint(folder, config), parallel.shard
     context = max_context or config.max_position
-    weights = load_decoder_weights(checkpoint, config, dtype, device, context, backend, quantization, shard)
+    weights = load_decoder_weights(
+        checkpoint, config, LoadOptions(dtype, device, context, quantization), backend, shard
+    )
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,

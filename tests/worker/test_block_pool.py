@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from twostroke.protocol.blocks import BlockHash, NameChanges
+from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.worker.block_pool import BlockChanges, BlockPool, BlockPoolCorrupted, OutOfBlocks
 
 
@@ -121,10 +122,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: len(self.counts()) < self.NUM_BLOCKS)
     @rule(data=st.data())
     def refuse_strangers(self, data: st.DataObject) -> None:
-        unowned = sorted(set(range(-1, self.NUM_BLOCKS + 1)) - set(self.counts()))
+        unowned = sorted(set(range(-2, self.NUM_BLOCKS + 1)) - {NO_BLOCK, *self.counts()})
         stranger = data.draw(st.sampled_from(unowned))
         with pytest.raises(ValueError, match="has no owner"):
-            self.pool.release([*self.counts(), stranger])
+            self.pool.release([*self.counts(), NO_BLOCK, stranger])
         with pytest.raises(ValueError, match="has no owner"):
             self.pool.publish(stranger, name(0))
 

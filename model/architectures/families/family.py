@@ -113,7 +113,8 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
     activation = fields.text(defaults.activation_field, default=defaults.activation)
     if activation not in _ACTIVATIONS:
         are = ", ".join(_ACTIVATIONS)
-        raise fields.error(defaults.activation_field, f"{activation!r} is not supported, only {are} are")
+        what = f"{activation!r} is not supported, only {are} are: take a model that was trained with one of them"
+        raise fields.error(defaults.activation_field, what)
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
     rope, local_rope = _read_ropes(fields, max_position, head_dim, defaults)
     num_layers, windows = fields.integer("num_hidden_layers"), defaults.windows

@@ -47,7 +47,7 @@ def test_a_missing_field_is_named(name: str) -> None:
         ({"hidden_size": 66}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported, only .* are"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"attention_bias": 1}, "attention_bias"),
         ({"quantization_config": "gptq"}, "quantization_config"),

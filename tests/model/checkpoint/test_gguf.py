@@ -281,8 +281,10 @@ def test_a_cache_that_cant_be_written_is_named(tmp_path: Path) -> None:
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")
 
 
-def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "some.gguf", "mamba")
+@pytest.mark.parametrize("kind", ["mamba", "gemma2", "gemma3"])  # Gemma's norms would be 1 too large, for one thing
+def test_another_architecture_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "some.gguf", kind)
     finish(writer)
-    with pytest.raises(ConfigError, match=r"general\.architecture: 'mamba' is not supported, only llama"):
+    refused = rf"general\.architecture: '{kind}' is not supported, only llama.* are: take the model's safetensors"
+    with pytest.raises(ConfigError, match=refused):
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")

@@ -19,6 +19,7 @@ from tests.model.conftest import make_decoder
 from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
 from tests.model.test_conformance import MIN_MARGIN, NEW_TOKENS, random_prompts, reference
+from twostroke.model.backend import LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -248,11 +249,8 @@ def test_a_setting_widens_or_quantises_anew(tmp_path: Path, write_checkpoint: An
             load_decoder_weights(
                 checkpoint,
                 load_model_config(folder),
-                torch.float32,
-                torch.device("cpu"),
-                64,
+                LoadOptions(torch.float32, torch.device("cpu"), 64, quantization),
                 CpuBackend(),
-                quantization,
             )
             for checkpoint in checkpoints
         )

@@ -12,6 +12,7 @@ import torch
 from tests.model.conftest import make_decoder
 from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
+from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -20,6 +21,7 @@ from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
+from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
     DrawnElsewhere,
     GroupRanks,
@@ -63,7 +65,9 @@ class Ranks:
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
-        drawn, *_ = list(self._threads.map(lambda runner: runner.run(batch), self._runners))
+        others = [as_on_rank_0(for_ranks(step)) for step in batch]
+        batches = [batch, *[others] * (len(self._runners) - 1)]
+        drawn, *_ = list(self._threads.map(ModelRunner.run, self._runners, batches))
         return drawn
 
 
@@ -115,7 +119,7 @@ def test_a_rank_holds_its_share_of_the_weights(write_checkpoint: Any) -> None:
     checkpoint = Checkpoint(folder, config)
 
     def load(shard: Shard) -> DecoderWeights:
-        return load_decoder_weights(checkpoint, config, torch.float32, CPU, 64, CpuBackend(), shard=shard)
+        return load_decoder_weights(checkpoint, config, LoadOptions(torch.float32, CPU, 64), CpuBackend(), shard)
 
     whole = held_bytes(load(Shard()))
     for size in (2, 4):

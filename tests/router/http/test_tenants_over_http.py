@@ -39,7 +39,7 @@ async def test_without_a_key_nothing_answers_but_health_and_ready(site_of, until
                 assert answer.status_code == (200 if path in OPEN_PATHS else 401), path
                 assert "x-request-id" in answer.headers
                 assert answer.headers.get("www-authenticate") == (None if path in OPEN_PATHS else "Bearer"), path
-        for path in ("/", "/none", "/health/", "//health", "/v1"):
+        for path in ("/events", "/none", "/health/", "/page", "/v1"):
             assert (await site.http.get(path)).status_code == 401, path
         assert (await site.http.get("/none", headers=bearer(KEY))).status_code == 404
         body = (await site.http.post("/v1/completions", json=ASK)).json()

@@ -1,0 +1,233 @@
+"""The feed of what goes on, which the page shows: sequences on their way through the workers, and the workers.
+
+Nothing on a token's way tells the feed anything. Whoever listens looks at the stages of what is under way ten times a
+second, and is sent what has changed since he last looked. So it costs nothing while nobody listens, a sequence has ten
+events a second at most, however many tokens it gets, and one who reads slowly looks less often: nothing queues up for
+him. What has ended meanwhile is in a ring, and he is told how many have fallen out of it.
+
+No event has a word of a prompt, an answer or a key: numbers, names of workers, and labels of our own.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from typing import Any
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.observe.access_log import Exchange
+from twostroke.router.observe.stages import Stages
+
+LOOK_S = 0.1
+"""Between two looks of a subscriber."""
+WORKERS_S = 0.25
+"""Workers' numbers are no more frequent than that."""
+QUIET_S = 5.0
+"""A sign of life where nothing happens, so that proxies leave the connection open."""
+MOST_S = 30.0
+MOST_SUBSCRIBERS = 16
+MOST_OF_ONE_KEY = 4
+MOST_SEQUENCES = 256
+"""A subscriber is told of so many at a time, the oldest; of the others, how many there are."""
+MOST_ENDED = 512
+"""Sequences that the ring holds."""
+RECENT_S = 30.0
+"""What ended so long ago is told to a new subscriber, too."""
+
+Event = Mapping[str, Any]
+WorkerRows = Callable[[], list[dict[str, Any]]]
+
+_write = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A sequence that is over."""
+
+    at: float
+    tenant: str | None
+    name: str
+    fields: Event
+
+
+class Feed:
+    """What one router has under way, and what ended lately. `workers` tells the workers' numbers now."""
+
+    def __init__(self, router: str, workers: WorkerRows, clock: Clock, is_over: Callable[[], bool]):
+        """`is_over` tells whether the router is about to end, and whoever listens is to go elsewhere."""
+        self._router = router
+        self._is_over = is_over
+        self._workers = workers
+        self._clock = clock
+        self._numbers = count(1)
+        self._under_way: dict[Exchange, int | None] = {}  # with their numbers, once they generate
+        self._ended: deque[Ended] = deque(maxlen=MOST_ENDED)
+        self._num_ended = 0  # those that have fallen out of the ring, too
+        self._subscribers: Counter[str | None] = Counter()
+
+    def began(self, exchange: Exchange) -> None:
+        """A request has come. It has no sequences unless it is to generate some, and has been understood."""
+        self._under_way[exchange] = None
+
+    def over(self, exchange: Exchange) -> None:
+        """The request is over."""
+        for name, request, stages in self._sequences(exchange):
+            fields = _fields(exchange, request, stages) | {"state": "over", "end": _end(exchange, stages)}
+            self._ended.append(Ended(exchange.ended, exchange.tenant, name, fields))
+            self._num_ended += 1
+        del self._under_way[exchange]
+
+    @contextmanager
+    def _place(self, tenant: str | None) -> Iterator[None]:
+        """For a subscriber, whom the name of his API key tells apart. Raises RequestError (429) where all are taken."""
+        if self._subscribers.total() >= MOST_SUBSCRIBERS or (
+            tenant is not None and self._subscribers[tenant] >= MOST_OF_ONE_KEY
+        ):
+            raise RequestError("too many listen to the feed", code="rate_limit_exceeded", status=429, retry_after_s=5)
+        self._subscribers[tenant] += 1
+        try:
+            yield
+        finally:
+            self._subscribers[tenant] -= 1
+
+    async def events(self, tenant: str | None, *, sees_all: bool) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; always `aclose` it. `tenant` sees his own alone, unless he `sees_all`.
+
+        They end after MOST_S, and when the router is about to end, which waits for them: whoever wants more asks again.
+        Raises RequestError (429) before the first where too many listen.
+        """
+        with self._place(tenant):
+            async with aclosing(self._looks(tenant, sees_all=sees_all)) as looks:
+                async for one in looks:
+                    yield one
+
+    async def _looks(self, tenant: str | None, *, sees_all: bool) -> AsyncGenerator[bytes, None]:
+        now = began = self._clock()
+        told: dict[str, Event] = {}
+        workers: list[dict[str, Any]] | None = None
+        workers_at = spoke_at = now
+        seen = self._num_ended - sum(one.at >= now - RECENT_S for one in self._ended)
+        yield _event("hello", now, router=self._router, sees="all" if sees_all else "own")
+        while True:
+            now = self._clock()
+            if now - began >= MOST_S or self._is_over():
+                return
+            events: list[bytes] = []
+            missed = self._num_ended - seen - len(self._ended)
+            if missed > 0:
+                events.append(_event("lagged", now, missed=missed))
+                seen += missed
+            fresh = islice(self._ended, len(self._ended) - (self._num_ended - seen), None)
+            ended = [(one.name, one.fields) for one in fresh if sees_all or one.tenant == tenant]
+            seen = self._num_ended
+            live, hidden = self._live(tenant, sees_all=sees_all)
+            for name, fields in chain(ended, live):
+                known = told.get(name, {})
+                news = {key: value for key, value in fields.items() if key not in known or known[key] != value}
+                if news:
+                    events.append(_event("sequence", now, id=name, **news))
+            told = dict(live)  # what has ended changes no more, and what fell out of the ring is forgotten
+            if sees_all and (workers is None or now - workers_at >= WORKERS_S):
+                rows = self._workers()
+                if rows != workers or now - spoke_at >= QUIET_S:
+                    events.append(_event("workers", now, workers=rows, hidden=hidden))
+                workers, workers_at = rows, now
+            if not events and now - spoke_at >= QUIET_S:
+                events.append(_event("quiet", now))
+            if events:
+                spoke_at = now
+                yield b"".join(events)
+            await asyncio.sleep(LOOK_S)
+
+    def _live(self, tenant: str | None, *, sees_all: bool) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+        """The oldest sequences under way, and how many more there are."""
+        mine = (
+            (exchange, one)
+            for exchange in self._under_way
+            if exchange.requests and (sees_all or exchange.tenant == tenant)
+            for one in self._sequences(exchange)
+        )
+        shown = [
+            (name, _fields(exchange, request, stages))
+            for exchange, (name, request, stages) in islice(mine, MOST_SEQUENCES)
+        ]
+        return shown, sum(1 for _ in mine)
+
+    def _sequences(self, exchange: Exchange) -> Iterator[tuple[str, GenerateRequest, Stages]]:
+        """Those of a request, each with its name in the feed."""
+        number = self._under_way[exchange]
+        if number is None and exchange.requests:
+            number = self._under_way[exchange] = next(self._numbers)
+        for choice, (request, stages) in enumerate(zip(exchange.requests, exchange.stages, strict=True)):
+            yield f"{number}.{choice}", request, stages
+
+
+def _fields(exchange: Exchange, request: GenerateRequest, stages: Stages) -> dict[str, Any]:
+    """What is known of a sequence; None is what has not happened, or not yet. Moments are those of events' `now`."""
+    path = stages.path
+    prefill = None if path is None or path.prefill is None else path.prefill
+    return {
+        "label": exchange.request_id if exchange.has_minted_id else None,
+        "class": request.promise.class_name,
+        "state": _state(stages),
+        "attempt": stages.attempts,
+        "prefill_failures": stages.prefill_failures,
+        "prefill": None if prefill is None else prefill.peer.worker_id,
+        "decode": None if path is None else path.decode.peer.worker_id,
+        "prompt_tokens": request.num_prompt_tokens,
+        "cached_tokens": stages.num_cached_tokens,
+        "output_tokens": stages.num_output_tokens,
+        "kv_bytes": None
+        if prefill is None
+        else _kv_bytes(prefill, request.num_prompt_tokens - stages.num_skipped_tokens),
+        "preemptions": stages.num_preemptions,
+        "arrived": _ms(stages.arrive),
+        "begun": _ms(stages.begun),
+        "prompt_done": _ms(stages.prompt_done),
+        "first_token": _ms(stages.first_token),
+        "decoding": _ms(stages.decoding),
+        "finished": _ms(stages.finish),
+        "prefill_queue_s": _ms(stages.prefill_queue_s),
+        "prefill_s": _ms(stages.prefill_s),
+        "chunks": [_ms(one) for one in stages.chunk_ends_s],
+        "transfer_s": _ms(stages.transfer_s),
+        "decode_queue_s": _ms(stages.decode_queue_s),
+    }
+
+
+def _state(stages: Stages) -> str:
+    if stages.begun is None:
+        return "waiting"
+    if stages.finish is not None:
+        return "finished"
+    return "prompt" if stages.first_token is None else "decoding"
+
+
+def _end(exchange: Exchange, stages: Stages) -> str:
+    """How it ended: a finish reason, the code of an error, or `left`, where its client did."""
+    if exchange.code is not None:
+        return exchange.code
+    return stages.finish_reason or "left"
+
+
+def _kv_bytes(info: WorkerInfo, num_tokens: int) -> int:
+    """Of so many tokens' KV as it is stored; an encoding makes it less on the wire."""
+    layout = info.layout
+    of_token = layout.block_bytes / layout.block_size * layout.tp_size * layout.num_layers
+    return round(of_token * num_tokens * layout.groups.share_sent(max(1, num_tokens)))
+
+
+def _ms(seconds: float | None) -> float | None:
+    """Seconds, to the tenth of a millisecond."""
+    return None if seconds is None else round(seconds, 4)
+
+
+def _event(kind: str, now: float, **fields: Any) -> bytes:
+    return b"data: " + _write({"kind": kind, "now": round(now, 4), **fields}) + b"\n\n"

@@ -1,0 +1,119 @@
+"""Chats with tools, as the official `openai` client meets them: the model's words are scripted."""
+
+import json
+from pathlib import Path
+
+import openai
+import pytest
+import pytest_asyncio
+
+from twostroke.router.text.tokenizer import TextTokenizer
+
+MODEL_FOLDER = Path(__file__).parents[3] / "model" / "bundled"
+TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is not false %}<think>\n{% endif %}"
+    "{% endif %}{# </think> #}"
+)
+RAIN = {
+    "type": "function",
+    "function": {
+        "name": "rain",
+        "description": "Whether it rains.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "rain", "arguments": {"city": "Oslo"}}\n</tool_call>'
+THOUGHT = "Oslo is far.\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    return TextTokenizer.load(MODEL_FOLDER, TEMPLATE)
+
+
+@pytest_asyncio.fixture
+async def site(site_of, speaker):
+    async with site_of(1, 1, listen=True, speaks=speaker) as site:
+        yield site
+
+
+@pytest_asyncio.fixture
+async def client(site):
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def plays(site, speaker, text):
+    script = [*speaker._encode(text, False), speaker.eos_token_ids[0]]
+    for worker in site.rig.fleet.all.values():
+        worker.script = script
+    return len(script)
+
+
+async def ask(client, *, streams, messages=({"role": "user", "content": "Rain in Oslo?"},), **fields):
+    """The choice, whole; and what a stream told is put together."""
+    asked = {"model": "fake", "messages": [*messages], **fields}
+    if not streams:
+        return (await client.chat.completions.create(**asked)).choices[0]
+    async with client.chat.completions.stream(**asked) as stream:
+        async for _ in stream:
+            pass
+        return (await stream.get_final_completion()).choices[0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_is_told_beside_what_was_thought_and_said(site, client, speaker, streams):
+    plays(site, speaker, f"{THOUGHT}I look it up.\n\n{CALL}\n{CALL}")
+    choice = await ask(client, streams=streams, tools=[RAIN])
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look it up."
+    assert choice.message.model_extra["reasoning_content"] == "Oslo is far."
+    assert choice.message.model_extra["reasoning"] == "Oslo is far."
+    assert [call.function.name for call in choice.message.tool_calls] == ["rain", "rain"]
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Oslo"}] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+async def test_arguments_are_streamed_while_they_are_written(site, client, speaker):
+    plays(site, speaker, THOUGHT + CALL)
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "stream": True}
+    pieces = []
+    async for chunk in await client.chat.completions.create(**asked):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            pieces.append(call.function.arguments)
+    assert len(pieces) > 3
+    assert json.loads("".join(pieces)) == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [RAIN], "tool_choice": "none"}], ids=["no tools", "none"])
+async def test_without_tools_nothing_is_a_call(site, client, speaker, fields):
+    plays(site, speaker, THOUGHT + CALL)
+    choice = await ask(client, streams=False, **fields)
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == CALL
+    assert "<tools>" not in speaker.decode(site.rig["p0"].seen[0].token_ids)
+
+
+async def test_the_template_sees_tools_and_earlier_calls(site, client, speaker):
+    plays(site, speaker, "It rains.")
+    called = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Oslo"}'}}
+    history = [
+        {"role": "user", "content": "Rain in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "yes"},
+    ]
+    choice = await ask(
+        client,
+        streams=False,
+        messages=history,
+        tools=[RAIN],
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert choice.message.content == "It rains."
+    prompt = speaker.decode(site.rig["p0"].seen[0].token_ids)
+    assert '"name": "rain", "description": "Whether it rains."' in prompt
+    assert '<tool_call>{"name": "rain", "arguments": {"city": "Oslo"}}</tool_call>' in prompt
