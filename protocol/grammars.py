@@ -26,8 +26,8 @@ MAX_KEPT = 32  # compiled grammars in each process
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_items_in_row=2_000,
+    step_max_items=10_000,
+    max_items_in_row=600,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,  # they would show the schema and the answer
@@ -93,7 +93,7 @@ class Grammars:
         if matcher.is_error():
             raise _refusal(_first_line(matcher.get_error()))
         if not _can_begin(matcher, self._tokenizer):
-            raise _refusal("no answer can follow it, but for an empty one")
+            raise _refusal("no answer can follow it, but for an empty one, or to find out takes too much")
         return matcher
 
 

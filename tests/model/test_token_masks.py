@@ -196,7 +196,7 @@ def test_only_what_the_mask_has_is_drawn_and_neighbours_draw_as_ever(kind: str, 
         draws[row] = Draw(bias, PROMPT, 3, constraint=Constraint(matcher_of(vocabulary, "a"), fails))
     masks = TokenMasks(rows, words)
     sampler = Sampler(size, CpuSampling(size) if kind == "numba" else TorchSampling())
-    plain = Sampler(size).sample(logits.clone(), free, [3] * 40)
+    plain = sampler.sample(logits.clone(), free, [3] * 40)
     drawn = sampler.sample(logits.clone(), draws, [3] * 40, masks)
     for i, row in enumerate(rows):
         assert drawn[row].token_id in allowed(words[i])

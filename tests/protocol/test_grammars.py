@@ -104,7 +104,6 @@ def bombs() -> dict[str, str]:
         "a long string": {"type": "string", "minLength": 100_000},
         "a long array": {"type": "array", "minItems": 100_000, "items": {"type": "string"}},
         "multiples": {"type": "integer", "multipleOf": 49_999},
-        "multiples of multiples": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]},
         "many bounds": {"anyOf": [{"type": "number", "minimum": i + 0.123, "maximum": i * 1e10} for i in range(800)]},
         "exponential": {"type": "string", "pattern": ".*a.{100}b.{100}c.*d.{100}"},
         "no end": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
@@ -153,7 +152,7 @@ async def main():
             for _ in range(20):
                 mask = matcher.compute_bitmask()
                 allowed = [i for i in range(4096) if mask[i // 8] >> i % 8 & 1]
-                if not allowed or not matcher.consume_token(allowed[-1]):
+                if matcher.is_error() or not allowed or not matcher.consume_token(allowed[-1]):
                     break
         except RequestError as error:
             refusal = str(error)
