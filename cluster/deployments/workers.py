@@ -159,7 +159,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
         # All ranks are processes of the one replica, so they are on one node.
         "ray_actor_options": {
             "num_cpus": ranks * settings.threads,
-            "num_gpus": ranks * settings.resources.num_gpus,
+            "num_gpus": ranks * settings.resources.gpus,
             **placement.actor_options(),
         },
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
