@@ -172,6 +172,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.function": "tool_choice",
 }
@@ -227,7 +228,10 @@ class CountTokensRequest(SamplingFields):
                 parallel_tool_calls=False if self.tool_choice.disable_parallel_tool_use else None,
             )
         if self.thinking is not None:
-            draft.set(chat_template_kwargs={"enable_thinking": self.thinking.type != "disabled"})
+            draft.set(
+                chat_template_kwargs={"enable_thinking": self.thinking.type != "disabled"},
+                thinking_token_budget=self.thinking.budget_tokens,
+            )
         if self.messages[-1].role == "assistant":  # the answer's beginning
             draft.set(continue_final_message=True, add_generation_prompt=False)
         return draft
