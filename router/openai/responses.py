@@ -635,6 +635,8 @@ def _usage(usage: Usage) -> ResponseUsage:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {"reasoning_tokens": 0})["reasoning_tokens"]
+        },
         "total_tokens": usage["total_tokens"],
     }

@@ -179,7 +179,7 @@ class ResponseParser:
             parsed.reasoning += self._reasoning.add(self._shown(begin, end), trims_begin=True)
         elif self._calls is not None:
             self._called(self._calls.add(self._shown(begin, end)), parsed)
-        elif name != MARKS and not (name == CALLS and self._calls_as is None):  # of those the whole region is read at its end
+        elif name != MARKS and not (name == CALLS and self._calls_as is None):
             self._say(begin, end, parsed)
 
     def _close(self, name: str, parsed: Parsed) -> None:
