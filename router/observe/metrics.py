@@ -57,6 +57,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
     "num_cached_tokens": ("prompt_tokens_cached", "Prompt tokens found in a prefix cache."),
     "resumes": ("request_resumes", "Attempts after a request's first."),
+    "num_unread": ("unparsed_responses", "What looked like tool calls in answers, and was told as content."),
     "prefill_failures": ("prefill_failures", "Prompts that D had to compute because P failed."),
 }
 """What is added up of all choices that are over, likewise."""

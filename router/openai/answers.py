@@ -61,6 +61,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """`usage.completion_tokens_details`."""
+
+    reasoning_tokens: int
+
+
 class StageTimes(TypedDict, total=False):
     """`usage.stages`, our extension: a choice's time in seconds; stages that did not happen are left out."""
 
@@ -83,6 +89,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]  # of models that may think
     stages: NotRequired[list[StageTimes]]
 
 

@@ -78,6 +78,7 @@ class ChoiceRunner:
                     # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
                     is_read = isinstance(event, PromptRead)
                     delta = await asyncio.to_thread(writer.add, event) if is_read else writer.add(event)
+                    stages.num_reasoning_tokens, stages.num_unread = writer.num_reasoning_tokens, writer.num_unread
                     if delta.finish_reason is not None:
                         outcome = "length" if delta.finish_reason == "length" else "stop"
                         stages.finish_reason = outcome
@@ -141,6 +142,16 @@ class ChoiceWriter:
         """Tokens of the choice so far, the one that stopped it included."""
         self._num_chars = len(job.echo)  # of the text with nothing held back
         self._chat = None if job.chat is None else _ChatText(job.chat)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens that were thought."""
+        return 0 if self._chat is None else self._chat.num_reasoning_tokens
+
+    @property
+    def num_unread(self) -> int:
+        """What looks like calls and could not be read."""
+        return 0 if self._chat is None else self._chat.num_unread
 
     def add(self, event: TokenEvent) -> Delta:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
@@ -223,6 +234,11 @@ class _ChatText:
         content = self._take(self._parser.add(text, is_control=is_control)) if text else ""
         self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
         return content
+
+    @property
+    def num_unread(self) -> int:
+        """Regions that look like calls and could not be read."""
+        return self._parser.num_unread
 
     def finish(self) -> str:
         """The content that was held back."""
@@ -393,6 +409,9 @@ class Generation:
                 "cached_tokens": sum(self._stages[job.index].num_cached_tokens for job in self._leaders)
             },
         }
+        if any(job.chat is not None and job.chat.language.has_reasoning for job in self._jobs):
+            num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
         if self._asked.return_stages:
             usage["stages"] = [stage_times(stages) for stages in self._stages]
         return usage

@@ -151,6 +151,11 @@ class JobMaker:
         assert form is not None
         assert chat is not None
         rules = AnswerGrammar(self._tokenizer.controls)
+        if budget and form.thinking is not None and not rules.ends_thoughts(form.thinking):
+            raise RequestError(
+                "thinking_token_budget: the mark that ends thoughts is no token of this model",
+                param="thinking_token_budget",
+            )
         if forced and form.call is None:
             raise RequestError(
                 f"tool_choice: calls of the format {form.name} can't be enforced: use auto", param="tool_choice"

@@ -46,6 +46,10 @@ class AnswerGrammar:
         rules.append(f"calls: {trigger} {self._literal(how.first)} call {more} {self._literal(how.last)}")
         return "\n".join(rules)
 
+    def ends_thoughts(self, how: ThinkingSyntax) -> bool:
+        """Whether thoughts end with a token of its own, so that they can be cut off by their number of tokens."""
+        return any(how.end.startswith(token) for token in self._controls)
+
     def of_answer(
         self, how: ThinkingSyntax | None, rest: str, *, is_open: bool, most_tokens: int | None, answer: str = ""
     ) -> str:
@@ -56,10 +60,12 @@ class AnswerGrammar:
         """
         lark = f"start: rest\n{rest}"
         if how is not None:
-            end = self._literal(how.end)
+            end, is_token = self._literal(how.end), self.ends_thoughts(how)
             limit = "" if most_tokens is None else f"[max_tokens={most_tokens}]"
-            thoughts = f"thoughts {end}" if is_open else f"({self._literal(how.begin)} thoughts {end})?"
-            lark = f"start: {thoughts} rest\nthoughts{limit}: {_TEXT}\n{rest}"
+            rule = f"thoughts{limit}: {_TEXT}" if is_token else f"thoughts[lazy]: {_TEXT} {end}"
+            inside = f"thoughts {end}" if is_token else "thoughts"
+            thoughts = inside if is_open else f"({self._literal(how.begin)} {inside})?"
+            lark = f"start: {thoughts} rest\n{rule}\n{rest}"
         if not answer:
             return of_lark(lark)
         first, *others = json.loads(answer)["grammars"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 CALLS = "tool_calls"
+MARKS = "marks"  # a field of our own files: what stands around calls, and says nothing
 REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
@@ -80,7 +81,7 @@ def _of_text(spec: "ResponseTemplate", *, with_calls: bool) -> "ResponseTemplate
     plain = {
         name: replace(one, content="text", content_args={}, transform=None, repeats=True, join=None, optional=True)
         for name, one in spec.fields.items()
-        if with_calls or name != CALLS
+        if with_calls or name not in (CALLS, MARKS)
     }
     return replace(spec, fields=plain, defaults={})
 
@@ -146,7 +147,8 @@ class ResponseParser:
 
     @property
     def _is_silent(self) -> bool:
-        return not (self._content.has_told or self._reasoning.has_told or self._num_calls or self._is_bare)
+        has_told = self._content.has_told or self._reasoning.has_told or self._num_calls
+        return self._spec.implicit is None and not has_told
 
     def _follow(self, events: list[dict[str, Any]], parsed: Parsed) -> None:
         """The events of regions, which tell neither where they are nor their marks: both are looked up."""
@@ -177,7 +179,7 @@ class ResponseParser:
             parsed.reasoning += self._reasoning.add(self._shown(begin, end), trims_begin=True)
         elif self._calls is not None:
             self._called(self._calls.add(self._shown(begin, end)), parsed)
-        elif not (name == CALLS and self._calls_as is None):  # of those the whole region is read at its end
+        elif name != MARKS and not (name == CALLS and self._calls_as is None):
             self._say(begin, end, parsed)
 
     def _close(self, name: str, parsed: Parsed) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 import pytest_asyncio
+from llguidance import LLMatcher, LLTokenizer
 
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -117,3 +118,49 @@ async def test_the_template_sees_tools_and_earlier_calls(site, client, speaker):
     prompt = speaker.decode(site.rig["p0"].seen[0].token_ids)
     assert '"name": "rain", "description": "Whether it rains."' in prompt
     assert '<tool_call>{"name": "rain", "arguments": {"city": "Oslo"}}</tool_call>' in prompt
+
+
+async def test_usage_tells_the_tokens_that_were_thought_and_effort_none_asks_for_none(site, client, speaker):
+    plays(site, speaker, f"{THOUGHT}Yes.")
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
+    answer = await client.chat.completions.create(**asked)
+    thought = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < thought < answer.usage.completion_tokens
+    plays(site, speaker, "Yes.")
+    answer = await client.chat.completions.create(**asked, reasoning_effort="none")
+    assert answer.choices[0].message.content == "Yes."
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}], ids=str)
+async def test_a_call_that_must_be_made_is_held_to_a_grammar(site, client, speaker, choice):
+    plays(site, speaker, THOUGHT + CALL)
+    answer = await ask(client, streams=False, tools=[RAIN], tool_choice=choice, parallel_tool_calls=False)
+    assert answer.message.tool_calls
+    grammar = site.rig["p0"].seen[0].grammar
+    assert follows(speaker, grammar, THOUGHT + CALL)
+    assert not follows(speaker, grammar, f"{THOUGHT}Hello.")
+    assert not follows(speaker, grammar, f"{THOUGHT}{CALL}\n{CALL}")
+    assert not follows(speaker, grammar, THOUGHT + CALL.replace("rain", "snow"))
+
+
+async def test_a_budget_of_thinking_is_refused_where_thoughts_end_with_no_token(site):
+    asked = {"messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8}
+    answer = await site.http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_token_budget"
+
+
+def follows(speaker, grammar, text):
+    tokens = LLTokenizer(speaker.vocabulary.tokenizer, n_vocab=speaker.vocab_size, eos_token=[1])
+    matcher = LLMatcher(tokens, grammar)
+    ids = speaker._encode(text, False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+async def test_tools_are_refused_where_nobody_knows_how_the_model_calls_them(site_of):
+    async with site_of(0, 1) as site:
+        asked = {"messages": [{"role": "user", "content": "?"}], "tools": [RAIN]}
+        answer = await site.http.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"
