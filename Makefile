@@ -2,6 +2,7 @@
 # make tools      nginx, HAProxy and Prometheus from Debian, for the tests of deploy/; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
+# make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
 # make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+CLIENTS := build/clients-venv
 ARGS ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
@@ -26,7 +28,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-wide bench constraints clean
+.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-wide bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -79,7 +81,7 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
-	@$(PYTEST) $(PARALLEL) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+	@$(PYTEST) $(PARALLEL) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/clients
 
 simulation: $(STAMP)
 	@echo "--> Simulation on virtual time"
@@ -110,8 +112,20 @@ test-gpu: $(STAMP)
 
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
-	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/clients
 	@$(PYTEST) tests/e2e -m models
+
+# Some minutes to set up, and of a server's time: not part of `make test`.
+test-clients: $(CLIENTS)/.set-up
+	@echo "--> Clients that others wrote, against a server"
+	@$(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
+
+$(CLIENTS)/.set-up: $(STAMP) tests/clients/requirements.txt
+	@echo "--> Setting up $(CLIENTS)"
+	@$(PYTHON) -m venv --clear $(CLIENTS)
+	@{ test -x $(BIN)/uv && $(BIN)/uv pip install --quiet --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt; } \
+		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
 
 test-wide: $(STAMP)
 	@echo "--> More seeds of the simulation, more GPUs to compile for"

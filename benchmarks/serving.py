@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twostroke.benchmarks.clients import (
@@ -37,6 +37,23 @@ TITLES = {
     "decode": ("ServeReplica:twostroke:DecodeWorker",),
 }
 """What the command lines of each group's processes contain."""
+TURNS = 3
+"""Of loads that are compared."""
+NEVER_ENDS = {
+    "type": "array",
+    "minItems": 10_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "kind": {"enum": ["first", "second", "third"]},
+            "size": {"type": "integer", "minimum": 0, "maximum": 10_000},
+        },
+        "required": ["name", "kind", "size"],
+        "additionalProperties": False,
+    },
+}
+"""What constrained answers are held to: no number of tokens is enough for it, so all are as long as was asked for."""
 SETTLE_S = 5.0
 DISCONNECTS = 16
 
@@ -51,13 +68,28 @@ class Load:
     prompt_tokens: int
     max_tokens: int
     seed: int = 0
+    constrained: float = 0.0  # the share of requests that are held to a JSON schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server on this machine (default: start one for the bench)")
     parser.add_argument("--concurrency", type=positive, default=64, help="streams at a time (default: %(default)s)")
     parser.add_argument("--requests", type=positive, default=960, help="streams in all (default: %(default)s)")
+    parser.add_argument(
+        "--constrained",
+        type=share,
+        default=0.0,
+        help="the share of streams held to a JSON schema, in turns with none of them (default: %(default)s)",
+    )
     add_load_arguments(parser, prompt_tokens=128, max_tokens=64)
+
+
+def share(text: str) -> float:
+    """An argument from 0 to 1. Raises ValueError."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError(text)
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
             max_tokens=arguments.max_tokens,
         )
         figures = asyncio.run(measure(url, load, processes))
+        if arguments.constrained:
+            figures |= asyncio.run(measure_constrained(url, replace(load, constrained=arguments.constrained)))
     conclude(figures)
     return 1 if figures["errors"] or figures["owned_blocks_after"] else 0
 
@@ -101,6 +135,22 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
     figures["freed_after_disconnect_s"] = await freed_after_disconnect(url, load)
     figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
     return figures
+
+
+async def measure_constrained(url: str, load: Load) -> dict[str, float]:
+    """What constrained streams cost: the load with its share of them, in turns with the same without any."""
+    ratios = []
+    for turn in range(-1, TURNS):  # the first one warms up
+        rates = []
+        for constrained in (0.0, load.constrained):
+            began = time.perf_counter()
+            results = await _send_all(url, replace(load, seed=2 + turn, constrained=constrained))
+            figures = summarise(results, time.perf_counter() - began)
+            if figures["errors"]:
+                return {"constrained_ratio": 0.0, **figures}
+            rates.append(figures["out_tok_s"])
+        ratios.append(rates[1] / rates[0])
+    return {"constrained_ratio": statistics.median(ratios[1:])}
 
 
 def summarise(answers: Iterable[Record], wall_s: float) -> dict[str, Any]:
@@ -169,4 +219,7 @@ async def _send_all(url: str, load: Load) -> list[Record]:
         completion_body(load.model, random_prompt(draw, load.prompt_tokens), load.max_tokens)
         for _ in range(load.requests)
     ]
+    for number, body in enumerate(bodies):
+        if int((number + 1) * load.constrained) > int(number * load.constrained):
+            body |= {"guided_json": NEVER_ENDS, "ignore_eos": False}
     return await send_in_turn(url, bodies, load.concurrency)

@@ -269,6 +269,10 @@ class Served:
         reply: PrefillReply = await self._by_peer[worker].call("prefill", request, ticket)
         return reply
 
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        reply: PrefillReply = await self._by_peer[worker].call("read", request)
+        return reply
+
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:

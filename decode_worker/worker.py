@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from msgspec.structs import replace
@@ -24,14 +24,14 @@ from twostroke.decode_worker.preemption import HostBlocks, Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.kvtransfer.sides import Incoming
-from twostroke.protocol.errors import TicketRefused, TransferFailed, WorkerLost
-from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, Ticket, TokenEvent
+from twostroke.protocol.errors import TicketRefused, TransferFailed, TwostrokeError, WorkerLost
+from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepContent, StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,26 @@ class DecodeCall(WorkerCall[DecodeJob, DecodeReply]):
 
     def cancelled(self) -> None:
         self.finish(None)
+
+
+@dataclass(eq=False, slots=True)
+class ReadCall(DecodeCall):
+    """A `read` call that has not returned: nothing of it goes out on the token channel."""
+
+    read: "asyncio.Future[PrefillReply]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def answer_read(self, drawn: DrawnToken[DecodeJob], now: float) -> None:
+        """Its prompt is computed."""
+        stepped_at = now if self.stepped_at is None else self.stepped_at
+        if not self.read.done():
+            self.read.set_result(read_prompt(drawn, queue_s=stepped_at - self.ready_at, prefill_s=now - stepped_at))
+
+    def cancelled(self) -> None:
+        self.fail(WorkerLost("the router cancelled the request"))
+
+    def fail(self, error: TwostrokeError) -> None:
+        if not self.read.done():
+            self.read.set_exception(error)
 
 
 class DecodeWorker(Worker[DecodeJob, DecodeCall]):
@@ -112,6 +132,13 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         call = DecodeCall(job, ticket, ready_at=now)
         return await self._answered(call, call.reply, pull)
 
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """As PrefillWorker.read."""
+        self._check_new(request, None)
+        now = self._clock()
+        call = ReadCall(self._scheduler.add(request, now=now, wants_transfer=False), None, ready_at=now)
+        return await self._answered(call, call.read, None)
+
     def stats(self) -> WorkerStats:
         stats, space, host_pool = super().stats(), self._swap_space, self._swapping.pool
         if space is None or host_pool is None:
@@ -142,18 +169,24 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         """Send one frame to each router whose requests got on, and answer the calls that are finished."""
         events: dict[str, list[TokenEvent]] = defaultdict(list)
         for one in drawn:
-            events[one.job.request.router_id].append(one.event)
+            call = self._call_of(one.job) if one.finish_reason is not None else None
+            if not isinstance(call, ReadCall):
+                events[one.job.request.router_id].append(one.event)
             self._counters.generated_tokens += 1
-            if one.finish_reason is not None:
-                call = self._call_of(one.job)
+            if call is not None and one.finish_reason is not None:
                 self._counters.finished_requests += 1
                 self._forget(call)
-                call.finish(one.finish_reason)
+                if isinstance(call, ReadCall):
+                    call.answer_read(one, self._clock())
+                else:
+                    call.finish(one.finish_reason)
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
     def _fail_all(self, reason: str) -> None:
         for call in self._calls.values():
+            if isinstance(call, ReadCall):
+                continue
             request, index = call.request, call.job.sequence.num_output_tokens
             self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
         super()._fail_all(reason)

@@ -37,6 +37,10 @@ from twostroke.protocol.requests import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
 
+SECOND_BEST_S = 300.0
+"""How long a connection keeps a transport that stands in for a better one, whose link failed. Should that fail again,
+one transfer's prompt is computed at the target."""
+
 
 @dataclass(kw_only=True, eq=False)
 class KVSender(RankSide):
@@ -180,6 +184,7 @@ class SenderConnection:
         self._has_carried = False  # a chunk
         self._line: dict[OutgoingLane, None] = {}  # those with a chunk to send, in turn
         self._work = asyncio.Event()
+        self._idle = asyncio.Event()
 
     def add(self, lane: OutgoingLane) -> None:
         """Offer `lane`, now or once the connection stands."""
@@ -205,7 +210,9 @@ class SenderConnection:
             welcome = await within(self._sender.config.lease_s, self._greet(connection), "the target's welcome")
             control = self._control = LeasedConnection(connection, self._sender.clock, self._sender.config.lease_s)
             cut = self._begin(control, welcome)
-            parts = self._listen(control), self._carry(control, welcome, cut), control.watch()
+            parts = [self._listen(control), self._carry(control, welcome, cut), control.watch()]
+            if self._without and welcome.transport not in self._without:
+                parts.append(self._stand_in())
             reason = await run_until_lost(*(self._forgotten_with(part) for part in parts))
         except ConnectionLost as lost:
             reason = str(lost)
@@ -248,6 +255,8 @@ class SenderConnection:
     def lane_ended(self, lane: OutgoingLane) -> None:
         self._transfers.pop(lane.ticket.transfer_id, None)
         self._line.pop(lane, None)
+        if not self._transfers:
+            self._idle.set()
 
     # --- the control connection ---
 
@@ -318,6 +327,14 @@ class SenderConnection:
                 lane.granted(self._cut, message.skip_tokens)
         except (IllegalTransition, ValueError) as error:
             lane.abort(f"the target broke the protocol: {error}")
+
+    async def _stand_in(self) -> None:
+        """Raise ConnectionLost after a while, once no transfer is here: the next one tries the better transport."""
+        await asyncio.sleep(SECOND_BEST_S)
+        while self._transfers:
+            self._idle.clear()
+            await self._idle.wait()
+        raise ConnectionLost("a better transport is tried again")
 
     # --- the data link ---
 

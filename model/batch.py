@@ -1,6 +1,6 @@
 """A step's batch as tensors: where its tokens stand in their sequences and in the cache, and which of them draw."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -66,6 +66,9 @@ class StepInput:
     layouts: Sequence[BatchLayout]  # of each group of layers
     kv_tensors: Sequence[Tensor]  # [num_blocks, 2, G, block_size, D] each
     drawing: Drawing
+    # Gets [T, hidden] from behind the last norm, on every rank, and may ask for logits of some. Without it only rows
+    # that draw come so far.
+    on_hidden: Callable[[Tensor], None] | None = None
 
 
 class StepDecoder(Protocol):
@@ -81,6 +84,9 @@ class StepDecoder(Protocol):
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
         another thread, while later layers are launched.
         """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [N, vocab] of rows that `StepInput.on_hidden` got; all ranks ask for the same ones in one order."""
 
 
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:

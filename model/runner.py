@@ -3,13 +3,14 @@
 A step that was launched may still be on its way: its tokens are on a GPU then, where the next step can use them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
@@ -17,7 +18,15 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
-from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep, drawn_by, with_drawn_tokens
+from twostroke.model.step import (
+    BlockCopy,
+    Draw,
+    OnLayer,
+    PromptReading,
+    ScoredRows,
+    SequenceStep,
+    with_drawn_tokens,
+)
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -32,9 +41,17 @@ class TokenSampler(Protocol):
     ) -> list[SampledToken]:
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
+    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
+        """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
+
     @property
     def num_broken_rows(self) -> int:
         """Counter: rows that held NaN or +inf."""
+
+
+MOST_SCORED_ROWS = 256
+_SCORED_BYTES = 64 << 20
+"""Of the logits of prompt tokens that are there at a time."""
 
 
 @runtime_checkable
@@ -60,10 +77,9 @@ class LaunchedStep:
         """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
         return self.tokens
 
-    def token_of(self, entry: int) -> int:
-        """The one that an entry of the batch draws; blocks until it is there. For the engine's thread, any number of
-        times. Raises ValueError where it draws none."""
-        return drawn_by(entry, self.tokens)
+    def peek(self) -> list[SampledToken | None]:
+        """As `result`, but for the engine's thread, any number of times."""
+        return self.tokens
 
     def on_device(self) -> Tensor | None:
         """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
@@ -98,8 +114,11 @@ class StepOnDevice(LaunchedStep):
             self.tokens[entry] = SampledToken(token)
         return self.tokens
 
-    def token_of(self, entry: int) -> int:
-        return self.drawn.wait()[self.entries.index(entry)]
+    def peek(self) -> list[SampledToken | None]:
+        tokens = [*self.tokens]
+        for entry, token in zip(self.entries, self.drawn.wait(), strict=True):
+            tokens[entry] = SampledToken(token)
+        return tokens
 
     def on_device(self) -> Tensor:
         tokens = self.drawn.tokens
@@ -166,7 +185,7 @@ class ModelRunner:
         if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self.groups)
-        if self._captured is not None and on_layer is None:
+        if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
                 return self._sample(logits, batch, list(range(len(batch))), earlier)
@@ -189,6 +208,7 @@ class ModelRunner:
                 make_layouts(steps, self._kv_cache.block_size, self._device, self.groups),
                 self._kv_cache.tensors,
                 Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+                self._reader(steps),
             ),
             on_layer,
         )
@@ -198,6 +218,32 @@ class ModelRunner:
                 return SilentStep([None] * len(batch), computed, self._device)
             return LaunchedStep([None] * len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing], earlier)
+
+    def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
+        """What reads all prompts that are to be read off the step's hidden states; None where there are none."""
+        ends = np.cumsum([len(step.token_ids) for step in steps]).tolist()
+        read = [(one.reading, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
+
+        def read_all(hidden: Tensor) -> None:
+            for reading, start, first, end in read:
+                if reading is not None:
+                    self._read(reading, start, hidden[first:end])
+
+        return None if all(reading is None for reading, *_ in read) else read_all
+
+    def _read(self, reading: PromptReading, start: int, hidden: Tensor) -> None:
+        """Of a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Blocks of rows have logits at a
+        time: those of a whole chunk would be gigabytes."""
+        reading.begin(start)
+        pooled = hidden[reading.pooled_rows(start, len(hidden))]
+        if len(pooled):
+            reading.add_hidden(pooled.float().sum(0).cpu().numpy())
+        targets = reading.targets(start, len(hidden))
+        most = max(1, min(MOST_SCORED_ROWS, _SCORED_BYTES // (4 * self._decoder.vocab_size)))
+        for first in range(0, len(targets), most):
+            block = targets[first : first + most]
+            logits = self._decoder.logits(hidden[first : first + len(block)])
+            reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
 
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""
@@ -215,8 +261,10 @@ class ModelRunner:
         positions = [step.start + len(step.token_ids) for step in drawing]
         masks = None
         if any(draw.constraint is not None for draw in draws):
-            # On a GPU the model runs meanwhile, behind the step before it, which must have drawn.
-            masks = self._masks.fill(draws, positions, [_last_token(step, earlier) for step in drawing])
+            # On a GPU the model runs meanwhile; only the step before it must have drawn.
+            if earlier is not None and any(step.follows is not None for step in drawing):
+                drawing = list(with_drawn_tokens(drawing, earlier.peek()))
+            masks = self._masks.fill(draws, positions, [step.token_ids[-1] for step in drawing])
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
             drawn = self._sampler.launch(logits, draws, positions, masks)
             return StepOnDevice([None] * len(batch), drawn, entries)
@@ -224,10 +272,3 @@ class ModelRunner:
         for entry, token in zip(entries, self._sampler.sample(logits, draws, positions, masks), strict=True):
             tokens[entry] = token
         return LaunchedStep(tokens)
-
-
-def _last_token(step: SequenceStep, earlier: LaunchedStep | None) -> int:
-    """The token that a draw comes right after."""
-    if step.draw is None or step.draw.constraint is None or step.follows is None or earlier is None:
-        return step.token_ids[-1]
-    return earlier.token_of(step.follows)

@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from twostroke.protocol.requests import SampledToken, SamplingParams
+from twostroke.protocol.requests import PromptScores, ReadingParams, SampledToken, SamplingParams
 
 
 class SequenceStep(msgspec.Struct, frozen=True):
@@ -24,6 +24,7 @@ class SequenceStep(msgspec.Struct, frozen=True):
     # The entry of the step before this one that draws this entry's only token, whose place is kept in `token_ids`. So a
     # step can be handed over while the one before it runs.
     follows: int | None = None
+    reading: "PromptReading | None" = None  # gets what is to be read off the tokens of a prompt
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -42,7 +43,10 @@ class Draw(msgspec.Struct, frozen=True):
 def is_penalised(sampling: SamplingParams) -> bool:
     """Whether draws depend on what occurred before."""
     return bool(
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+        sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+        or any(len(word) > 1 for word in sampling.bad_words)
     )
 
 
@@ -84,6 +88,70 @@ class TokenCounts:
         self._output_counts[place] += 1
 
 
+class ScoredRows(msgspec.Struct, frozen=True):
+    """As PromptScores, of some tokens."""
+
+    token_ids: NDArray[np.int32]  # [rows, alternatives]
+    logprobs: NDArray[np.float32]  # [rows, 1 + alternatives]
+    ranks: NDArray[np.int32]  # [rows]
+
+
+class PromptReading:
+    """What steps read off one prompt, chunk by chunk: they put it here, and whoever asked takes it when they are done.
+
+    A prompt that gave way is computed again: a chunk at position 0 begins anew.
+    """
+
+    def __init__(self, params: ReadingParams, token_ids: Sequence[int]):
+        """`token_ids` are the whole prompt."""
+        self.params = params
+        self._token_ids = token_ids
+        self._scored: list[ScoredRows] = []
+        self._sum: NDArray[np.float32] | None = None  # [hidden]
+
+    def targets(self, start: int, num_tokens: int) -> NDArray[np.int64]:
+        """The tokens after each of a chunk's, which its logits score: one fewer where the chunk ends the prompt."""
+        if self.params.logprobs is None:
+            return np.zeros(0, np.int64)
+        return np.array(self._token_ids[start + 1 : start + 1 + num_tokens], np.int64)
+
+    def pooled_rows(self, start: int, num_tokens: int) -> slice:
+        """Which of a chunk's hidden states are a part of the embedding."""
+        if self.params.pooling == "mean":
+            return slice(0, num_tokens)
+        is_last = self.params.pooling == "last" and start + num_tokens == len(self._token_ids)
+        return slice(num_tokens - 1, num_tokens) if is_last else slice(0, 0)
+
+    def begin(self, start: int) -> None:
+        """A chunk is about to be read."""
+        if start == 0:
+            self._scored, self._sum = [], None
+
+    def add_scores(self, scored: ScoredRows) -> None:
+        """Of the targets that follow those before."""
+        self._scored.append(scored)
+
+    def add_hidden(self, row_sum: NDArray[np.float32]) -> None:
+        """The sum of a chunk's pooled rows, [hidden]."""
+        self._sum = row_sum if self._sum is None else self._sum + row_sum
+
+    def scores(self) -> PromptScores | None:
+        """All rows, once the prompt is computed; None where none were asked for."""
+        if (num_alternatives := self.params.logprobs) is None:
+            return None
+        parts = [(one.token_ids, one.logprobs, one.ranks) for one in self._scored]
+        columns = (np.concatenate(column).tobytes() for column in zip(*parts, strict=True)) if parts else (b"",) * 3
+        return PromptScores(num_alternatives, *columns)
+
+    def embedding(self) -> bytes:
+        """As PrefillReply.embedding. Hidden states that are no numbers give zeros, as null vectors do."""
+        if self._sum is None:
+            return b""
+        length = float(np.linalg.norm(self._sum))
+        unit = self._sum / length if 0 < length < np.inf else np.zeros_like(self._sum)
+        return unit.astype("<f4").tobytes()
+
+
 class Constraint:
     """A request's grammar, and how far its output has got in it.
 
@@ -91,11 +159,13 @@ class Constraint:
     Positions say how far, since the request's list of tokens grows meanwhile.
     """
 
-    def __init__(self, matcher: LLMatcher):
-        """`matcher` is at the grammar's beginning, and belongs to this object."""
+    def __init__(self, matcher: LLMatcher, renew: Callable[[], LLMatcher]):
+        """`matcher` is at the grammar's beginning, and belongs to this object. `renew` makes another one, that shares
+        nothing with those before it, and blocks meanwhile."""
         self.matcher = matcher
-        self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
+        self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
         self._num_outputs = 0  # that the matcher has seen
+        self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
 
     def advance(self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int) -> None:
         """Take in all output tokens before `position`, where one is to be drawn.
@@ -104,9 +174,17 @@ class Constraint:
         """
         outputs = [*history[num_prompt_tokens + self._num_outputs : position - 1], last_token]
         num_outputs = position - num_prompt_tokens
-        if num_outputs > self._num_outputs:
+        # Of an answer that has ended, a row may have been launched ahead.
+        if num_outputs > self._num_outputs and not self.matcher.is_stopped():
             self.matcher.consume_tokens(outputs)
         self._num_outputs = num_outputs
+
+    def may_try_again(self) -> bool:
+        """Whether the matcher had failed, and begins anew: it may have been for what others of its grammar had done."""
+        if self._renew is None or not self.matcher.is_error():
+            return False
+        self.matcher, self._renew, self._num_outputs = self._renew(), None, 0
+        return True
 
     def masks_failed(self, position: int) -> bool:
         """To be called once there is a mask for `position`: whether that is none, since following takes too much."""
@@ -164,16 +242,13 @@ def with_drawn_tokens(batch: Sequence[SequenceStep], drawn: Sequence[SampledToke
     if all(one.follows is None for one in batch):
         return batch
     return [
-        one
-        if one.follows is None
-        else SequenceStep((drawn_by(one.follows, drawn),), one.start, one.block_ids, one.draw)
+        one if one.follows is None else SequenceStep(_drawn_by(one.follows, drawn), one.start, one.block_ids, one.draw)
         for one in batch
     ]
 
 
-def drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> int:
-    """The token of an entry of a step. Raises ValueError where it drew none."""
+def _drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> tuple[int]:
     token = drawn[entry] if entry < len(drawn) else None
     if token is None:
         raise ValueError(f"entry {entry} of the step before drew no token to go on from")
-    return token.token_id
+    return (token.token_id,)

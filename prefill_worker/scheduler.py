@@ -49,10 +49,10 @@ class PrefillScheduler(Scheduler[PrefillJob]):
         Raises RequestError for one that could never run here, and, with status 429, for one too many.
         """
         num_tokens = len(request.token_ids)
-        if num_tokens >= self._max_context:
+        most = self._max_context - min(1, request.max_tokens)
+        if num_tokens > most:
             raise _too_long(
-                f"the prompt has {num_tokens} tokens, and the model's context of {self._max_context} must hold at "
-                "least one more"
+                f"the prompt has {num_tokens} tokens; the model's context has room for {most}, and an answer"
             )
         if num_tokens > self._capacity:
             raise _too_long(f"the prompt has {num_tokens} tokens; this worker's whole KV cache holds {self._capacity}")

@@ -7,6 +7,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import msgspec
+
 from twostroke.kvtransfer.sides import Outgoing
 from twostroke.model.step import OnLayer
 from twostroke.prefill_worker.config import PrefillConfig
@@ -17,7 +19,7 @@ from twostroke.protocol.stats import Role
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepContent, StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,10 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
         call = PrefillCall(job, ticket)
         return await self._answered(call, call.reply, pull)
 
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """Compute a prompt that something is read off, and whose KV nobody else needs. Raises what `prefill` does."""
+        return await self.prefill(request, None)
+
     def _decide(self) -> ScheduledStep[PrefillJob]:
         return self._scheduler.schedule()
 
@@ -94,15 +100,9 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
             self._counters.generated_tokens += 1
             self._counters.finished_requests += 1
             self._forget(call)
-            call.answer(
-                PrefillReply(
-                    event=one.event,
-                    num_cached_tokens=one.job.num_cached_tokens,
-                    queue_s=call.started_at - one.job.arrived_at,
-                    prefill_s=now - call.started_at,
-                    chunk_ends_s=tuple(call.chunk_ends_s[:-1]),
-                )
-            )
+            queue_s, prefill_s = call.started_at - one.job.arrived_at, now - call.started_at
+            reply = read_prompt(one, queue_s=queue_s, prefill_s=prefill_s)
+            call.answer(msgspec.structs.replace(reply, chunk_ends_s=tuple(call.chunk_ends_s[:-1])))
 
     # --- KV on its way to decode workers ---
 

@@ -9,9 +9,8 @@ cost as much as they can: docs/structured_output.md has the figures.
 
 import asyncio
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -22,13 +21,13 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 STACK_BYTES = (
     256 * 2**20
 )  # of addresses: llguidance compiles by recursion, and rules may follow each other by thousands
-MAX_KEPT = 64  # compiled grammars in each process
+MAX_KEPT = 32  # compiled grammars in each process
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_items_in_row=2_000,
+    step_max_items=10_000,
+    max_items_in_row=600,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,  # they would show the schema and the answer
@@ -44,7 +43,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Grammars:
-    """Compiles grammars for one model, on a thread of its own, and keeps those that were used last.
+    """Compiles grammars for one model, on a thread of its own, and keeps the last ones.
 
     Nothing is read before the first one is asked for: servers without such requests pay nothing.
     """
@@ -53,24 +52,37 @@ class Grammars:
         """`vocabulary` is called on the thread, once."""
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # at their beginnings, by grammar: the last used last
+        self._kept: dict[str, LLMatcher] = {}  # at their beginnings, by grammar; the thread alone changes it
         # One: a grammar may take a second of a core, and those who have none must not feel it.
         self._thread: ThreadPoolExecutor | None = None
 
     async def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the grammar's beginning, the caller's own.
 
-        Raises RequestError, which names no field, where the grammar is wrong or too much, or the tokenizer unfit.
+        What it learns of regular expressions it shares with others of the grammar. That is bounded, so it may fail of
+        what they have learnt: then there is `renewed`. Raises RequestError, which names no field, where the grammar is
+        wrong or too much, or the tokenizer unfit.
         """
         kept = self._kept.get(grammar)
         if kept is None:
-            self._thread = self._thread or _thread_with_stack(STACK_BYTES)
-            kept = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
-            self._kept[grammar] = kept
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(grammar)
+            kept = await asyncio.wrap_future(self._begin(grammar))
         return kept.deep_copy()
+
+    def renewed(self, grammar: str) -> LLMatcher:
+        """As `matcher`, and it has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
+        return self._begin(grammar).result().deep_copy()
+
+    def _begin(self, grammar: str) -> "Future[LLMatcher]":
+        if self._thread is None:
+            self._thread = _thread_with_stack(STACK_BYTES)
+        return self._thread.submit(self._keep, grammar)
+
+    def _keep(self, grammar: str) -> LLMatcher:
+        self._kept.pop(grammar, None)
+        self._kept[grammar] = compiled = self._compile(grammar)
+        if len(self._kept) > MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return compiled
 
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -80,6 +92,8 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(_first_line(matcher.get_error()))
+        if not _can_begin(matcher, self._tokenizer):
+            raise _refusal("no answer can follow it, but for an empty one, or to find out takes too much")
         return matcher
 
 
@@ -92,6 +106,14 @@ def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
         return pool
     finally:
         threading.stack_size(before)
+
+
+def _can_begin(matcher: LLMatcher, tokenizer: LLTokenizer) -> bool:
+    """Whether any token but the end may come first. Also sees to it that the first mask of an answer is quick."""
+    mask = bytearray(matcher.compute_bitmask())
+    for token_id in tokenizer.eos_tokens:
+        mask[token_id // 8] &= ~(1 << token_id % 8)
+    return any(mask) and not matcher.is_error()
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:

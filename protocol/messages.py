@@ -281,6 +281,7 @@ class RankSequence(msgspec.Struct, frozen=True, array_like=True):
     start: int
     block_ids: tuple[int, ...]
     draws: bool
+    scored_rows: int | None = None  # where something is read off the prompt: of so many tokens the logits, too
 
 
 class RankCopy(msgspec.Struct, frozen=True, array_like=True):

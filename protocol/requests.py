@@ -29,8 +29,22 @@ class SamplingParams(msgspec.Struct, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all may be
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that the output never has one after the other
     seed: int = 0  # always set: the router draws one where the client gives none
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities at all
+
+
+class ReadingParams(msgspec.Struct, frozen=True):
+    """What is read off a prompt while its KV is computed."""
+
+    logprobs: int | None = None  # of each token but the first, with so many alternatives; None: none
+    pooling: Literal["last", "mean"] | None = None  # of the hidden states behind the last norm, to an embedding
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether every position must be computed, whatever the prefix cache has: KV alone tells nothing of a token."""
+        return self.logprobs is not None or self.pooling == "mean"
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -64,6 +78,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     cache_salt: bytes = b""  # keys the prefix cache, so tenants can't time each other's
     grammar: str = ""  # what the output must follow, in llguidance's words; empty: anything
     promise: Promise = Promise()
+    # Where something is read off the prompt one worker of either role serves the request alone, without a transfer, and
+    # `max_tokens` is 1, or 0: then no token is reported.
+    reading: ReadingParams | None = None
 
     @property
     def num_output_tokens_given(self) -> int:
@@ -89,14 +106,28 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None  # set once, instead of a finish: the worker gave the request up
 
 
+class PromptScores(msgspec.Struct, frozen=True):
+    """How likely a prompt's tokens were, from the second on: a row each. Little-endian numbers, row by row."""
+
+    num_alternatives: int
+    token_ids: bytes  # int32 [rows, alternatives]: the likeliest first
+    logprobs: bytes  # float32 [rows, 1 + alternatives]: the token's own, then theirs
+    ranks: bytes  # int32 [rows]: the token's own among all, 1 is the likeliest
+
+
 class PrefillReply(msgspec.Struct, frozen=True):
-    """What the prefill worker's call returns, as soon as the first token is drawn."""
+    """What the prefill worker's call returns, as soon as the first token is drawn.
+
+    A decode worker's, too, where a prompt is read alone.
+    """
 
     event: TokenEvent
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     queue_s: float
     prefill_s: float
     chunk_ends_s: tuple[float, ...] = ()  # since the first step of `prefill_s`, when each but the last has ended
+    scores: PromptScores | None = None
+    embedding: bytes = b""  # float32 [hidden], little-endian, of length 1; empty where none is asked for
 
 
 class DecodeReply(msgspec.Struct, frozen=True):
@@ -115,7 +146,8 @@ def finish_reason(request: GenerateRequest, num_output_tokens: int, last_token: 
 
     Prefill and decode workers both ask this, so they can't disagree.
     """
-    if last_token in request.stop_token_ids and num_output_tokens > request.min_tokens:
+    # Where a grammar allows the end alone, it comes before `min_tokens`.
+    if last_token in request.stop_token_ids and (num_output_tokens > request.min_tokens or request.grammar):
         return "stop"
     if num_output_tokens >= request.max_tokens:
         return "length"

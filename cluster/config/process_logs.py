@@ -7,12 +7,16 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal
 
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Section
 from twostroke.router.observe.log_format import JsonLines, TextLines
 
 _MOST_BYTES = 64 * 1024 * 1024  # of one file; then another is begun
 _OLD_FILES = 4
+_CONTAINERS_OUTPUT = Path("/proc/1/fd/1")
+"""Ray keeps what its processes write in files; `kubectl logs` and `docker logs` have what the container's first one
+writes."""
 
 
 class LoggingConfig(Section):
@@ -20,15 +24,26 @@ class LoggingConfig(Section):
 
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
+    to: Literal["files", "stdout"] = "files"
+    """stdout: the container's, for `kubectl logs`; files are in the folder of Serve's logs."""
 
 
 def log_to(file: Path | None, config: LoggingConfig, process: Mapping[str, str]) -> None:
     """Have this process's packages log to `file` (None: standard error), with what `process` says on JSON lines.
 
-    Called again, replaces what was set before.
+    Where `config` says stdout, that of the container instead. Called again, replaces what was set before. Raises
+    ConfigError where there is no container whose output may be written to.
     """
     handler: logging.Handler
-    if file is None:
+    if config.to == "stdout":
+        try:
+            handler = logging.FileHandler(_CONTAINERS_OUTPUT, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"logging.to: stdout is that of the container's process 1, which can't be had ({error.strerror}): set "
+                "it to files where there is no container, and in one start all as the same user"
+            ) from error
+    elif file is None:
         handler = logging.StreamHandler(sys.stderr)
     else:
         handler = RotatingFileHandler(file, maxBytes=_MOST_BYTES, backupCount=_OLD_FILES, encoding="utf-8", delay=True)

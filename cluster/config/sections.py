@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, PlainValidator, StringConstraints, field_validator, model_validator
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
@@ -63,6 +63,8 @@ class ModelSection(Section):
     """Sampling defaults: of the model's generation_config.json, or OpenAI's."""
     chat_template: str | None = None
     """A file's path, or a template's text, in place of the model's own."""
+    response_template: str | None = None
+    """How calls and thoughts are read out of answers: formats' names, a file, or none; null: told by the model."""
 
 
 class HeldModel(Section):
@@ -81,6 +83,21 @@ def held_as(dtype: str, weights: str | None) -> str:
     return dtype if weights is None else f"{dtype} with {weights} weights"
 
 
+def _gpu_count(value: object) -> "float | Literal['auto']":
+    """By hand: pydantic would tell of both kinds, each with a path of its own."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 64:
+        return float(value)
+    raise ValueError(f"{value!r} is neither auto nor a number from 0 to 64")
+
+
+GpuCount = Annotated[
+    float | Literal["auto"],
+    PlainValidator(_gpu_count, json_schema_input_type=Annotated[float, Ge(0), Le(64)] | Literal["auto"]),
+]
+
+
 class WorkerResources(Section):
     """What one worker takes of its machine."""
 
@@ -90,7 +107,8 @@ class WorkerResources(Section):
     """Of a step; null: the cores shared among all workers."""
     cores: str | None = None
     """Which ones, as `0-3,8`; null: whichever the system chooses."""
-    num_gpus: Annotated[float, Ge(0), Le(64)] = 0.0
+    num_gpus: GpuCount = "auto"
+    """auto: `twostroke serve` shares this machine's GPUs out; on a Ray cluster that has any, one for each rank."""
     kv_cache_gib: Annotated[float, Ge(0.001), Le(65536)] | None = None
     """null: what a GPU has left, or part of the host's free memory."""
     num_blocks: Count | None = None
@@ -103,7 +121,7 @@ class WorkerResources(Section):
     def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):
             raise ValueError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
-        if self.tensor_parallel > 1 and self.num_gpus not in (0, 1):
+        if self.tensor_parallel > 1 and self.num_gpus not in ("auto", 0, 1):
             raise ValueError(
                 f"num_gpus: {self.num_gpus:g} for each of {self.tensor_parallel} tensor-parallel ranks: "
                 "give each one GPU, or none"
@@ -126,9 +144,14 @@ class WorkerResources(Section):
         return cores
 
     @property
+    def gpus(self) -> float:
+        """What each rank takes; none as long as nobody has looked for any."""
+        return 0.0 if self.num_gpus == "auto" else self.num_gpus
+
+    @property
     def gpu_memory_share(self) -> float:
         """What the worker may use of its GPU's memory."""
-        return self.gpu_memory_utilization * min(1.0, self.num_gpus)
+        return self.gpu_memory_utilization * min(1.0, self.gpus)
 
 
 _NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"

@@ -40,19 +40,22 @@ class WorkerSettings:
     announces_layers: bool = False  # in every step
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     num_ranks: int = 1  # of all workers, which may share one host's memory
+    peers: tuple[tuple[int, int], ...] = ()  # ranks and block size of the workers that KV may go to or come from
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
+        roles = [config.decode, config.prefill] if config.has_prefill else [config.decode]
         return cls(
             model=config.model_of(section),
             resources=section.part(WorkerResources),
             max_step_tokens=section.max_step_tokens,
             max_batch=section.max_batch,
-            block_size=section.block_size or config.default_block_size,
+            block_size=config.block_size(section),
             tensor_parallel=section.tensor_parallel,
             device=config.device,
             threads=config.threads(section),
             num_ranks=config.num_ranks,
+            peers=tuple((each.tensor_parallel, config.block_size(each)) for each in roles),
             transport=config.transport,
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,

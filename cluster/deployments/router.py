@@ -169,7 +169,7 @@ class RouterReplica:
                 cors_origins=settings.router.cors_origins,
                 is_local=is_loopback(host) and not settings.keys,
             ),
-            tokenizer=TextTokenizer.load(folder, settings.chat_template),
+            tokenizer=TextTokenizer.load(folder, settings.chat_template, settings.model.response_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
             fleet=fleet,
             channels=channels,

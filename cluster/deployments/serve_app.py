@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
@@ -23,6 +24,7 @@ from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
 from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, MISSING_POLICY, ROUTER
 from twostroke.cluster.config.autoscaling import RoleLimits, WorkerCounts
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.gpus import one_for_each_rank
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.router import RouterReplica, RouterSettings, router_options
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, worker_options
@@ -131,7 +133,8 @@ def cluster_secret() -> bytes:
 
 def build_app(args: dict[str, Any]) -> Application:
     """For Serve's own tools: `args` are the sections of the configuration. Raises ConfigError."""
-    return application(read_config(args), cluster_secret())
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    return application(read_config(one_for_each_rank(args, has_gpus=has_gpus)), cluster_secret())
 
 
 app = build_app({})

@@ -96,6 +96,10 @@ class _WorkerReplica(Generic[WorkerT]):
             await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        """As PrefillWorker.read. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        return await self._meant(worker).read(request)
+
 
 class PrefillReplica(_WorkerReplica["PrefillWorker"]):
     """A prefill worker under Serve."""
@@ -155,7 +159,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
         # All ranks are processes of the one replica, so they are on one node.
         "ray_actor_options": {
             "num_cpus": ranks * settings.threads,
-            "num_gpus": ranks * settings.resources.num_gpus,
+            "num_gpus": ranks * settings.resources.gpus,
             **placement.actor_options(),
         },
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.

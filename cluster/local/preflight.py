@@ -55,7 +55,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
 
     found = open_model(folder)
     model = found.shape
-    TextTokenizer.load(folder, chat_template_text(config.model))
+    TextTokenizer.load(folder, chat_template_text(config.model), config.model.response_template)
     defaults = read_sampling_defaults(folder, config.model.generation_config)
     device = torch.device(config.device)
     free = available_bytes(torch.device("cpu"))

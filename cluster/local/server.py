@@ -20,6 +20,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys, with_keys_of_file
+from twostroke.cluster.config.gpus import share_gpus
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
 from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.local.asking import fetch_status
@@ -42,12 +43,15 @@ class Order(msgspec.Struct, frozen=True):
     haproxy: bool
     verbose: bool
     grace_s: float = 0.0  # for streams to end, once the server is to
+    gpus: int | None = None  # of this machine, that may be used; None: all
 
 
 class Report(msgspec.Struct, frozen=True):
     """A line of output."""
 
-    event: Literal["step", "ready", "news", "wrong", "failed"]  # news: after ready; wrong: a setting, file or folder is
+    event: Literal[
+        "step", "loud", "ready", "news", "wrong", "failed"
+    ]  # news: after ready; wrong: a setting, file or folder is
     text: str  # ready: the model's name; else for people
 
 
@@ -147,7 +151,10 @@ def main() -> int:
 
 
 def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
-    config, api_key = with_own_key(with_keys_of_file(read_config(order.settings)))
+    shared = share_gpus(order.settings, min(order.gpus or sys.maxsize, _gpus_in_sight()) if order.gpus != 0 else 0)
+    config, api_key = with_own_key(with_keys_of_file(read_config(shared.settings)))
+    if shared.line is not None:
+        _report(reports, Report("loud" if shared.is_idle else "step", shared.line))
     check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
@@ -165,7 +172,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
         from twostroke.cluster.deployments.router import drain_application
         from twostroke.cluster.local.deploy import APPLICATION, deploy
 
-        deploy(config, order.settings)
+        deploy(config, shared.settings)
         _await_ready(own_url(order.host, order.port))
         for line in _describe_workers(own_url(order.host, order.port), api_key):
             _report(reports, Report("step", line))
@@ -183,6 +190,12 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
             )
 
 
+def _gpus_in_sight() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
     try:
         return watch.look(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
@@ -194,7 +207,7 @@ def _resources(config: ClusterConfig) -> tuple[int, int]:
     """The CPUs and GPUs of as many workers as there may be; no fewer CPUs than this machine has."""
     ranks = [(config.counts[role].most * each.tensor_parallel, each) for role, each in config.roles.items()]
     cores = sum(count * config.threads(resources) for count, resources in ranks)
-    gpus = sum(count * resources.num_gpus for count, resources in ranks)
+    gpus = sum(count * resources.gpus for count, resources in ranks)
     if config.autoscaling.enabled and config.autoscaling.budget is not None:
         gpus = min(gpus, config.autoscaling.budget)
     return max(cores, len(os.sched_getaffinity(0))), math.ceil(gpus)

@@ -74,6 +74,10 @@ async def load_rank(
             make_transports,
             settings.transport,
             store,
+            peers=[
+                msgspec.structs.replace(store.layout, tp_size=ranks, block_size=size) for ranks, size in settings.peers
+            ],
+            encoding=settings.transfer.encoding,
             tcp_streams=settings.tcp_streams,
             tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
         )

@@ -18,8 +18,9 @@ from twostroke.cluster.config.process_logs import log_to
 from twostroke.cluster.ranks.rank_parts import RankOrder, RankParts, load_rank
 from twostroke.kvtransfer.ranks import RankTransfers
 from twostroke.kvtransfer.timeouts import run_until_lost
+from twostroke.model.parallel.ranked_engine import as_on_rank_0
 from twostroke.model.parallel.tensor_parallel import RankPlace
-from twostroke.model.step import BlockCopy, Draw, SequenceStep
+from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
 from twostroke.protocol.messages import (
     Message,
@@ -30,15 +31,12 @@ from twostroke.protocol.messages import (
     StepEnded,
 )
 from twostroke.protocol.network import Connection, TcpNetwork
-from twostroke.protocol.requests import SamplingParams
 from twostroke.protocol.settings import from_plain
 
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step may go on once rank 0 has hung up."""
-
-_DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
 
 
 async def run_rank(order: RankOrder) -> None:
@@ -116,10 +114,7 @@ class _Rank:
                     transfers.handle(message)
 
     async def _step(self, parts: RankParts, transfers: RankTransfers, step: RankStep) -> None:
-        batch = [
-            SequenceStep(each.token_ids, each.start, each.block_ids, _DRAWN_ELSEWHERE if each.draws else None)
-            for each in step.sequences
-        ]
+        batch = [as_on_rank_0(each) for each in step.sequences]
         copies = [BlockCopy(copy.is_out, copy.cache_blocks, copy.host_blocks) for copy in step.copies]
         try:
             await parts.loaded.engine.step(batch, transfers.layer_done if step.tells_layers else None, copies)

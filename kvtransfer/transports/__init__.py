@@ -3,13 +3,17 @@
 import asyncio
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, SharedStore, Transport
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.messages import Reach
+
+_JOIN_S = 5.0
+_JOIN_ON_GPUS_S = 30.0  # NCCL may need seconds to connect, and a peer of an unforeseen layout has kernels to compile
 
 NAMES = ("cuda_ipc", "shm", "tcp", "torch_distributed")
 
@@ -30,19 +34,28 @@ def make_transports(
     choice: str,
     store: KVStore,
     *,
-    join_timeout_s: float = 5.0,
+    peers: Sequence[KVLayout] = (),
+    encoding: Encoding = "raw",
+    join_timeout_s: float | None = None,
     tcp_streams: int = 4,
     tcp_max_bytes_per_s: int | None = None,
 ) -> Transports:
     """The transports that `choice` names for this store: `auto` (all that it can do, best first), or a single one.
 
     `tcp_streams` is how many TCP connections a link between machines may have.
-    `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. Blocks for seconds where kernels have
-    to be compiled first.
+    `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. On a GPU, what links with workers of
+    `peers`' layouts launch for KV in this `encoding` is compiled here, which may block for some seconds: no transfer's
+    deadline runs meanwhile.
     Raises ConfigError for a name that there is not, or that this store can't do, with the way out.
     """
     names = _automatic(store) if choice == "auto" else (choice,)
+    if join_timeout_s is None:
+        join_timeout_s = _JOIN_ON_GPUS_S if isinstance(store, DeviceStore) else _JOIN_S
     made = {name: _make(name, store, join_timeout_s, tcp_streams, tcp_max_bytes_per_s) for name in names}
+    if isinstance(store, DeviceStore):
+        from twostroke.kvtransfer.transports.device_units import warm_up_lanes
+
+        warm_up_lanes(names, store, peers, encoding)
     return Transports(made, Reach(names, _machine(), _device(store), is_configured=choice != "auto"))
 
 

@@ -7,17 +7,22 @@ one at the source digests them where they lie.
 The handles are those of torch (`UntypedStorage._share_cuda_`), sent as plain fields, never pickled. So:
 - The cache has to be ordinary cudaMalloc memory: expandable segments off (`missing`), one tensor a layer, and not
   from a pool of a CUDA graph.
-- The source's process owns the memory. Each handle holds a count that the target's mapping gives back when the link is
-  closed; until then torch keeps freed memory of the source in limbo, so that a target never reads what was given to
-  somebody else's tensor. When the source's process dies, its memory stays mapped at the target until the link closes.
-- What of it is read then is refused by its digest, or belongs to a transfer whose lease has ended.
+- The source shares each layer once, and tells all targets the same handles: torch counts every handle made, and waits
+  for the GPU from about a thousand on. So the count that torch keeps of them is given back by the first target that
+  closes its link, and nothing but the worker itself keeps the cache, which lives as long as its engine.
+- When the source's process dies, its memory stays mapped at the target until the link closes. What of it is read then
+  is refused by its digest, or belongs to a transfer whose lease has ended.
+- The target unmaps on the link's thread and stream: torch waits there for the current stream's work, holding the
+  interpreter's lock, and the event loop's current stream is the engine's.
+- Both compile what a lane launches before the link is joined, where the worker has not at its start.
 
 Not confirmed on hardware.
 """
 
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +33,13 @@ from torch import Tensor
 
 from twostroke.kvtransfer.link import DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
+from twostroke.kvtransfer.transports.device_units import (
+    DeviceQueue,
+    DeviceUnits,
+    places_of,
+    warm_up_source,
+    warm_up_target,
+)
 from twostroke.kvtransfer.transports.local import (
     LocalTransport,
     PoolDescription,
@@ -101,6 +112,16 @@ class CudaIpcTransport(LocalTransport):
     def __init__(self, store: DeviceStore, *, join_timeout_s: float = 10.0):
         super().__init__(join_timeout_s)
         self._store = store
+        self._shared: tuple[LayerHandle, ...] = ()  # once for all links
+        self._sharing = threading.Lock()
+
+    def handles(self) -> tuple[LayerHandle, ...]:
+        """Of all layers. On any thread. Raises RuntimeError where the memory can't be shared."""
+        with self._sharing:
+            if not self._shared:
+                tensors = map(self._store.layer_tensor, range(self._store.layout.num_tensors))
+                self._shared = tuple(share_layer(tensor) for tensor in tensors)
+            return self._shared
 
     def _check(self, cut: Cut) -> None:
         super()._check(cut)
@@ -110,7 +131,7 @@ class CudaIpcTransport(LocalTransport):
             )
 
     def _source_memory(self, cut: Cut) -> "CudaIpcSource":
-        return CudaIpcSource(self._store, cut)
+        return CudaIpcSource(self._store, cut, self.handles)
 
     def _target_memory(self, cut: Cut) -> "CudaIpcTarget":
         return CudaIpcTarget(self._store, cut)
@@ -119,17 +140,18 @@ class CudaIpcTransport(LocalTransport):
 class CudaIpcSource:
     """A SourceMemory."""
 
-    def __init__(self, store: DeviceStore, cut: Cut):
+    def __init__(self, store: DeviceStore, cut: Cut, handles: Callable[[], tuple[LayerHandle, ...]]):
         self._store = store
         self._cut = cut
+        self._handles = handles
         self._units = DeviceUnits(store, cut)
         self._queue = DeviceQueue(self._units.device)
 
     def describe(self, connected: socket.socket) -> None:
-        cut, store = self._cut, self._store
-        layers = tuple(share_layer(store.layer_tensor(layer)) for layer in range(cut.layout.num_tensors))
+        cut, num_blocks, layers = self._cut, self._store.num_blocks, self._handles()
+        warm_up_source(cut, self._queue, self._units.device)
         send_description(
-            connected, DevicePool(cut.layout, store.num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers)
+            connected, DevicePool(cut.layout, num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers)
         )
 
     def digest(self, segments: Sequence[Segment], seal: int) -> bytes:
@@ -150,6 +172,7 @@ class CudaIpcTarget:
 
     def map(self, connected: socket.socket) -> int:
         pool, peer_cut = receive_description(connected, DevicePool, self._cut)
+        warm_up_target(peer_cut, self._cut, self._queue, self._units.device)
         self._pool = PeerDevicePool(pool, peer_cut, self._units.device)
         return pool.num_blocks * peer_cut.units_per_block
 
@@ -164,7 +187,8 @@ class CudaIpcTarget:
             return found.cpu().numpy().tobytes()  # waits for the copy, too
 
     def unmap(self) -> None:
-        self._pool = None  # unmaps it
+        with self._queue():
+            self._pool = None  # unmaps it
 
 
 class PeerDevicePool:

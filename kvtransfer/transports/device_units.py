@@ -4,7 +4,7 @@ buffers of NCCL groups.
 Not confirmed on hardware. Under Triton's interpreter it also runs on CPU tensors, which is how its tests do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.kvtransfer.link import DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 from twostroke.model.cuda.kernels.kv_units import (
@@ -31,7 +31,7 @@ from twostroke.model.cuda.kernels.kv_units import (
     packed_places,
     paged_places,
 )
-from twostroke.protocol.kv_layout import DTYPE_BYTES
+from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
 
 _WORD_BYTES = 8
 
@@ -46,6 +46,11 @@ class DeviceQueue:
     def __call__(self) -> AbstractContextManager[object]:
         """Within the block this thread launches on the stream, and the stream's device is the current one."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def keep(self, memory: Tensor) -> None:
+        """Work on this stream uses memory of another's: freed, it becomes nobody's before that work is done."""
+        if self._stream is not None:
+            memory.record_stream(self._stream)
 
     def wait(self) -> None:
         """Until everything launched so far is done. Frees the interpreter's lock."""
@@ -148,24 +153,100 @@ def _trailer(packed: Tensor) -> Tensor:
     return packed[-DIGEST_BYTES:].view(torch.int64)
 
 
+class ScratchStore:
+    """A DeviceStore of one block, which is every layer's, to try kernels on."""
+
+    rank = 0
+    num_blocks = 1
+
+    def __init__(self, layout: KVLayout, device: torch.device):
+        self.layout = layout
+        self.device = str(device)
+        self._block = torch.zeros(layout.block_bytes, dtype=torch.uint8, device=device)
+
+    def layer_tensor(self, layer: int) -> Tensor:
+        return self._block
+
+
+_ANY_UNIT = (Segment(0, (0,)),)
+_ANY_SEAL = 1 << 62  # of 64 bits, as seals are: Triton compiles for the width that it meets
+
+
+def warm_up_source(cut: Cut, queue: DeviceQueue, device: torch.device) -> None:
+    """Compile what a source of cuda_ipc launches for this lane, where it is not: it digests a unit."""
+    with queue():
+        units = DeviceUnits(ScratchStore(cut.layout, device), cut)
+        found = torch.empty(2, dtype=torch.int64, device=device)
+        digest_units(units.places, units.addresses(_ANY_UNIT), _ANY_SEAL, found)
+    queue.wait()
+
+
+def warm_up_target(peer: Cut, own: Cut, queue: DeviceQueue, device: torch.device) -> None:
+    """As `warm_up_source`, of a target of cuda_ipc: it copies a unit."""
+    with queue():
+        here, there = (DeviceUnits(ScratchStore(cut.layout, device), cut) for cut in (peer, own))
+        found = torch.empty(2, dtype=torch.int64, device=device)
+        addresses = here.addresses(_ANY_UNIT), there.addresses(_ANY_UNIT)
+        copy_and_digest_units(here.places, addresses[0], there.places, addresses[1], _ANY_SEAL, found)
+    queue.wait()
+
+
+def warm_up_lanes(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLayout], encoding: Encoding) -> None:
+    """Compile what transports of these names launch for lanes between this store's rank and workers of these layouts.
+
+    Raises RuntimeError as `CudaStaging.warm_up` does, and where CUDA or Triton does.
+    """
+    layout, device = store.layout, torch.device(store.device)
+    queue = DeviceQueue(device)
+    for peer in dict.fromkeys(peers):
+        lanes = plan_lanes(layout.tp_size, peer.tp_size, layout.num_kv_heads)
+        outgoing = [cut_lane(lane, layout, peer, encoding)[0] for lane in lanes if lane.source_rank == store.rank]
+        lanes = plan_lanes(peer.tp_size, layout.tp_size, layout.num_kv_heads)
+        incoming = [cut_lane(lane, peer, layout, encoding) for lane in lanes if lane.target_rank == store.rank]
+        if "cuda_ipc" in names and encoding == "raw":
+            for cut in outgoing:
+                warm_up_source(cut, queue, device)
+            for theirs, own in incoming:
+                warm_up_target(theirs, own, queue, device)
+        if "torch_distributed" in names:
+            for cut in (*outgoing, *(own for _, own in incoming)):
+                CudaStaging(store, cut).warm_up()
+
+
 class CudaStaging:
     """For stores in a GPU's memory; one stream for each of its two threads.
+
+    All memory is allocated for these streams: what another stream, the engine's, has freed may still be in use there by
+    kernels that wait their turn.
 
     A layer is announced to the transfer once its KV is in memory (model/cache/kv_cache.py), so what is packed needs no
     event to wait for, and the model's stream never waits for this one.
     """
 
     def __init__(self, store: DeviceStore, cut: Cut):
+        self._cut = cut
         self._units = DeviceUnits(store, cut)
         self._posting = DeviceQueue(self._units.device)
         self._waiting = DeviceQueue(self._units.device)
-        self._memory = [torch.empty(0, dtype=torch.uint8, device=self._units.device) for _ in range(NUM_BUFFERS)]
+        self._memory: list[Tensor | None] = [None] * NUM_BUFFERS
+
+    def warm_up(self) -> None:
+        """Packs a unit and unpacks it. Raises RuntimeError, too, where it doesn't come out as it went in."""
+        scratch = CudaStaging(ScratchStore(self._cut.layout, self._units.device), self._cut)
+        packed = scratch.buffer(0, 1)
+        scratch.pack(_ANY_UNIT, _ANY_SEAL, packed)
+        if not scratch.unpack(_ANY_UNIT, _ANY_SEAL, packed):
+            raise RuntimeError("this GPU does not find the digest that it has computed itself")
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         num_bytes = self._units.buffer_bytes(num_units)
-        if self._memory[index].numel() < num_bytes:
-            self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._units.device)
-        return self._memory[index][:num_bytes]
+        memory = self._memory[index]
+        if memory is None or memory.numel() < num_bytes:
+            with self._posting():
+                memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._units.device)
+            self._waiting.keep(memory)
+            self._memory[index] = memory
+        return memory[:num_bytes]
 
     def landing(self, index: int, num_units: int) -> Tensor:
         return self.buffer(index, num_units)  # NCCL wants the same size on both sides

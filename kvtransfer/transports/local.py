@@ -119,7 +119,7 @@ class TargetMemory(Protocol):
         """Copy the peer's units to these places; returns the digest of what was written."""
 
     def unmap(self) -> None:
-        """Let go of the peer's memory; harmless where there is none."""
+        """Let go of the peer's memory; harmless where there is none. The last call on the link's thread."""
 
 
 class LocalSource:
@@ -175,8 +175,7 @@ class LocalTarget:
         await self._thread.call(self._read_chunk, num_units)
 
     async def close(self) -> None:
-        await self._thread.close()
-        self._memory.unmap()
+        await self._thread.close(self._memory.unmap)
         self._on_close(self)
 
     def _open(self, timeout_s: float) -> None:

@@ -239,10 +239,15 @@ class LinkThread:
         Raises ConnectionLost for an OSError, for a RuntimeError (CUDA's errors are such), and once the link is broken.
         A cancellation breaks it too.
         """
+
+        def checked() -> R:
+            self._check()  # once more: the link may have broken while this waited for its turn
+            return function(*args, **kwargs)
+
         self._check()
         future: asyncio.Future[R] = self._loop.create_future()
         self._under_way.add(future)
-        self._calls.put((lambda: function(*args, **kwargs), future))
+        self._calls.put((checked, future))
         try:
             return await asyncio.shield(future)
         except (OSError, RuntimeError) as error:
@@ -258,9 +263,13 @@ class LinkThread:
         with contextlib.suppress(OSError):  # the peer was quicker, or we are not connected yet
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    async def close(self) -> None:
-        """When this returns no call is under way, and none will be."""
+    async def close(self, last: Callable[[], None] | None = None) -> None:
+        """When this returns no call is under way, and none will be: after the `last`, which is made on the thread."""
         self.break_off()
+        if last is not None and self._thread.is_alive():
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._under_way.add(future)
+            self._calls.put((last, future))
         if self._under_way:
             await asyncio.wait(self._under_way)
         self._calls.put(None)
@@ -277,7 +286,6 @@ class LinkThread:
             result: Any = None
             failure: BaseException | None = None
             try:
-                self._check()
                 result = function()
             except BaseException as error:  # it belongs to whoever waits
                 failure = error

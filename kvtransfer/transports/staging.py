@@ -32,6 +32,9 @@ class Staging(Protocol):
     and `post` belong to one thread, `wait` and `unpack` to another; a buffer is on one of the two at a time.
     """
 
+    def warm_up(self) -> None:
+        """Compile what `pack` and `unpack` launch, where it is not. May block for seconds. Raises RuntimeError."""
+
     def buffer(self, index: int, num_units: int) -> Tensor:
         """uint8 [num_units * unit_bytes + DIGEST_BYTES]: buffer `index`, grown where needed."""
 
@@ -64,6 +67,9 @@ class HostStaging:
         self._landing_bytes = max(MAX_CHUNK_BYTES, cut.unit_bytes) + DIGEST_BYTES
         self._wire = HostWire(store, cut)
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+
+    def warm_up(self) -> None:
+        """What host memory needs is compiled with its first chunk, in the background or not at all."""
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         num_bytes = num_units * self._cut.unit_bytes + DIGEST_BYTES

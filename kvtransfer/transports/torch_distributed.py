@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.timeouts import within
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
 from twostroke.model.parallel.tensor_parallel import listening_store, process_group
@@ -63,12 +64,13 @@ class TorchDistributedTransport:
         self._store = store
         self._join_timeout_s = join_timeout_s
         self._operation_timeout_s = join_timeout_s if operation_timeout_s is None else operation_timeout_s
+        self._most_s = self._join_timeout_s + self._operation_timeout_s
         self._links: set[GroupLink] = set()
 
     async def prepare(self, host: str, cut: Cut) -> "PendingGroup":
         link = self._make_link(cut, RECEIVER_RANK)
         port = await self._begun(link, lambda: link.open_rendezvous(host, None, self._join_timeout_s))
-        return PendingGroup(link, host, port, self._operation_timeout_s)
+        return PendingGroup(link, host, port, self._operation_timeout_s, self._most_s)
 
     async def join(self, params: LinkParams, cut: Cut) -> "GroupLink":
         host, port, prefix = params.get("host"), params.get("port"), params.get("prefix")
@@ -88,7 +90,7 @@ class TorchDistributedTransport:
     async def _begun(self, link: "GroupLink", work: Callable[[], T]) -> T:
         """What the link's first `work` returns; the link is closed where that fails."""
         try:
-            return await link.run(work)
+            return await within(self._most_s, link.run(work), "joining a process group")
         except BaseException:
             await link.close()
             raise
@@ -112,6 +114,7 @@ class PendingGroup:
     host: str
     port: int
     operation_timeout_s: float
+    most_s: float  # that both sides may take together; NCCL itself waits for ever
     prefix: str = field(default_factory=lambda: secrets.token_hex(16))
     _established: bool = False
 
@@ -124,7 +127,7 @@ class PendingGroup:
             self.link.await_peer(self.prefix)
             self.link.form_group(self.prefix, self.host, self.operation_timeout_s)
 
-        await self.link.run(form)
+        await within(self.most_s, self.link.run(form), "forming a process group")
         self._established = True
         return self.link
 
@@ -204,13 +207,18 @@ class GroupLink:
             raise ConnectionLost("the link was given up")
 
     def form_group(self, prefix: str, own_host: str, timeout_s: float) -> None:
-        """Form the group with the peer, which does the same."""
+        """Compile what is missing, form the group with the peer, which does the same, and connect."""
         if self._rendezvous is None:
             raise ConnectionLost("there is no rendezvous")
+        self._staging.warm_up()
         # A client of its own: groups that are formed by several threads over one client deadlock.
         rendezvous = PrefixStore(prefix, self._rendezvous.clone())
         gloo_host = own_host if isinstance(self._staging, HostStaging) else None
         self._group = process_group(rendezvous, self._own_rank, 2, timeout_s, gloo_host)
+        # NCCL connects with the first message, for seconds: no chunk, whose time is limited, shall be that message.
+        is_sender = self._own_rank == SENDER_RANK
+        greeting = self._staging.buffer(0, 1) if is_sender else self._staging.landing(0, 1)
+        self._staging.wait(self._post(greeting, is_send=is_sender))
 
     # --- chunks ---
 
@@ -322,6 +330,8 @@ class GroupLink:
 
     def _drop(self) -> None:
         """Let go of the group and the rendezvous, which wait for threads of their own."""
+        if self._group is not None and not isinstance(self._staging, HostStaging):
+            self._group.abort()  # harmless where it was done; without it NCCL may wait for a peer that is dead
         self._group = None
         self._rendezvous = None
         self._dropped.set_result(None)

@@ -71,6 +71,13 @@ class Decoder:
         with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:
             return self._forward(step, announce)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As StepDecoder.logits."""
+        logits = self._weights.lm_head(hidden, out_dtype=torch.float32)
+        if self._config.logits_cap:
+            logits = self._backend.soft_cap(logits, self._config.logits_cap)
+        return self._parallel.gather_logits(logits, self._config.vocab_size)
+
     def _forward(self, step: StepInput, on_layer: OnLayer | None) -> Tensor | None:
         """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
         backend, weights, parallel = self._backend, self._weights, self._parallel
@@ -92,7 +99,7 @@ class Decoder:
             q = backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
             if on_layer is not None:
                 on_layer(index)
-            if index == last and drawn.numel() < step.token_ids.numel():
+            if index == last and step.on_hidden is None and drawn.numel() < step.token_ids.numel():
                 # Nobody reads what comes after the last layer's KV, but of the rows that draw.
                 if drawn.numel() == 0:
                     return None
@@ -107,10 +114,12 @@ class Decoder:
                 x = backend.rms_norm(x, layer.output_norm, eps)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
             x, residual = self._add_and_norm(x, residual, following)
-        logits = weights.lm_head(x, out_dtype=torch.float32)
-        if self._config.logits_cap:
-            logits = backend.soft_cap(logits, self._config.logits_cap)
-        return parallel.gather_logits(logits, self._config.vocab_size)
+        if step.on_hidden is not None:
+            step.on_hidden(x)
+            if drawn.numel() == 0:
+                return None
+            x = x[drawn]
+        return self.logits(x)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes into the next sublayer, and the new residual."""

@@ -239,6 +239,7 @@ class TransformersDecoder:
         self._sums_heads = sums_heads
         self._step: StepInput | None = None  # the one under way
         self._on_layer: OnLayer | None = None
+        self._below: Any = None  # what the layers below the LM head gave, while it is read
         self._layers = {call.module: index for index, call in enumerate(calls)}
         self._forms: dict[int, AttentionForm] = {}
         # Transformers has rotated queries and keys already.
@@ -252,12 +253,33 @@ class TransformersDecoder:
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward. The last layer computes all of its rows."""
-        rows = step.drawing.rows
+        rows, positions = step.drawing.rows, step.layouts[0].positions
         with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:
             self._step, self._on_layer = step, announce
-            logits = _logits(self._model, step.token_ids, step.layouts[0].positions, rows)
+            if step.on_hidden is None:
+                logits = _logits(self._model, step.token_ids, positions, rows)
+            else:
+                self._below = self._model.base_model(
+                    input_ids=step.token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+                )
+                step.on_hidden(hidden := self._below.last_hidden_state[0])
+                logits = self.logits(hidden[rows])
+                self._below = None
             self._step = None
         return logits.float() if rows.numel() else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As StepDecoder.logits: by the model's own `forward`, which does more than the LM head in some families, over
+        hidden states that are given instead of computed."""
+        rows = torch.arange(len(hidden), device=hidden.device)
+        given = copy.copy(self._below)
+        given.last_hidden_state = hidden[None]
+        base = self._model.base_model
+        base.forward = lambda *_, **__: given
+        try:
+            return _logits(self._model, rows, rows, rows).float()
+        finally:
+            del base.forward
 
     def whole_logits(self, token_ids: Tensor) -> Tensor:
         """[T, vocab] of one sequence from its start, by transformers' own attention, mask and all."""

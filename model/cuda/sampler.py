@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
@@ -16,7 +17,7 @@ from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, is_adjusted
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.step import Draw
+from twostroke.model.step import Draw, ScoredRows
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 _WORD = (1 << 64) - 1
@@ -74,6 +75,16 @@ class DeviceSampler:
             of_some = None if masks is None else masks.within(first, first + _ROWS_AT_ONCE)
             tokens += self._with_logprobs.sample(logits[some], draws[some], positions[some], of_some)
         return tokens
+
+    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
+        """As Sampler.score."""
+        blocks = [slice(first, first + _ROWS_AT_ONCE) for first in range(0, len(targets), _ROWS_AT_ONCE)]
+        scored = [self._with_logprobs.score(logits[some], targets[some], num_alternatives) for some in blocks]
+        return ScoredRows(
+            np.concatenate([one.token_ids for one in scored]),
+            np.concatenate([one.logprobs for one in scored]),
+            np.concatenate([one.ranks for one in scored]),
+        )
 
     def launch(
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None

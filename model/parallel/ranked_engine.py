@@ -8,7 +8,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
+from twostroke.model.step import (
+    BlockCopy,
+    Draw,
+    Engine,
+    OnLayer,
+    PromptReading,
+    SequenceStep,
+    with_drawn_tokens,
+)
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
 from twostroke.protocol.messages import (
     Message,
@@ -23,7 +31,7 @@ from twostroke.protocol.messages import (
     TransferEnded,
 )
 from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.requests import Address, Peer, SampledToken
+from twostroke.protocol.requests import Address, Peer, ReadingParams, SampledToken, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -197,7 +205,7 @@ class TensorParallelEngine:
             batch = with_drawn_tokens(batch, self._drawn)
             self._ranks.tell(
                 RankStep(
-                    tuple(map(_for_ranks, batch)),
+                    tuple(map(for_ranks, batch)),
                     on_layer is not None,
                     tuple(RankCopy(copy.is_out, tuple(copy.cache_blocks), tuple(copy.host_blocks)) for copy in copies),
                 )
@@ -207,8 +215,23 @@ class TensorParallelEngine:
             return self._drawn
 
 
-def _for_ranks(step: SequenceStep) -> RankSequence:
-    return RankSequence(tuple(step.token_ids), step.start, tuple(step.block_ids), step.draw is not None)
+def for_ranks(step: SequenceStep) -> RankSequence:
+    """What the other ranks are told of it."""
+    reading = step.reading
+    scored_rows = None if reading is None else len(reading.targets(step.start, len(step.token_ids)))
+    return RankSequence(tuple(step.token_ids), step.start, tuple(step.block_ids), step.draw is not None, scored_rows)
+
+
+_DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
+
+
+def as_on_rank_0(each: RankSequence) -> SequenceStep:
+    """What another rank computes for it: all that the leader does, and as many rows' logits."""
+    draw = _DRAWN_ELSEWHERE if each.draws else None
+    reading = None
+    if each.scored_rows is not None:
+        reading = PromptReading(ReadingParams(logprobs=0), range(each.start + 1 + each.scored_rows))
+    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, reading=reading)
 
 
 def _look_at(stepping: "asyncio.Task[list[SampledToken | None]]") -> None:

@@ -8,19 +8,22 @@ made: KV links have theirs, and a process may belong to several engines in tests
 in a decoder without parallel branches the next operation needs it.
 """
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from twostroke.model.config import ModelShape
-from twostroke.model.step import Draw
+from twostroke.model.step import Draw, ScoredRows
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Address, SampledToken
 
@@ -122,6 +125,9 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
     Torch's stubs know neither gloo's options nor a backend's operations.
     """
     if gloo_host is None:
+        # Read when a group is made. By default torch ends the process once an operation fails or is too long under way:
+        # a dead peer would take this worker along. Whoever has the group aborts it instead.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
@@ -203,3 +209,7 @@ class DrawnElsewhere:
         if logits.is_cuda:
             torch.cuda.current_stream(logits.device).synchronize()
         return [SampledToken(0)] * len(draws)
+
+    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
+        """Nothing: nobody reads it."""
+        return ScoredRows(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros(0, np.int32))

@@ -10,7 +10,7 @@ t occurs among the output tokens:
     repetition    l(t) /= r where l(t) > 0, l(t) *= r elsewhere, for each t in prompt or output (Keskar et al. 2019)
     frequency     l(t) -= frequency_penalty * c(t)          (OpenAI's formula)
     presence      l(t) -= presence_penalty * [c(t) > 0]
-    forbidden     l(t) = -inf
+    forbidden     l(t) = -inf, also where `allowed_token_ids` lack t, or where it ends a bad word
     grammar       l(t) = -inf where it lets no t follow (and no `forbidden`, which is in the mask as far as it can be)
 
 All in fp32, with one scatter for each kind, whatever the number of rows. Ids outside the vocabulary have no effect.
@@ -27,7 +27,7 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.step import Draw, TokenCounts, is_penalised
+from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised
 from twostroke.protocol.requests import SampledToken
 
 LEAST_LOGPROB = -9999.0
@@ -85,6 +85,28 @@ class Sampler:
             return self._with_logprobs(raw, tokens, reported, draws)
         return [SampledToken(token) for token in tokens.tolist()]
 
+    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
+        """How likely `targets` [N] are by `logits` (fp32 [N, V], may be modified), and the likeliest tokens."""
+        logits = logits.detach().contiguous()
+        self._mend(logits, *self._kernels.argmax(logits))
+        rows, ids = np.arange(len(targets)), targets[:, None]
+        if num_alternatives:
+            ids = np.concatenate((ids, self._kernels.largest(logits, rows, num_alternatives)), axis=1)
+        own = logits.gather(1, torch.from_numpy(targets).to(logits.device)[:, None])
+        ranks = (logits > own).sum(-1, dtype=torch.int32) + 1
+        return ScoredRows(
+            ids[:, 1:].astype("<i4"), self._logprobs(logits, rows, ids).astype("<f4"), ranks.cpu().numpy().astype("<i4")
+        )
+
+    def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of `ids` [R, K] in `rows` [R]."""
+        row_index = torch.from_numpy(rows).to(logits.device)[:, None]
+        values = logits[row_index, torch.from_numpy(ids).to(logits.device)].double().cpu().numpy()
+        logprobs = np.full(values.shape, LEAST_LOGPROB)
+        np.subtract(values, self._kernels.log_sum_exp(logits, rows)[:, None], out=logprobs, where=values > -np.inf)
+        np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
+        return logprobs
+
     def _mend(self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32]) -> None:
         """Take NaN and +inf out of rows that hold any, which shows in their largest logit."""
         broken = np.flatnonzero(np.isnan(maxima) | (maxima == np.inf))
@@ -105,11 +127,7 @@ class Sampler:
         ids = tokens[reported, None]
         if max(counts) > 0:
             ids = np.concatenate((ids, self._kernels.largest(raw, reported, max(counts))), axis=1)
-        row_index = torch.from_numpy(reported).to(raw.device)[:, None]
-        values = raw[row_index, torch.from_numpy(ids).to(raw.device)].double().cpu().numpy()
-        logprobs = np.full(values.shape, LEAST_LOGPROB)
-        np.subtract(values, self._kernels.log_sum_exp(raw, reported)[:, None], out=logprobs, where=values > -np.inf)
-        np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
+        logprobs = self._logprobs(raw, reported, ids)
         for i, row_ids, row_logprobs, count in zip(
             reported.tolist(), ids.tolist(), logprobs.tolist(), counts, strict=True
         ):
@@ -139,8 +157,14 @@ def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Seque
 
 def is_adjusted(draw: Draw) -> bool:
     """Whether the draw's logits are changed."""
+    sampling = draw.sampling
     return bool(
-        draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden or draw.constraint is not None
+        sampling.logit_bias
+        or is_penalised(sampling)
+        or draw.forbidden
+        or sampling.allowed_token_ids
+        or sampling.bad_words
+        or draw.constraint is not None
     )
 
 
@@ -150,6 +174,7 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     repetition: list[_Entry] = []
     occurrence: list[_Entry] = []
     forbidden: list[_Entry] = []
+    allowed: dict[int, Sequence[int]] = {}
     for row, draw in zip(rows, draws, strict=True):
         sampling = draw.sampling
         if sampling.logit_bias:
@@ -165,8 +190,11 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
                 times = counts.output_counts[has_occurred]
                 penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
                 occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
-        if draw.forbidden and draw.constraint is None:
-            banned = np.array(draw.forbidden, np.int64)
+        if sampling.allowed_token_ids:
+            allowed[row] = sampling.allowed_token_ids
+        banned_ids = (*draw.forbidden, *_ends_of_bad_words(draw))
+        if banned_ids and draw.constraint is None:
+            banned = np.array(banned_ids, np.int64)
             forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
 
     if bias:
@@ -179,9 +207,23 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     if occurrence:
         where, values_t = _on_device(occurrence, logits)
         logits.index_put_(where, values_t, accumulate=True)
+    for row, allowed_ids in allowed.items():
+        places = place(np.array(allowed_ids, np.int64), logits.device)
+        kept = logits[row, places]
+        logits[row] = -math.inf
+        logits[row, places] = kept
     if forbidden:
         where, values_t = _on_device(forbidden, logits)
         logits.index_put_(where, values_t)
+
+
+def _ends_of_bad_words(draw: Draw) -> list[int]:
+    """The last tokens of those whose other tokens the output ends with."""
+    bad_words = draw.sampling.bad_words
+    longest = max(map(len, bad_words), default=0) - 1
+    begin = max(draw.num_prompt_tokens, len(draw.history) - longest)
+    outputs = tuple(draw.history[begin:]) if longest > 0 else ()
+    return [word[-1] for word in bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
 
 
 def _on_device(entries: Sequence[_Entry], logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -142,6 +142,16 @@ class Progress:
         if self.path.prefill is None:
             self.chooser.decoded(self.path, len(request.token_ids), reply)
 
+    def read(self, request: GenerateRequest, reply: PrefillReply) -> None:
+        """A prompt that is read alone has been: nothing more comes of it."""
+        stages = self.stages
+        stages.prefill_queue_s, stages.prefill_s = reply.queue_s, reply.prefill_s
+        stages.num_cached_tokens = min(reply.num_cached_tokens, request.num_prompt_tokens)
+        stages.num_output_tokens = len(reply.event.tokens)
+        stages.first_token = stages.finish = self.clock()
+        self.hold.prompt_computed()
+        self.records.got_on(self.case, self.path, 0)
+
     def decode_failed(self, error: TwostrokeError) -> None:
         """The decode worker has failed the request, or the request the worker."""
         self.records.failed(self.case, self.path.decode.peer, error)

@@ -16,6 +16,7 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
 from twostroke.router.generate.attempt import Attempt, PrefillMoved, Progress, Surroundings, out_of_time
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.reading import ReadingAttempt
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.log_format import FIELDS
@@ -86,6 +87,8 @@ class Pipeline:
     async def generate(self, request: GenerateRequest, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
         """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
 
+        Of a prompt that is read alone it is one event, a PromptRead.
+
         `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
         what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
         `aclose` it) cancels the request on both workers. Raises NoPath (nobody there), RequestError (admission or a
@@ -109,7 +112,8 @@ class Pipeline:
                 tried = self._next_try(request, sent, stages)
                 async with self._until(deadline):
                     await progress.begin()
-                attempt = Attempt(self._around, tried, progress)
+                kind: type[Attempt | ReadingAttempt] = Attempt if tried.reading is None else ReadingAttempt
+                attempt = kind(self._around, tried, progress)
                 async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
                     is_first = True
                     async for event in events:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -21,6 +21,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.requests import Promise
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
@@ -37,9 +38,19 @@ from twostroke.router.openai.answers import (
     CompletionFormat,
     ErrorObject,
     Format,
+    WholeFormat,
 )
+from twostroke.router.openai.embeddings import EmbeddingFormat, EmbeddingRequest, Embeddings, embedding_jobs
 from twostroke.router.openai.generation import Generation
-from twostroke.router.openai.jobs import Terms
+from twostroke.router.openai.jobs import Terms, chat_prompt
+from twostroke.router.openai.messages import (
+    CountTokensRequest,
+    MessageError,
+    MessageObject,
+    MessagesFormat,
+    MessagesRequest,
+    TokenCount,
+)
 from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
@@ -60,10 +71,14 @@ from twostroke.router.slo.classes import (
 from twostroke.router.text.generation_config import SamplingDefaults
 
 _JSON_LINES = "application/x-ndjson"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorObject, "description": "The request can't be served as asked, or not now"},
-    "5XX": {"model": ErrorObject, "description": "The server can't serve the request now, or met a bug"},
-}
+
+
+def _errors(model: Any) -> dict[int | str, dict[str, Any]]:
+    """That answers may be errors, as the document tells it."""
+    return {
+        "4XX": {"model": model, "description": "The request can't be served as asked, or not now"},
+        "5XX": {"model": model, "description": "The server can't serve the request now, or met a bug"},
+    }
 
 
 def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
@@ -71,15 +86,15 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     app = FastAPI(
         title="Twostroke",
         version=service.config.version,
-        description="OpenAI's API. Every error is an OpenAI error object.",
+        description="OpenAI's API, and Anthropic's Messages. Every error is an error object of the path's API.",
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         generate_unique_id_function=lambda route: route.name,
-        responses=_ERRORS,
+        responses=_errors(ErrorObject),
     )
     app.state.service, app.state.doctor = service, doctor
     app.state.max_body_bytes = service.config.max_body_bytes
-    app.include_router(_keyed, dependencies=[Security(_key)] if service.tenants else [])
+    app.include_router(_keyed, dependencies=[Security(_key), Security(_x_api_key)] if service.tenants else [])
     app.include_router(_open)
     if service.config.has_page:
         app.include_router(page)
@@ -106,7 +121,9 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
 
 _open = APIRouter(route_class=BoundedRoute)
 _keyed = APIRouter(route_class=BoundedRoute)
-_key = HTTPBearer(auto_error=False)  # for the document: `Authentication` has checked it
+# For the document: `Authentication` has checked them.
+_key = HTTPBearer(auto_error=False)
+_x_api_key = APIKeyHeader(name="x-api-key", auto_error=False)
 _ADMINS = [Depends(admins_only)]
 
 
@@ -128,7 +145,10 @@ Held = Annotated[ExitStack, Depends(_held)]
 
 
 async def _generate(
-    asked: CompletionRequest | ChatRequest, form: Callable[..., Format], request: Request, held: ExitStack
+    asked: CompletionRequest | ChatRequest | EmbeddingRequest,
+    form: Callable[..., WholeFormat],
+    request: Request,
+    held: ExitStack,
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
 
@@ -149,7 +169,10 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.in_flight(asked.num_choices))
     held.enter_context(service.gate.room(asked.num_choices))
-    jobs = await service.jobs.make(asked, terms)
+    if isinstance(asked, EmbeddingRequest):
+        jobs = await embedding_jobs(service.jobs, asked, terms)
+    else:
+        jobs = await service.jobs.make(asked, terms)
     writer = form(
         asked,
         jobs,
@@ -162,7 +185,7 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
-    if asked.stream:
+    if asked.stream and isinstance(writer, Format):
         return await streamed(request, generation.events(), cut, writer.failure)
     body = await until_disconnect(request.receive, generation.whole(), cut)
     return Response(body, media_type="application/json")
@@ -172,9 +195,10 @@ def _header(name: str, **schema: Any) -> dict[str, Any]:
     return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 _GENERATES: dict[str, Any] = {
-    "response_description": "The answer; with `stream: true` server-sent events, whose data are chunks and then [DONE]",
-    "responses": {200: {"content": {"text/event-stream": {}}}},
+    "response_description": "The answer; with `stream: true` server-sent events in the API's own format",
+    "responses": _STREAMS,
     "openapi_extra": {  # `promise_of` reads them
         "parameters": [
             _header(CLASS_HEADER, type="string"),
@@ -207,6 +231,33 @@ async def responses(asked: ResponsesRequest, request: Request, held: Held, servi
         return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
 
 
+@_keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
+async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
+    """A vector for each text."""
+    return await _generate(asked, EmbeddingFormat, request, held)
+
+
+@_keyed.post(
+    "/v1/messages", response_model=MessageObject, **_GENERATES | {"responses": _STREAMS | _errors(MessageError)}
+)
+async def messages(asked: MessagesRequest, request: Request, held: Held, service: Service) -> Response:
+    """Answer a chat, in the words of Anthropic's Messages API."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        return await _generate(draft.chat(), MessagesFormat, request, held)
+
+
+@_keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
+async def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
+    """The tokens of a message's prompt."""
+    service.check(asked)
+    draft = asked.draft()
+    with draft.naming():
+        jobs = await service.jobs.make(draft.chat(), Terms(service.max_context(), Promise()))
+    return {"input_tokens": jobs[0].request.num_prompt_tokens}
+
+
 class ModelCard(TypedDict):
     """A model, as OpenAI lists them."""
 
@@ -218,6 +269,7 @@ class ModelCard(TypedDict):
     vocab_size: int  # all token ids are below it
     sampling_defaults: SamplingDefaults  # where a request says nothing
     end_token_ids: list[int]  # that end an answer, unless ignore_eos
+    response_template: str | None  # how calls and thoughts are read; None: not at all
 
 
 class ModelList(TypedDict):
@@ -243,6 +295,7 @@ async def models(service: Service) -> ModelList:
         "vocab_size": service.tokenizer.vocab_size,
         "sampling_defaults": service.sampling_defaults,
         "end_token_ids": list(service.tokenizer.eos_token_ids),
+        "response_template": service.tokenizer.response_template,
     }
     return {"object": "list", "data": [card]}
 
@@ -269,8 +322,7 @@ async def tokenize(asked: TokenizeRequest, service: Service) -> TokenIds:
     service.check(asked)
     tokenizer, max_context = service.tokenizer, service.max_context()
     if asked.messages is not None:
-        messages = [message.as_template_sees() for message in asked.messages]
-        text = tokenizer.render_chat(messages, add_generation_prompt=asked.add_generation_prompt is not False)
+        text = chat_prompt(tokenizer, asked)
         param, add_special_tokens = "messages", bool(asked.add_special_tokens)
     else:
         text = asked.prompt or ""
@@ -373,7 +425,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Every error of our own is answered as an OpenAI error object, and counted."""
     assert isinstance(error, TwostrokeError)
     exchange_of(request).refuses(error)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -392,7 +444,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }.get(error.status_code, ("http_error", "refused"))
     failure = RequestError(message, param="path", code=code, status=error.status_code)
     exchange_of(request).fails(failure)
-    response = error_response(failure)
+    response = error_response(failure, request.scope)
     response.headers.update(error.headers or {})  # which methods the path takes
     return response
 

@@ -86,7 +86,7 @@ class Origins:
                 )
             if error is not None:
                 exchange_of(HTTPConnection(scope)).refuses(error)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -149,15 +149,21 @@ class Authentication:
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             exchange = exchange_of(HTTPConnection(scope))
             try:
-                tenant = scope[_TENANT] = self._tenants.of(Headers(scope=scope).get("authorization"))
+                tenant = scope[_TENANT] = self._tenants.of(_authorization(Headers(scope=scope)))
                 exchange.tenant = tenant.name
                 if scope["method"] == "POST":
                     tenant.count_request()
             except RequestError as error:
                 exchange.refuses(error)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(headers: Headers) -> str | None:
+    """The header with the key; Anthropic's clients have a header of their own for it."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (key and f"Bearer {key}")
 
 
 def tenant_of(request: HTTPConnection) -> Tenant | None:

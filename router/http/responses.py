@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.router.observe.access_log import exchange_of
 from twostroke.router.openai.answers import encode_json, error_event, error_object
+from twostroke.router.openai.messages import message_error
 
 Result = TypeVar("Result")
 
@@ -23,8 +24,8 @@ class ServerEnds(RequestError):
         super().__init__("the server ends; try again shortly", code="shutting_down", status=503)
 
 
-def error_response(error: TwostrokeError) -> Response:
-    """OpenAI's error object with its status."""
+def error_response(error: TwostrokeError, scope: Scope) -> Response:
+    """The error object of the API that the path belongs to, with its status; OpenAI's but for /v1/messages."""
     shown = public_error(error)
     headers = {}
     if shown.retry_after_s is not None:
@@ -35,7 +36,8 @@ def error_response(error: TwostrokeError) -> Response:
         headers["connection"] = "close"
     if shown.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(encode_json(error_object(error)), shown.status, headers, media_type="application/json")
+    told = encode_json(message_error(error) if "/v1/messages" in scope["path"] else error_object(error))
+    return Response(told, shown.status, headers, media_type="application/json")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result], cut: "asyncio.Future[None] | None") -> Result:

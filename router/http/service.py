@@ -174,6 +174,7 @@ class RouterService:
             "ready": not self.missing(),
             "sampling_defaults": self.sampling_defaults.model_dump(),
             "end_token_ids": self.tokenizer.eos_token_ids,
+            "response_template": self.tokenizer.response_template,
             "places_held": self.pipeline.in_flight,
             "slo_classes": [
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes

@@ -57,6 +57,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
     "num_cached_tokens": ("prompt_tokens_cached", "Prompt tokens found in a prefix cache."),
     "resumes": ("request_resumes", "Attempts after a request's first."),
+    "num_unread": ("unparsed_responses", "What looked like tool calls in answers, and was told as content."),
     "prefill_failures": ("prefill_failures", "Prompts that D had to compute because P failed."),
 }
 """What is added up of all choices that are over, likewise."""
@@ -100,6 +101,9 @@ class RouterMetrics:
             Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNT_BUCKETS
         )
         self._prompt_tokens = self._series(Counter, "prompt_tokens", "Prompt tokens of choices begun.")
+        self._constrained = self._series(
+            Counter, "requests_constrained", "Choices begun that are held to a schema or grammar."
+        )
         self._outcomes = self._series(Counter, "request_success", "Choices that ended, by how.", ["finished_reason"])
         self._failed_attempts = self._series(
             Counter,
@@ -156,6 +160,8 @@ class RouterMetrics:
         self._in_flight.inc()
         self._prompt_tokens.inc(request.num_prompt_tokens)
         self._prompt_length.observe(request.num_prompt_tokens)
+        if request.grammar:
+            self._constrained.inc()
 
     def ended(self, request: GenerateRequest, stages: Stages, outcome: Outcome, verdict: SLOVerdict | None) -> None:
         """A choice that had begun is over. Without a verdict its promises don't count: its client has left."""

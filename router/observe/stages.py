@@ -57,6 +57,8 @@ class Stages(Told):
     tries: list[Try] = field(default_factory=list)  # those that are over
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of these
+    num_unread: int = 0  # what looks like calls, and could not be read as such
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
 

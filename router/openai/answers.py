@@ -13,10 +13,11 @@ import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
-from twostroke.protocol.requests import FinishReason, SampledToken
+from twostroke.protocol.requests import FinishReason
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
 from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode
@@ -60,6 +61,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """`usage.completion_tokens_details`."""
+
+    reasoning_tokens: int
+
+
 class StageTimes(TypedDict, total=False):
     """`usage.stages`, our extension: a choice's time in seconds; stages that did not happen are left out."""
 
@@ -82,6 +89,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]  # of models that may think
     stages: NotRequired[list[StageTimes]]
 
 
@@ -115,7 +123,7 @@ class CompletionLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -124,6 +132,7 @@ class CompletionChoice(_Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -180,14 +189,14 @@ class ToolCallChunk(TypedDict):
     function: CalledFunction
 
 
-class _Reasoning(TypedDict, total=False):
+class Reasoning(TypedDict, total=False):
     """What the model thought, where it did, under both names that clients know."""
 
     reasoning_content: str
     reasoning: str
 
 
-class AnswerMessage(_Reasoning):
+class AnswerMessage(Reasoning):
     """The answer of a chat that is not streamed."""
 
     role: Literal["assistant"]
@@ -196,7 +205,7 @@ class AnswerMessage(_Reasoning):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class DeltaMessage(_Reasoning, total=False):
+class DeltaMessage(Reasoning, total=False):
     """What a chunk adds to the answer; the first has the role."""
 
     role: Literal["assistant"]
@@ -224,6 +233,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -234,13 +244,6 @@ class ChatChunk(_Answer):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
-
-
-class ShownToken(msgspec.Struct, frozen=True):
-    """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
-
-    sampled: SampledToken
-    offset: int
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
@@ -262,14 +265,21 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | Literal["tool_calls"] | None
     reasoning: str = ""  # what the model thinks before it answers
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes = b""  # as in PrefillReply
+    stop_string: str = ""  # that ended the choice
 
 
-class Format(ABC):
+class WholeFormat(ABC):
     """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         """The body of a response that is not streamed; `choices` are the deltas of each choice."""
+
+
+class Format(WholeFormat):
+    """That of an endpoint which can stream, too."""
 
     @abstractmethod
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -308,6 +318,8 @@ class ChoicesFormat(Format):
         self._jobs = jobs
         self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
+        self._shows_logprobs = asked.shows_logprobs
+        self._num_told = asked.n or 1  # of the choices of each prompt
         self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
@@ -315,7 +327,9 @@ class ChoicesFormat(Format):
         self._opened: set[int] = set()  # the choices that have had an event
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
+        written = [self._choice(delta, is_chunk=False) for delta in self._best([_joined(deltas) for deltas in choices])]
+        for index, choice in enumerate(written):
+            choice["index"] = index
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -342,11 +356,26 @@ class ChoicesFormat(Format):
         """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
         choice = self._content(delta, is_chunk=is_chunk)
         choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
-        if self._jobs[delta.index].request.sampling.logprobs is not None:
+        if self._shows_logprobs:
             choice["logprobs"] = self._logprobs(delta.shown)
         if self._return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _best(self, choices: Sequence[Delta]) -> list[Delta]:
+        """The choices that are told of: where a prompt has more, those whose tokens are the likeliest in the mean."""
+        ranked: dict[int, list[Delta]] = {}  # by prompt
+        for choice in choices:
+            ranked.setdefault(self._jobs[choice.index].group, []).append(choice)
+        for of_prompt in ranked.values():
+            if len(of_prompt) > self._num_told:
+                of_prompt.sort(key=self._mean_logprob, reverse=True)
+        return [choice for of_prompt in ranked.values() for choice in of_prompt[: self._num_told]]
+
+    def _mean_logprob(self, choice: Delta) -> float:
+        job = self._jobs[choice.index]
+        drawn = choice.shown[job.request.num_prompt_tokens if job.echoes_logprobs else 0 :]
+        return sum(token.sampled.logprob or 0.0 for token in drawn) / max(1, len(drawn))
 
     def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
@@ -369,7 +398,8 @@ class CompletionFormat(ChoicesFormat):
         if delta.index in self._opened:
             return {"text": delta.text}
         self._opened.add(delta.index)
-        return {"text": self._jobs[delta.index].echo + delta.text, **self._prompt(delta.index)}
+        scores = {} if delta.prompt_logprobs is None else {"prompt_logprobs": delta.prompt_logprobs}
+        return {"text": self._jobs[delta.index].echo + delta.text, **scores, **self._prompt(delta.index)}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -382,7 +412,7 @@ class CompletionFormat(ChoicesFormat):
                 top.setdefault(text, logprob)
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(logprob)
-            logprobs["top_logprobs"].append(top)
+            logprobs["top_logprobs"].append(top or None)
             logprobs["text_offset"].append(token.offset)
         return logprobs
 
@@ -396,6 +426,8 @@ class ChatFormat(ChoicesFormat):
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         self._head |= self._prompt(0)
+        if (scores := _joined(choices[0]).prompt_logprobs) is not None:
+            self._head["prompt_logprobs"] = scores
         return super().whole(choices, usage)
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -413,21 +445,18 @@ class ChatFormat(ChoicesFormat):
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
-        reasoning: _Reasoning = {}
-        if delta.reasoning:
-            reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-        if not is_chunk:
-            content = None if delta.tool_calls and not delta.text else delta.text
-            message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None, **reasoning}
+        if is_chunk:
+            told: DeltaMessage = {}
             if delta.tool_calls:
-                message["tool_calls"] = _whole_calls(delta.tool_calls)
-            return {"message": message}
-        told: DeltaMessage = {**reasoning}
+                told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+            if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
+                told["content"] = delta.text
+            return {"delta": {**told, **_reasoning(delta)}}
+        content = None if delta.tool_calls and not delta.text else delta.text
+        message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         if delta.tool_calls:
-            told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-        if delta.text or not (told or delta.finish_reason):
-            told["content"] = delta.text
-        return {"delta": told}
+            message["tool_calls"] = _whole_calls(delta.tool_calls)
+        return {"message": {**message, **_reasoning(delta)}}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
         return {"content": token_logprobs(tokens, self._piece), "refusal": None}
@@ -447,6 +476,10 @@ def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], Token
         }
         for token in tokens
     ]
+
+
+def _reasoning(delta: Delta) -> Reasoning:
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 
 def _call_chunk(call: ToolCallDelta) -> ToolCallChunk:
@@ -474,7 +507,18 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     shown = tuple(token for delta in deltas for token in delta.shown)
     reasoning = "".join(delta.reasoning for delta in deltas)
     tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
-    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason, reasoning, tool_calls)
+    first = deltas[0]  # has what is told of the prompt
+    return Delta(
+        first.index,
+        text,
+        token_ids,
+        shown,
+        deltas[-1].finish_reason,
+        reasoning,
+        tool_calls,
+        first.prompt_logprobs,
+        first.embedding,
+    )
 
 
 def event(chunk: Any) -> bytes:
@@ -485,3 +529,8 @@ def event(chunk: Any) -> bytes:
 def error_event(error: TwostrokeError) -> bytes:
     """The event that ends a stream of chunks which has begun, and then failed."""
     return event(error_object(error))
+
+
+def named_event(name: str, told: Any) -> bytes:
+    """A server-sent event with a name of its own, around the JSON of `told`."""
+    return b"event: " + name.encode() + b"\n" + event(told)

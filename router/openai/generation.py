@@ -5,36 +5,48 @@
 
 import asyncio
 import logging
+import secrets
+import string
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.requests import TokenEvent
+from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.reading import PromptRead
 from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import Stages
 from twostroke.router.openai.answers import (
     Delta,
     Format,
-    ShownToken,
+    ToolCallDelta,
     Usage,
+    WholeFormat,
     internal_error,
     stage_times,
 )
-from twostroke.router.openai.jobs import Job
-from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.openai.embeddings import EmbeddingRequest
+from twostroke.router.openai.jobs import ChatReading, Job
+from twostroke.router.openai.schemas import MAX_CHOICES, GenerationFields
+from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import SLOVerdict, verdict_of
 from twostroke.router.slo.demand import Demand
 from twostroke.router.text.detokenizer import StopStrings, new_detokenizer
+from twostroke.router.text.response_parser import Parsed
 from twostroke.router.text.tokenizer import TextTokenizer
 
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_DELTAS = 256
+
+_CALL_ID_CHARS = string.ascii_letters + string.digits
 
 
 @dataclass
@@ -57,15 +69,19 @@ class ChoiceRunner:
         self.metrics.begun(job.request)
         self.demand.arrived(job.request)
         try:
-            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+            async with aclosing(self._events(job, stages)) as events:
                 async for event in events:
                     now = self.clock()
                     if last is not None:
                         self.metrics.inter_token_latency.observe(now - last)
                     last = now
-                    delta = writer.add(event)
+                    # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
+                    is_read = isinstance(event, PromptRead)
+                    delta = await asyncio.to_thread(writer.add, event) if is_read else writer.add(event)
+                    stages.num_reasoning_tokens, stages.num_unread = writer.num_reasoning_tokens, writer.num_unread
                     if delta.finish_reason is not None:
-                        outcome = stages.finish_reason = delta.finish_reason
+                        outcome = "length" if delta.finish_reason == "length" else "stop"
+                        stages.finish_reason = outcome
                         # A stop string ends the choice here, whatever the workers had sent beyond it.
                         stages.finish = now
                         stages.num_output_tokens = writer.num_tokens
@@ -85,17 +101,57 @@ class ChoiceRunner:
             if outcome != "error":
                 self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
 
+    async def _events(self, job: Job, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
+        """What is read off the prompt, where something is to be, then the tokens; always `aclose` it."""
+        prompt = job.prompt
+        if prompt is None:
+            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+                async for event in events:
+                    yield event
+            return
+        is_all = job.request.max_tokens == prompt.request.max_tokens
+        reading = stages if is_all else Stages(stages.arrive, follows=stages.follows)
+        if prompt.answers_with is None:  # else by another choice
+            async with aclosing(self.pipeline.generate(prompt.request, reading)) as events:
+                async for event in events:
+                    assert isinstance(event, PromptRead)
+                    prompt.answers_with = event
+        assert prompt.answers_with is not None
+        if is_all:
+            yield prompt.answers_with
+            return
+        yield msgspec.structs.replace(prompt.answers_with, finish_reason=None)
+        stages.follows = stages.follows or reading.attempts > 0
+        async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+            async for event in events:
+                yield event
+        if reading.attempts:  # what was cached then was so because it had been read
+            stages.num_cached_tokens = reading.num_cached_tokens
+            stages.tries[:0] = reading.tries
+
 
 class ChoiceWriter:
     """Writes one choice's text. The token that stopped it is counted, but has neither text nor log-probability."""
 
     def __init__(self, job: Job, tokenizer: TextTokenizer):
         self._job = job
-        self._text = new_detokenizer(tokenizer)
-        self._stops = StopStrings(job.stop)
+        self._tokenizer = tokenizer
+        self._text = new_detokenizer(tokenizer, shows_special=job.shows_special)
+        self._stops = StopStrings(job.stop, job.shows_stop)
         self.num_tokens = 0
         """Tokens of the choice so far, the one that stopped it included."""
-        self._num_chars = 0  # of the text with nothing held back
+        self._num_chars = len(job.echo)  # of the text with nothing held back
+        self._chat = None if job.chat is None else _ChatText(job.chat)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens that were thought."""
+        return 0 if self._chat is None else self._chat.num_reasoning_tokens
+
+    @property
+    def num_unread(self) -> int:
+        """What looks like calls and could not be read."""
+        return 0 if self._chat is None else self._chat.num_unread
 
     def add(self, event: TokenEvent) -> Delta:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
@@ -104,29 +160,109 @@ class ChoiceWriter:
         text = ""
         token_ids: list[int] = []
         shown: list[ShownToken] = []
+        scores = event.scores if isinstance(event, PromptRead) else None
+        if scores is not None and self._job.echoes_logprobs:
+            alternatives = self._job.request.sampling.logprobs or 0
+            shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer)
         for i, token in enumerate(event.tokens):
             token_ids.append(token.token_id)
             self.num_tokens += 1
-            if stopped_by_token and i == last:
-                break
-            if self._job.request.sampling.logprobs is not None:
+            is_end = stopped_by_token and i == last
+            # Where the prompt's are shown, too, harnesses count on one for each token.
+            if self._job.request.sampling.logprobs is not None and (self._job.echoes_logprobs or not is_end):
                 shown.append(ShownToken(token, self._num_chars))
-            text += self._visible(self._text.add(token.token_id))
+            if is_end:
+                break
+            text += self._visible(self._read(token.token_id))
             if self._stops.stopped:
                 break
-        finish = event.finish_reason
+        finish: FinishReason | Literal["tool_calls"] | None = event.finish_reason
         if finish is not None and not self._stops.stopped:
-            text += self._visible(self._text.flush())
+            text += self._visible(self._rest())
             text += self._stops.flush()
         if self._stops.stopped:
             finish = "stop"
-        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
+        delta = Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=self._stops.found)
+        if isinstance(event, PromptRead):
+            told = None
+            if scores is not None and self._job.prompt_logprobs is not None:
+                told = prompt_logprobs(scores, self._job.request.token_ids, self._job.prompt_logprobs, self._tokenizer)
+            delta = msgspec.structs.replace(delta, prompt_logprobs=told, embedding=event.embedding)
+        if self._chat is None:
+            return delta
+        if finish == "stop" and self._chat.has_called:
+            finish = "tool_calls"
+        reasoning, calls = self._chat.taken()
+        return msgspec.structs.replace(delta, finish_reason=finish, reasoning=reasoning, tool_calls=calls)
+
+    def _read(self, token_id: int) -> str:
+        """What a token adds to the text, or, of a chat, to its content."""
+        text = self._text.add(token_id)
+        if self._chat is None:
+            return text
+        content = ""
+        if self._tokenizer.is_special(token_id):
+            content = self._chat.add(self._text.flush())  # no character goes on beyond it
+            return content + self._chat.add(self._tokenizer.piece(token_id).text, is_control=True)
+        return self._chat.add(text)
+
+    def _rest(self) -> str:
+        text = self._text.flush()
+        return text if self._chat is None else self._chat.add(text) + self._chat.finish()
 
     def _visible(self, text: str) -> str:
         self._num_chars += len(text)
         if self.num_tokens <= self._job.request.min_tokens:
             return text  # no stop string counts before that
         return self._stops.add(text)
+
+
+class _ChatText:
+    """What a chat's answer has beside content, collected until it is taken."""
+
+    def __init__(self, how: ChatReading):
+        self._parser = how.language.parser(how.prompt, how.tools)
+        self._includes_reasoning = how.includes_reasoning
+        self._reasoning = ""
+        self._calls: list[ToolCallDelta] = []
+        self.has_called = False
+        self.num_reasoning_tokens = 0
+
+    def add(self, text: str, *, is_control: bool = False) -> str:
+        """The content that `text` adds."""
+        was_reasoning = self._parser.is_reasoning
+        content = self._take(self._parser.add(text, is_control=is_control)) if text else ""
+        self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
+        return content
+
+    @property
+    def num_unread(self) -> int:
+        """Regions that look like calls and could not be read."""
+        return self._parser.num_unread
+
+    def finish(self) -> str:
+        """The content that was held back."""
+        return self._take(self._parser.finish())
+
+    def taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """What was thought and called since this was asked last."""
+        told = self._reasoning, tuple(self._calls)
+        self._reasoning, self._calls = "", []
+        return told
+
+    def _take(self, parsed: Parsed) -> str:
+        if self._includes_reasoning:
+            self._reasoning += parsed.reasoning
+        for call in parsed.calls:
+            call_id = _call_id() if call.name else ""
+            self._calls.append(ToolCallDelta(call.index, call_id, call.name, call.arguments))
+            self.has_called = True
+        return parsed.content
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no others."""
+    return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(9))
 
 
 Generate = Callable[[Job], AsyncGenerator[Delta, None]]
@@ -145,6 +281,7 @@ async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerat
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
     prompt_done = {job.group: asyncio.Event() for job in jobs}
     leaders = {job.group: job.index for job in reversed(jobs)}
+    places = asyncio.Semaphore(MAX_CHOICES)
 
     async def run(job: Job) -> None:
         """Put the job's deltas into the queue, then None, or what it failed with."""
@@ -152,7 +289,7 @@ async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerat
         if job.index != leaders[job.group]:
             await done.wait()
         try:
-            async with aclosing(generate(job)) as deltas:
+            async with places, aclosing(generate(job)) as deltas:
                 async for delta in deltas:
                     done.set()
                     await queue.put(delta)
@@ -182,7 +319,12 @@ class Generation:
     """Runs the jobs of one request and writes them in the endpoint's format; `exchange` hears of it."""
 
     def __init__(
-        self, runner: ChoiceRunner, asked: GenerationFields, jobs: Sequence[Job], form: Format, exchange: Exchange
+        self,
+        runner: ChoiceRunner,
+        asked: GenerationFields | EmbeddingRequest,
+        jobs: Sequence[Job],
+        form: WholeFormat,
+        exchange: Exchange,
     ):
         self._runner = runner
         self._asked = asked
@@ -216,6 +358,8 @@ class Generation:
         async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
             async for delta in deltas:
                 choices[delta.index].append(delta)
+        if any(job.prompt is not None for job in self._jobs):  # megabytes, for which no stream is to stand still
+            return await asyncio.to_thread(self._form.whole, choices, self._usage())
         return self._form.whole(choices, self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -223,34 +367,36 @@ class Generation:
 
         Fails like `whole` before the first event. Later, the stream ends with the format's failure.
         """
-        began = False
-        in_chunks = self._asked.has_usage_in_every_chunk
+        asked, form = self._asked, self._form
+        if isinstance(asked, EmbeddingRequest) or not isinstance(form, Format):
+            raise TypeError("this endpoint does not stream")
+        began, in_chunks = False, asked.has_usage_in_every_chunk
         try:
             async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
                 async for delta in deltas:
-                    written = self._form.events(delta, self._usage() if in_chunks else None)
+                    written = form.events(delta, self._usage() if in_chunks else None)
                     if written:
                         began = True
                         yield written
         except Exception as error:
             if not began:
                 raise
-            yield self._failed(error)
+            yield form.failure(self._failed(error))
             return
-        yield self._form.ending(self._usage())
+        yield form.ending(self._usage())
 
     def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
         return self._runner.deltas(job, self._stages[job.index])
 
-    def _failed(self, error: Exception) -> bytes:
-        """The events that end a stream which has begun."""
+    def _failed(self, error: Exception) -> TwostrokeError:
+        """What the client of a stream that has begun is told of `error`."""
         if isinstance(error, TwostrokeError):
             _log.warning("a stream failed after it had begun: %s", error)
         else:
             _log.error("a stream met a bug after it had begun", exc_info=error)
             error = internal_error()
         self._exchange.fails(error)
-        return self._form.failure(error)
+        return error
 
     def _usage(self) -> Usage:
         """What has been used so far."""
@@ -263,6 +409,9 @@ class Generation:
                 "cached_tokens": sum(self._stages[job.index].num_cached_tokens for job in self._leaders)
             },
         }
+        if any(job.chat is not None and job.chat.language.has_reasoning for job in self._jobs):
+            num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
         if self._asked.return_stages:
             usage["stages"] = [stage_times(stages) for stages in self._stages]
         return usage

@@ -2,22 +2,42 @@
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
-from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from twostroke.protocol.requests import GenerateRequest, Promise, ReadingParams, SamplingParams
+from twostroke.router.generate.reading import PromptRead
+from twostroke.router.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    Prompt,
+    TextFields,
+    TokenizeRequest,
+)
 from twostroke.router.openai.structured import grammar_of
+from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
+from twostroke.router.text.grammar import check
+from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
 _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leaves the likeliest token alone
+
+
+@dataclass
+class PromptToRead:
+    """What is to be told of a prompt, once for all of its choices."""
+
+    request: GenerateRequest  # with `reading`
+    answers_with: PromptRead | None = None  # None: not read yet
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,22 @@ class Job:
     request: GenerateRequest  # a template, see Pipeline.generate
     stop: tuple[str, ...]
     echo: str = ""  # shown before the first token
+    shows_stop: bool = False  # the stop string or token that ends it has its text in it
+    shows_special: bool = False  # special tokens have their names in it
+    prompt: PromptToRead | None = None  # before the first token, where something is to be read off it
+    echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
+    prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
+    chat: "ChatReading | None" = None  # how the answer is taken apart; None: it is text
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """What it takes to tell a chat's calls and thoughts from its content."""
+
+    language: ResponseLanguage
+    prompt: str  # its end may have begun the answer
+    tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
+    includes_reasoning: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,6 +87,9 @@ class JobMaker:
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
         grammar = await grammar_of(asked, self._grammars)
+        if grammar and (asked.allowed_token_ids or asked.bad_words):
+            param = "allowed_token_ids" if asked.allowed_token_ids else "bad_words"
+            raise RequestError(f"{param}: not together with a schema or grammar, which decides itself", param=param)
         if grammar and asked.ignore_eos:
             raise RequestError(
                 "ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos"
@@ -64,25 +103,95 @@ class JobMaker:
     async def _of_completion(self, asked: CompletionRequest, terms: Terms, grammar: str) -> list[Job]:
         jobs: list[Job] = []
         for group, prompt in enumerate(asked.prompts):
-            if isinstance(prompt, str):
-                special = asked.add_special_tokens is not False
-                token_ids = await self.encode(prompt, "prompt", terms.max_context, add_special_tokens=special)
-            else:
-                token_ids = self.checked(prompt, "prompt", terms.max_context)
+            token_ids = await self.prompt_ids(asked, prompt, "prompt", terms.max_context)
             default = min(DEFAULT_COMPLETION_TOKENS, terms.max_context - len(token_ids))
             request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms, grammar)
             echo = ""
             if asked.echo:
-                echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
-            jobs += _choices(asked, request, group, echo)
+                is_whole = isinstance(prompt, str) and asked.truncate_prompt_tokens is None
+                echo = prompt if isinstance(prompt, str) and is_whole else self._tokenizer.decode(token_ids)
+            scored = asked.logprobs if asked.echo else None
+            jobs += _choices(asked, request, group, echo, scored)
         return jobs
 
     async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
-        text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
+        text = chat_prompt(self._tokenizer, asked)
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        return _choices(asked, self._request(asked, token_ids, "messages", default, logprobs, terms, grammar))
+        chat = self._reading(asked, text)
+        grammar = await self._whole_grammar(asked, chat, grammar)
+        request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
+        return _choices(asked, request, chat=chat)
+
+    def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
+        """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
+        form, tools = self._tokenizer.output_format, asked.allowed_tools
+        if tools and (form is None or not form.language.has_calls):
+            raise RequestError(
+                "tools: it is not known how this model calls tools: those who run the server say it by "
+                "model.response_template",
+                param="tools",
+            )
+        if form is None:
+            return None
+        by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        return ChatReading(form.language, prompt, by_name or None, asked.include_reasoning is not False)
+
+    async def _whole_grammar(self, asked: ChatRequest, chat: ChatReading | None, grammar: str) -> str:
+        """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
+        form, forced = self._tokenizer.output_format, asked.forced_tools
+        budget = asked.thinking_token_budget
+        if not (forced or budget or (grammar and form is not None and form.thinking is not None)):
+            return grammar
+        if forced and grammar:
+            raise RequestError("tool_choice: an answer that must be a call has no other format", param="tool_choice")
+        if budget and (form is None or form.thinking is None):
+            raise RequestError("thinking_token_budget: this model does not think", param="thinking_token_budget")
+        assert form is not None
+        assert chat is not None
+        rules = AnswerGrammar(self._tokenizer.controls)
+        if budget and form.thinking is not None and not rules.ends_thoughts(form.thinking):
+            raise RequestError(
+                "thinking_token_budget: the mark that ends thoughts is no token of this model",
+                param="thinking_token_budget",
+            )
+        if forced and form.call is None:
+            raise RequestError(
+                f"tool_choice: calls of the format {form.name} can't be enforced: use auto", param="tool_choice"
+            )
+        if forced and form.call is not None:
+            functions = [
+                Function(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+                for tool in forced
+            ]
+            calls = rules.of_calls(form.call, functions, is_parallel=asked.parallel_tool_calls is not False)
+            rest, param = f"{calls}\nrest: /\\s*/ calls", "tools"
+        elif grammar:
+            rest, param = "rest: /\\s*/ @answer", "response_format"
+        else:
+            rest, param = rules.anything, "thinking_token_budget"
+        opened = chat.language.opened_by(chat.prompt)
+        is_open = chat.language.parser(chat.prompt, None).is_reasoning
+        thinking = form.thinking if is_open or not opened.strip() else None
+        whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
+        return await check(self._grammars, whole, param)
+
+    async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
+        """The token ids of a text, or those given; the last ones, where a prompt is to be cut.
+
+        Raises RequestError as `encode` and `checked` do, and where there are none.
+        """
+        most = asked.truncate_prompt_tokens
+        if isinstance(prompt, str):
+            limit = max_context if most is None else len(prompt.encode())  # a body's limit must do
+            special = asked.add_special_tokens is not False
+            prompt = await self.encode(prompt, param, limit, add_special_tokens=special)
+        if most is not None:
+            prompt = prompt[-(max_context if most == -1 else most) :] if most else []
+        if not prompt:
+            raise RequestError(f"{param}: has no tokens", param=param)
+        return self.checked(prompt, param, max_context)
 
     async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
@@ -117,7 +226,7 @@ class JobMaker:
         if not token_ids:
             raise RequestError(f"{param}: has no tokens", param=param)
         room = terms.max_context - len(token_ids)
-        if room < 1:
+        if room < 1 and asked.token_limit[1] != 0:
             raise _too_long(param, str(len(token_ids)), terms.max_context)
         limited_by, limit = asked.token_limit
         max_tokens = default_tokens if limit is None else limit
@@ -142,14 +251,23 @@ class JobMaker:
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens or 0,
             stop_token_ids=stop_token_ids,
-            cache_salt=terms.cache_salt,
+            cache_salt=_salted(terms.cache_salt, asked.cache_salt),
             grammar=grammar,
             promise=terms.promise,
         )
 
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As tokens: at an answer's beginning, and within it."""
+        ways = [tuple(self._tokenizer.encode_word(way)) for word in words for way in (word, " " + word.lstrip())]
+        return tuple(dict.fromkeys(way for way in ways if way))
+
     def _sampling(self, asked: GenerationFields, logprobs: int | None) -> SamplingParams:
         biases = {int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()}
         self._check_vocabulary(tuple(biases), "logit_bias")
+        allowed = tuple(dict.fromkeys(asked.allowed_token_ids or ()))
+        self._check_vocabulary(allowed, "allowed_token_ids")
+        if asked.num_candidates > (asked.n or 1) and logprobs is None:
+            logprobs = 0  # they are ranked by them
         asked_for = asked.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
         drawn = self._defaults.model_copy(update=asked_for)
         return SamplingParams(
@@ -161,16 +279,75 @@ class JobMaker:
             frequency_penalty=float(asked.frequency_penalty or 0.0),
             repetition_penalty=float(drawn.repetition_penalty),
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
+            allowed_token_ids=allowed,
+            bad_words=self._bad_words(asked.bad_words or ()),
             seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
         )
 
 
-def _choices(asked: GenerationFields, request: GenerateRequest, group: int = 0, echo: str = "") -> list[Job]:
+def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) -> str:
+    """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
+    continues = bool(asked.continue_final_message)
+    messages = [message.as_template_sees() for message in asked.messages or ()]
+    text = tokenizer.render_chat(
+        messages,
+        tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
+        documents=asked.documents or None,
+        variables=asked.template_variables,
+        add_generation_prompt=not continues and asked.add_generation_prompt is not False,
+    )
+    if not continues:
+        return text
+    last = messages[-1]["content"].strip()
+    end = text.rfind(last)
+    if not last or end < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message as it is",
+            param="continue_final_message",
+        )
+    return text[: end + len(last)]
+
+
+def _salted(salt: bytes, own: str | None) -> bytes:
+    """With the client's own, which keeps the prefix apart from the same of others that have the same key."""
+    return salt if not own else hashlib.sha256(len(salt).to_bytes(4, "big") + salt + own.encode()).digest()[:16]
+
+
+def _choices(
+    asked: GenerationFields,
+    request: GenerateRequest,
+    group: int = 0,
+    echo: str = "",
+    echoed_logprobs: int | None = None,
+    chat: ChatReading | None = None,
+) -> list[Job]:
     """The `n` jobs of one prompt, after those of the groups before."""
-    num = asked.n or 1
+    num = asked.num_candidates
     stop = tuple(asked.stop or ())
-    return [Job(group * num + i, group, _reseeded(request, i), stop, echo) for i in range(num)]
+    prompt = None
+    if asked.reads_prompt:
+        wanted = [one for one in (asked.prompt_logprobs, echoed_logprobs) if one is not None]
+        # One token comes with the reading; more, or several choices', are drawn after it.
+        max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0
+        params = ReadingParams(logprobs=max(wanted, default=None))
+        prompt = PromptToRead(msgspec.structs.replace(request, max_tokens=max_tokens, reading=params))
+    return [
+        Job(
+            group * num + i,
+            group,
+            _reseeded(request, i),
+            stop,
+            echo,
+            shows_stop=bool(asked.include_stop_str_in_output),
+            shows_special=asked.shows_special,
+            prompt=prompt,
+            echoes_logprobs=echoed_logprobs is not None,
+            prompt_logprobs=asked.prompt_logprobs,
+            chat=chat,
+        )
+        for i in range(num)
+    ]
 
 
 def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:

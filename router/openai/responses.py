@@ -1,10 +1,10 @@
 """OpenAI's Responses API, as a translation: a request becomes a chat, and what the chat brings output items and events.
 
 Nothing is kept: whoever goes on with a conversation sends its items again, those of the answer as they came.
-
 Items and events are those of https://platform.openai.com/docs/api-reference/responses-streaming.
 """
 
+import itertools
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -21,29 +21,23 @@ from twostroke.router.openai.answers import (
     Usage,
     encode_json,
     error_object,
+    named_event,
     token_logprobs,
 )
+from twostroke.router.openai.fields import ShortText, StrictModel, Text
 from twostroke.router.openai.jobs import Job
-from twostroke.router.openai.schemas import (
-    MAX_LOGPROBS,
-    GenerationFields,
-    SamplingFields,
-    ShortText,
-    Stop,
-    StrictModel,
-    Text,
-)
+from twostroke.router.openai.schemas import MAX_LOGPROBS, GenerationFields, SamplingFields, Stop
 from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer
 
 MAX_ITEMS = 4096
 MAX_PARTS = 256  # of one item
 MAX_TOOLS = 128
-
 _NOT_KEPT = "responses are not kept here; send the items of the conversation as input"
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 JsonSchema = dict[str, Any]
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class TextPart(StrictModel):
@@ -67,6 +61,9 @@ class ReasoningPart(StrictModel):
 
     type: Literal["reasoning_text", "summary_text"]
     text: Text
+
+
+ReasoningParts = Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class MessageItem(StrictModel):
@@ -108,8 +105,8 @@ class ReasoningItem(StrictModel):
 
     type: Literal["reasoning"]
     id: ShortText | None = None
-    summary: Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
-    content: Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    summary: ReasoningParts | None = None
+    content: ReasoningParts | None = None
     encrypted_content: Text | None = None
     status: ShortText | None = None
 
@@ -137,8 +134,7 @@ Item = Annotated[
     BeforeValidator(
         only(
             ("message", "function_call", "function_call_output", "reasoning"),
-            "nothing is kept here, and functions are the only tools; send messages, reasoning, function calls and "
-            "their outputs",
+            "nothing is kept here, and functions are the only tools; send messages, reasoning, calls and outputs",
             default="message",
         )
     ),
@@ -190,7 +186,6 @@ class ReasoningFields(StrictModel):
 
     effort: ShortText | None = None
     summary: ShortText | None = None
-    generate_summary: ShortText | None = None
 
 
 _NAMES = {
@@ -230,13 +225,7 @@ class ResponsesRequest(SamplingFields):
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stop: Stop | None = None  # vLLM's
-    include: (
-        Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-            Field(fail_fast=True, max_length=16),
-        ]
-        | None
-    ) = None
+    include: Annotated[list[Included], Field(fail_fast=True, max_length=16)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -377,40 +366,14 @@ class OutputFunctionCall(TypedDict):
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
 
 
-class CachedTokens(TypedDict):
-    """`usage.input_tokens_details`."""
-
-    cached_tokens: int
-    cache_write_tokens: int  # 0: nobody pays for that
-
-
-class ReasoningTokens(TypedDict):
-    """`usage.output_tokens_details`."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(TypedDict):
     """`usage`."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
     output_tokens: int
-    output_tokens_details: ReasoningTokens
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
-
-
-class ResponseFailure(TypedDict):
-    """Why a stream ended before its answer did."""
-
-    code: str
-    message: str
-
-
-class Incomplete(TypedDict):
-    """Why the answer is not whole."""
-
-    reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(TypedDict):
@@ -422,8 +385,8 @@ class ResponseObject(TypedDict):
     model: str
     status: Status
     output: list[OutputItem]
-    error: ResponseFailure | None
-    incomplete_details: Incomplete | None
+    error: dict[Literal["code", "message"], str] | None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
     usage: ResponseUsage | None  # null in events before the last
     store: Literal[False]
     background: Literal[False]
@@ -444,7 +407,6 @@ class ResponseObject(TypedDict):
 
 
 Event = dict[str, Any]
-
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -473,7 +435,7 @@ class ResponsesFormat(Format):
         self._untold: list[TokenLogprob] = []  # of tokens whose text is to come
         self._status: Status = "in_progress"
         self._has_begun = False
-        self._num_events = 0
+        self._numbers = itertools.count()  # of events
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         for delta in choices[0]:
@@ -491,19 +453,15 @@ class ResponsesFormat(Format):
         return self._written(self._failed(error))
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        written = []
-        for one in events:
-            told = encode_json({**one, "sequence_number": self._num_events})
-            written.append(b"event: " + one["type"].encode() + b"\ndata: " + told + b"\n\n")
-            self._num_events += 1
-        return b"".join(written)
+        return b"".join(named_event(one["type"], {**one, "sequence_number": next(self._numbers)}) for one in events)
 
     def _told(self, delta: Delta) -> Iterator[Event]:
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "response.created", "response": self._response(None)}
             yield {"type": "response.in_progress", "response": self._response(None)}
-        self._untold += token_logprobs(delta.shown, self._piece)
+        if delta.text or not (delta.reasoning or delta.tool_calls):  # only what is said has log-probabilities
+            self._untold += token_logprobs(delta.shown, self._piece)
         if delta.reasoning:
             yield from self._add_text("reasoning", delta.reasoning)
         if delta.text:
@@ -630,13 +588,13 @@ def _head(request: ResponsesRequest, job: Job, model: str, created: int, service
 
 
 def _usage(usage: Usage) -> ResponseUsage:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {"reasoning_tokens": 0})["reasoning_tokens"]
+        },
         "total_tokens": usage["total_tokens"],
     }

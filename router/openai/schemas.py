@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from twostroke.protocol.errors import RequestError
+from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
 from twostroke.router.openai.structured import StructuredFields
+from twostroke.router.openai.tools import Calls, ToolFields
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)
@@ -28,41 +30,25 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_ALLOWED = 1024
+MAX_BAD_WORDS = 64
 MAX_MESSAGES = 2048
 MAX_TOKEN_IDS = 2**20  # of one prompt: more than any model's context
 
 _INT64 = 2**63
 
 
-def _valid(text: str) -> str:
-    """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode: it has a lone surrogate") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_valid)]
-ShortText = Annotated[str, Field(max_length=512)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
+_BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
-_PromptText = Annotated[str, Field(min_length=1)]
-_PromptTexts = Annotated[list[_PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+PromptText = Annotated[str, Field(min_length=1)]
+_PromptTexts = Annotated[list[PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 _PromptIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 Prompt = str | list[int]
-
-
-class FieldError(ValueError):
-    """A fault that shows only with the whole request in sight."""
-
-    def __init__(self, param: str, message: str):
-        super().__init__(message)
-        self.param = param
 
 
 def _as_list(value: Any) -> Any:
@@ -80,45 +66,41 @@ WITHOUT_EFFECT = frozenset(
 )
 """Accepted whatever they say, even where the router is strict."""
 
-_NO_TOOLS = "this server does not call tools"
+_OF_CHATS = "only chats have it: use /v1/chat/completions"
+_OLD_TOOLS = "it was replaced by tools and tool_choice, which are"
+_NO_SEARCH = "this server looks nothing up"
 _NO_SOUND = "this server reads and writes text alone"
 _NO_BEAMS = "this server samples, and does not search with beams"
-_FIXED_TEMPLATE = "a chat is rendered by the model's own template, and answered"
 
 LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
-    "suffix": ("this server does not fill in the middle", ("",)),
-    "tools": (_NO_TOOLS, ([],)),
-    "tool_choice": (_NO_TOOLS, ("none", "auto")),  # without tools they are one
-    "functions": (_NO_TOOLS, ([],)),
-    "function_call": (_NO_TOOLS, ("none", "auto")),
-    "web_search_options": (_NO_TOOLS, ()),
+    "suffix": ("filling in the middle needs a model with tokens for it; write them into the prompt", ("",)),
+    "tools": (_OF_CHATS, ([],)),
+    "tool_choice": (_OF_CHATS, ("none", "auto")),  # without tools they are one
+    "functions": (_OLD_TOOLS, ([],)),
+    "function_call": (_OLD_TOOLS, ("none", "auto")),
+    "web_search_options": (_NO_SEARCH, ()),
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
-    "reasoning_effort": ("the model does not reason apart from its answer", ("none",)),
+    "reasoning_effort": (_OF_CHATS, ("none",)),
+    "thinking_token_budget": (_OF_CHATS, ()),
     "verbosity": ("the model is not trained for it", ()),
     "use_beam_search": (_NO_BEAMS, (False,)),
+    "length_penalty": (_NO_BEAMS, (1,)),
+    "early_stopping": (_NO_BEAMS, (False,)),
+    "return_tokens_as_token_ids": ("return_token_ids tells them", (False,)),
+    "spaces_between_special_tokens": ("special tokens that are shown stand as they are", (True,)),
     "logits_processors": ("this server runs no code of its clients", ([],)),
     "logit_processors": ("this server runs no code of its clients", ([],)),
-    "bad_words": ("use logit_bias for single tokens", ([],)),
-    "allowed_token_ids": ("use logit_bias", ()),
-    "prompt_logprobs": ("prompt tokens have no log-probabilities here", ()),
     "prompt_embeds": ("a prompt is text or token ids", ()),
-    "truncate_prompt_tokens": ("prompts are taken whole", ()),
     "skip_special_tokens": ("special tokens have no text in answers; return_token_ids shows them", (True,)),
-    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
-    "chat_template": (_FIXED_TEMPLATE, ()),
-    "documents": (_FIXED_TEMPLATE, ([],)),
-    "add_generation_prompt": (_FIXED_TEMPLATE, (True,)),
-    "continue_final_message": (_FIXED_TEMPLATE, (False,)),
-    "cache_salt": ("prefix caches are kept apart by API key", ("",)),
+    "chat_template": ("templates are programs: those who run the server choose it by model.chat_template", ()),
+    "documents": (_OF_CHATS, ([],)),
+    "add_generation_prompt": (_OF_CHATS, (True,)),
+    "continue_final_message": (_OF_CHATS, (False,)),
 }
 """Fields that would change what an answer says, or who may see of it, and that this server can't serve: why, and with
 which values beside null they ask for nothing.
 """
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelRequest(StrictModel):
@@ -128,6 +110,13 @@ class ModelRequest(StrictModel):
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
 
     model: ShortText | None = None  # None: the only one there is
+
+
+class TextFields(BaseModel):
+    """How prompts become token ids."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # vLLM's
 
 
 class StreamOptions(StrictModel):
@@ -167,6 +156,8 @@ class SamplingFields(ModelRequest):
     @classmethod
     def _refuse_what_is_lacking(cls, fields: Any) -> Any:
         for name, value in fields.items() if isinstance(fields, dict) else ():
+            if name in cls.model_fields:
+                continue
             why, harmless = cls.lacking.get(name, ("", (value,)))
             if value is not None and value not in harmless:
                 raise FieldError(name, f"is not supported: {why}")
@@ -180,19 +171,46 @@ class GenerationFields(SamplingFields, StructuredFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
+    include_stop_str_in_output: bool | None = None  # vLLM's, as those down to `cache_salt`
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)] | None = (
+        None
+    )
+    bad_words: Annotated[list[_BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     return_token_ids: bool | None = None
     return_stages: bool | None = None
 
     @property
+    def num_candidates(self) -> int:
+        """Choices that are generated of a prompt."""
+        return self.best_of or self.n or 1
+
+    @property
     def num_choices(self) -> int:
-        """Of the whole response."""
-        return self.n or 1
+        """That are generated for the whole response."""
+        return self.num_candidates
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether those of drawn tokens are in the answer."""
+        raise NotImplementedError
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
         """The field that limits a choice's tokens, and its value."""
         return "max_tokens", self.max_tokens
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is told of the prompt's own tokens."""
+        return self.prompt_logprobs is not None
+
+    @property
+    def shows_special(self) -> bool:
+        """Whether special tokens have their names in the text."""
+        return False
 
     @property
     def includes_usage(self) -> bool:
@@ -208,18 +226,33 @@ class GenerationFields(SamplingFields, StructuredFields):
     def _agree(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "is allowed only with stream: true")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise FieldError("best_of", "must equal n: choices are not ranked here")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs", "is not allowed with stream: true")
+        limited_by, limit = self.token_limit
+        if limit == 0 and not self.reads_prompt:
+            raise FieldError(limited_by, "0 is allowed only where the prompt is told of: with echo or prompt_logprobs")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise FieldError("best_of", "must not be below n")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise FieldError("best_of", "must equal n with stream: true: only whole choices can be ranked")
         return self
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(GenerationFields, TextFields):
     """POST /v1/completions."""
 
-    prompt: _PromptText | TokenIds | _PromptTexts | _PromptIds
+    lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {
+        name: told for name, told in LACKING.items() if name != "skip_special_tokens"
+    }
+
+    prompt: PromptText | TokenIds | _PromptTexts | _PromptIds
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def shows_special(self) -> bool:
+        return self.skip_special_tokens is False
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -230,14 +263,20 @@ class CompletionRequest(GenerationFields):
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * (self.n or 1)
+        return len(self.prompts) * self.num_candidates
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def reads_prompt(self) -> bool:
+        return super().reads_prompt or bool(self.echo and (self.logprobs is not None or self.max_tokens == 0))
 
     @model_validator(mode="after")
     def _possible(self) -> "CompletionRequest":
         if self.num_choices > MAX_CHOICES:
             raise FieldError("n", f"at most {MAX_CHOICES} choices, over all prompts")
-        if self.echo and self.logprobs is not None:
-            raise FieldError("echo", "can't be combined with logprobs: prompt tokens have no log-probabilities here")
         return self
 
 
@@ -260,7 +299,9 @@ class ChatMessage(StrictModel):
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Calls | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
     def as_template_sees(self) -> dict[str, Any]:
         """The message with its text parts joined: templates differ in whether they take parts."""
@@ -268,19 +309,28 @@ class ChatMessage(StrictModel):
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         told = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            told["reasoning_content"] = reasoning
+        if self.tool_calls:
+            told["tool_calls"] = [call.as_template_sees() for call in self.tool_calls]
         return {**told, "content": content or ""}
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(ToolFields, GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -298,13 +348,12 @@ class ChatRequest(GenerationFields):
         return self
 
 
-class TokenizeRequest(ModelRequest):
+class TokenizeRequest(ToolFields, ModelRequest):
     """POST /tokenize: a text, or a chat."""
 
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

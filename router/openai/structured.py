@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
+from twostroke.router.openai.fields import StrictModel
 from twostroke.router.text import grammar
 
 MAX_ALTERNATIVES = 1024  # of a choice
@@ -25,11 +26,7 @@ _Choices = Annotated[
 ]
 
 
-class _Asked(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
-
-
-class JsonSchemaFormat(_Asked):
+class JsonSchemaFormat(StrictModel):
     """`response_format.json_schema`."""
 
     name: Annotated[str, Field(max_length=512)] | None = None
@@ -38,14 +35,14 @@ class JsonSchemaFormat(_Asked):
     strict: bool | None = None  # what an answer can't be held to is refused; else it is left out
 
 
-class ResponseFormat(_Asked):
+class ResponseFormat(StrictModel):
     """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(_Asked):
+class StructuredOutputs(StrictModel):
     """vLLM's `structured_outputs`."""
 
     json_: Annotated[_JsonSchema | None, Field(alias="json")] = None
@@ -56,7 +53,7 @@ class StructuredOutputs(_Asked):
     disable_any_whitespace: bool | None = None
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(StrictModel):
     """The fields of completions and chat that say what an answer is to look like; at most one of them may."""
 
     response_format: ResponseFormat | None = None

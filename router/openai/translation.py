@@ -37,12 +37,11 @@ class ChatDraft:
         self._fields |= {name: value for name, value in fields.items() if value is not None}
 
     def chat(self) -> ChatRequest:
-        """What has been drafted. Raises RequestError."""
-        with self.naming():
-            try:
-                return ChatRequest.model_validate(self._fields)
-            except ValidationError as error:
-                raise explain(error.errors()) from None
+        """What has been drafted. Raises RequestError, which `naming` has to translate."""
+        try:
+            return ChatRequest.model_validate(self._fields)
+        except ValidationError as error:
+            raise explain(error.errors()) from None
 
     @contextmanager
     def naming(self) -> Iterator[None]:

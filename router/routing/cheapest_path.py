@@ -127,6 +127,28 @@ def read(worker: KnownWorker, need: Need, source: KnownWorker | None) -> Reading
     return Reading(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens)
 
 
+def cheapest_reader(
+    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], need: Need, *, left_out: LeftOut, turn: int
+) -> Path:
+    """For a prompt after which nothing is written: the prefill worker that is through with it first.
+
+    Without a prefill worker, the decode worker that is. Of those that have not told their costs, and of equals, the one
+    with the least work. Raises NoPath.
+    """
+    able = able_to_prefill(prefill, need.num_tokens, left_out) or able_to_decode(decode, need.num_tokens, left_out)
+    choices = [read(worker, need, None) for worker in able]
+    best = _pick(
+        choices,
+        lambda one: one.total_s,
+        lambda one: (one.worker.queued_tokens(), one.worker.requests, -one.worker.held),
+        turn,
+    )
+    if not best.worker.token_s:
+        return Path(None, best.worker.info)
+    estimate = Estimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0)
+    return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens)
+
+
 def answer(worker: KnownWorker, need: Need) -> Answering:
     """The answer's cost on one decode worker.
 

@@ -12,7 +12,14 @@ from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Estimate, NoPath, Path
 from twostroke.router.routing.block_index import BlockIndex
-from twostroke.router.routing.cheapest_path import Need, cheapest_path, leave_out, path_by_load, with_source
+from twostroke.router.routing.cheapest_path import (
+    Need,
+    cheapest_path,
+    cheapest_reader,
+    leave_out,
+    path_by_load,
+    with_source,
+)
 from twostroke.router.routing.in_flight import Hold, Place
 from twostroke.router.routing.workers import AVAILABLE, FleetView, KnownWorker
 
@@ -97,6 +104,8 @@ class PathChooser:
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
         left_out = leave_out(failed, ejected)
         need = self._need(request, sent)
+        if request.reading is not None:
+            return cheapest_reader(prefill, decode, need, left_out=left_out, turn=self._turn)
         if self._cached is None or not self._view.knows_costs:
             turn = self._turn if self._config.policy == "round_robin" else None
             path = path_by_load(prefill, decode, need.num_tokens, left_out=left_out, turn=turn)
@@ -180,6 +189,8 @@ class PathChooser:
         """Set what each worker has of the prompt."""
         if self._cached is not None:
             tokens = self._cached.held(self._view.infos, request, sent)
+            if request.reading is not None and request.reading.needs_all:
+                tokens = [0] * len(tokens)
             for worker, held in zip(self._view.workers, tokens, strict=True):
                 worker.held = held
 

@@ -12,12 +12,15 @@ _REPLACEMENT = "�"
 class ByteDetokenizer:
     """For byte-level vocabularies: tokens are bytes, and an incremental UTF-8 decoder holds back half a character."""
 
-    def __init__(self, tokenizer: TextTokenizer):
+    def __init__(self, tokenizer: TextTokenizer, *, shows_special: bool = False):
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> str:
         """The text that `token_id` completes."""
+        if self._shows_special and self._tokenizer.is_special(token_id):
+            return self._decoder.decode((self._tokenizer.token(token_id) or "").encode())
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
@@ -33,15 +36,17 @@ class WindowDetokenizer:
     in U+FFFD, later tokens may still change it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer):
+    def __init__(self, tokenizer: TextTokenizer, *, shows_special: bool = False):
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
         self._ids: list[int] = []
         self._begin = 0  # of the window
         self._told = 0  # tokens before this are out
 
     def add(self, token_id: int) -> str:
         """The text that `token_id` completes."""
-        if self._tokenizer.is_special(token_id) or self._tokenizer.token(token_id) is None:
+        is_hidden = self._tokenizer.is_special(token_id) and not self._shows_special
+        if is_hidden or self._tokenizer.token(token_id) is None:
             return ""
         self._ids.append(token_id)
         if self._is_byte(token_id):
@@ -59,8 +64,9 @@ class WindowDetokenizer:
         return text
 
     def _untold(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._begin : self._told])
-        return self._tokenizer.decode(self._ids[self._begin :])[len(before) :]
+        skips = not self._shows_special
+        before = self._tokenizer.decode(self._ids[self._begin : self._told], skip_special_tokens=skips)
+        return self._tokenizer.decode(self._ids[self._begin :], skip_special_tokens=skips)[len(before) :]
 
     def _advance(self) -> None:
         """Let the window begin at the last token that surely is a whole piece of text."""
@@ -79,9 +85,10 @@ class WindowDetokenizer:
 Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
-def new_detokenizer(tokenizer: TextTokenizer) -> Detokenizer:
-    """The right kind for this vocabulary."""
-    return ByteDetokenizer(tokenizer) if tokenizer.is_byte_level else WindowDetokenizer(tokenizer)
+def new_detokenizer(tokenizer: TextTokenizer, *, shows_special: bool = False) -> Detokenizer:
+    """The right kind for this vocabulary. `shows_special`: special tokens have a text, too: their own names."""
+    kind = ByteDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
+    return kind(tokenizer, shows_special=shows_special)
 
 
 @dataclass
@@ -89,8 +96,14 @@ class StopStrings:
     """Lets text through up to the first stop string; holds back only an end that may begin one."""
 
     stops: Sequence[str]
-    stopped: bool = False
+    shows_stop: bool = False  # the one that was found is let through, too
+    found: str = ""  # the one that ended the text
     _held: str = field(default="", init=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found."""
+        return bool(self.found)
 
     def add(self, text: str) -> str:
         """What may be shown now. After a stop string was found, nothing more comes."""
@@ -99,11 +112,11 @@ class StopStrings:
         if not self.stops:
             return text
         text = self._held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
+            end, self.found = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[: end + len(self.found) * self.shows_stop]
         keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

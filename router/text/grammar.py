@@ -5,8 +5,11 @@ A schema that is refused is taken apart until the place is known where it goes w
 """
 
 import json
+import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from llguidance import LLMatcher
@@ -17,6 +20,14 @@ from twostroke.protocol.grammars import Grammars
 
 MAX_SOURCE_BYTES = 64 * 1024
 """Of a schema or grammar, written as JSON without spaces."""
+
+WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
+"""What may stand between the tokens of JSON: a model that may write any amount sometimes writes nothing else."""
+
+_LEAVES_OUT = re.compile(r"\[\^|\\\\[PpxuU]|&&|--|~~|[^\x00-\x7f]")
+
+MAX_MULTIPLES = 50_000
+"""What the numbers of all `multipleOf` may come to: llguidance makes an automaton of so many states of each."""
 
 MAX_GBNF_RULES = 256  # what reads them takes their square
 
@@ -34,7 +45,17 @@ def of_schema(schema: Schema, *, lenient: bool = False, compact: bool = False) -
     """
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
-    return LLMatcher.grammar_from_json_schema(text, overrides={"lenient": lenient, "whitespace_flexible": not compact})
+    # llguidance lets escaped quotes and backslashes through classes of characters that leave them out: there are none.
+    is_open = '"pattern' in text and _LEAVES_OUT.search(text) is not None
+    return LLMatcher.grammar_from_json_schema(
+        text,
+        overrides={
+            "lenient": lenient,
+            "json_allowed_escapes": "nrtbf" if is_open else None,
+            "whitespace_flexible": not compact,
+            "whitespace_pattern": None if compact else WHITE_SPACE,
+        },
+    )
 
 
 def of_regex(pattern: str) -> str:
@@ -54,6 +75,8 @@ def of_lark(text: str) -> str:
 
 def of_text(text: str) -> str:
     """A grammar in Lark or GBNF. Raises RequestError, which names no field, for a GBNF that can't be read."""
+    if "%json" in text:  # its schemas would escape what is asked of others
+        raise RequestError("can't have %json: give the schema as json", code="invalid_grammar")
     if "::=" not in text:
         return of_lark(text)
     if text.count("::=") > MAX_GBNF_RULES:
@@ -67,11 +90,9 @@ def of_text(text: str) -> str:
 async def check(grammars: Grammars, grammar: str, param: str) -> str:
     """The grammar, which can be followed. Raises RequestError naming the field `param` where it can't."""
     try:
-        matcher = await grammars.matcher(grammar)
+        await grammars.matcher(grammar)
     except RequestError as error:
         raise named(error, param) from error
-    if not any(matcher.compute_bitmask()):
-        raise named(RequestError("nothing can be an answer to it", code="invalid_grammar"), param)
     return grammar
 
 
@@ -85,6 +106,8 @@ async def check_schema(grammars: Grammars, schema: Schema, param: str, *, lenien
             return error
         return None
 
+    if _num_states(schema) > MAX_MULTIPLES:
+        raise RequestError(f"{param}: multipleOf: its numbers are too large together", param=param)
     found = await fault(schema)
     if found is None:
         return of_schema(schema, lenient=lenient, compact=compact)
@@ -104,6 +127,28 @@ async def check_schema(grammars: Grammars, schema: Schema, param: str, *, lenien
 def named(error: RequestError, param: str) -> RequestError:
     """The error of the field `param`."""
     return RequestError(f"{param}: {error}", param=param, code=error.code, status=error.status)
+
+
+def _num_states(schema: Schema) -> float:
+    """At least as many states as the schema's `multipleOf` take: each may meet all others, at each `$ref`."""
+    numbers: list[Decimal] = []
+    num_refs = 0
+    rest: list[Any] = [schema]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, Mapping):
+            rest += one.values()
+            num_refs += "$ref" in one
+            if isinstance(number := one.get("multipleOf"), int | float) and not isinstance(number, bool):
+                numbers.append(Decimal(str(number)))
+        elif isinstance(one, list):
+            rest += one
+    if not numbers:
+        return 0
+    if any(abs(number.adjusted()) > 15 or number <= 0 for number in numbers):
+        return math.inf
+    scale = max(0, *[-int(number.as_tuple().exponent) for number in numbers], 0)
+    return math.lcm(*[int(number.scaleb(scale)) for number in numbers]) * len(numbers) * (1 + num_refs)
 
 
 _DEFINITIONS = ("$defs", "definitions")

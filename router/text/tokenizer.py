@@ -13,11 +13,13 @@ from tokenizers import Tokenizer
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.grammars import Vocabulary
 from twostroke.router.text.chat_template import ChatTemplate
+from twostroke.router.text.output_format import OutputFormat, pick_output_format
 
 OFF_LOOP_CHARS = 4096
 """Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""
 
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -40,12 +42,15 @@ class TextTokenizer:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         chat_template: ChatTemplate | None,
+        output_format: OutputFormat | None = None,
     ):
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         """Token ids below this are the model's."""
         self.eos_token_ids = eos_token_ids
         self._chat_template = chat_template
+        self.output_format = output_format
+        """How the model writes what it thinks and the tools that it calls, where that is known."""
         self._special_ids = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -57,10 +62,13 @@ class TextTokenizer:
         """What a token of a byte-level vocabulary adds to the text, as bytes; empty for special and unknown ones."""
 
     @classmethod
-    def load(cls, folder: Path, chat_template: str | None = None) -> "TextTokenizer":
+    def load(
+        cls, folder: Path, chat_template: str | None = None, response_template: str | None = None
+    ) -> "TextTokenizer":
         """The tokenizer of a Hugging Face model folder; the text of a chat template goes before the folder's own.
 
-        Raises ConfigError naming the file, or the setting, and the field.
+        `response_template` is the setting of that name. Raises ConfigError naming the file, or the setting, and the
+        field.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -72,14 +80,37 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special = _special_tokens(folder)
+        template = (
+            _chat_template(folder, special)
+            if chat_template is None
+            else ChatTemplate(chat_template, origin="model.chat_template", special_tokens=special)
+        )
+        config = folder / TOKENIZER_CONFIG
+        own = read_json(config).get("response_template")
         return cls(
             tokenizer,
             vocab_size=_vocab_size(folder, tokenizer),
             eos_token_ids=_eos_token_ids(folder, tokenizer, special),
-            chat_template=_chat_template(folder, special)
-            if chat_template is None
-            else ChatTemplate(chat_template, origin="model.chat_template", special_tokens=special),
+            chat_template=template,
+            output_format=None
+            if template is None
+            else pick_output_format(response_template, own, str(config), template.source),
         )
+
+    @property
+    def response_template(self) -> str | None:
+        """The name of the output format."""
+        return None if self.output_format is None else self.output_format.name
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """The tokens that grammars take for more than their text, but for those that end an answer."""
+        return {
+            token.content: token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if (token.special or (token.content.startswith("<") and token.content.endswith(">")))
+            and token_id not in self.eos_token_ids
+        }
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -91,6 +122,10 @@ class TextTokenizer:
         if len(text) <= OFF_LOOP_CHARS:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def encode_word(self, word: str) -> list[int]:
+        """The token ids of a few characters, at once."""
+        return self._encode(word, False)
 
     def surely_over(self, text: str, num_tokens: int) -> bool:
         """Whether `text` must have more than `num_tokens` tokens, told without tokenising it."""
@@ -109,13 +144,13 @@ class TextTokenizer:
         """Whether the token is a control token, which has no text."""
         return token_id in self._special_ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt of a chat. Raises RequestError where the model has no chat template or it refuses."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """The prompt of a chat, as `ChatTemplate.render`. Raises RequestError where the model has no chat template."""
         if self._chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
             )
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat_template.render(messages, **how)
 
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._special_ids:
@@ -181,7 +216,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens; those of special_tokens_map.json count where tokenizer_config.json has none."""
     found: dict[str, str] = {}
-    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+    for path in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
         values = read_json(path)
         for name in _SPECIAL_TOKENS:
             value = values.get(name)
@@ -234,7 +269,7 @@ def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | N
             return ChatTemplate(path.read_text(encoding="utf-8"), origin=str(path), special_tokens=special)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} can't be read: {error}") from error
-    path = folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_CONFIG
     source = read_json(path).get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}

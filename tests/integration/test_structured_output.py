@@ -13,6 +13,8 @@ import pytest
 
 from tests.integration.local_fleet import SECRET, Served, Shape, serve
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.step import Constraint
+from twostroke.protocol.errors import WorkerLost
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
@@ -101,3 +103,109 @@ async def test_each_kind_of_grammar_is_followed(fields: dict[str, Any], is_right
             answer = await here.ask(seed=seed, **fields)
             assert answer["finish_reason"] == "stop" or "response_format" in fields
             assert answer["finish_reason"] == "length" or is_right(answer["text"]), answer["text"]
+
+
+async def of_persons(here: Site, count: int) -> list[dict[str, Any]]:
+    """Streams' answers, which are valid where they end."""
+    asked = [here.ask(seed=seed, response_format=AS_PERSON, return_token_ids=True) for seed in range(count)]
+    answers = await asyncio.gather(*asked)
+    for answer in answers:
+        if answer["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(answer["text"]), PERSON)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[dict[str, Any]]:
+    """What six requests get where nothing happens to them."""
+
+    async def ask() -> list[dict[str, Any]]:
+        async with site() as here:
+            return await of_persons(here, 6)
+
+    answers = asyncio.run(ask())
+    assert sum(answer["finish_reason"] == "stop" for answer in answers) >= 3
+    return answers
+
+
+async def test_a_decode_worker_that_dies_in_mid_object_changes_no_token(undisturbed: list[dict[str, Any]]) -> None:
+    async with site(num_decode=2) as here:
+        worker = here.served.fleet.worker("decode")
+        step, num_steps = worker._equipment.engine.step, 0
+
+        async def dies_at_its_tenth(*args: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps >= 10:
+                raise WorkerLost("killed")
+            return await step(*args)
+
+        worker._equipment.engine.step = dies_at_its_tenth  # type: ignore[method-assign]
+        answers = await of_persons(here, 6)
+        assert num_steps >= 10
+        assert answers == undisturbed
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 2**26], ids=["recomputed", "swapped"])
+async def test_requests_that_give_way_get_the_same_tokens(swap_bytes: int, undisturbed: list[dict[str, Any]]) -> None:
+    async with site(num_blocks=16, block_size=16, swap_bytes=swap_bytes, decode={"watermark": 0.0}) as here:
+        answers = await of_persons(here, 6)
+        assert here.served.fleet.stats("decode").preemptions > 0
+        assert answers == undisturbed
+
+
+async def test_prefill_that_fails_leaves_the_first_token_to_a_decode_worker_that_knows_the_grammar(
+    undisturbed: list[dict[str, Any]],
+) -> None:
+    async with site() as here:
+
+        async def dies(*args: Any) -> Any:
+            raise WorkerLost("killed")
+
+        here.served.fleet.worker("prefill")._equipment.engine.step = dies  # type: ignore[method-assign]
+        assert await of_persons(here, 6) == undisturbed
+
+
+async def test_an_answer_that_can_not_be_followed_ends_with_an_error_and_its_neighbours_go_on(
+    undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, has_failed = Constraint.__init__, Constraint.has_failed
+    victims: set[Constraint] = set()
+
+    def make(self: Constraint, matcher: Any, renew: Any) -> None:
+        made(self, matcher, renew)
+        if "FOO" in renew.args[0]:
+            victims.add(self)
+
+    def fails(self: Constraint, position: int) -> bool:
+        return (self in victims and position > 20) or has_failed(self, position)
+
+    monkeypatch.setattr(Constraint, "__init__", make)
+    monkeypatch.setattr(Constraint, "has_failed", fails)
+    async with site() as here:
+        body = {
+            "model": MODEL,
+            "prompt": "import os\n",
+            "max_tokens": 100,
+            "guided_regex": "(FOO){100}",
+            "stream": False,
+        }
+        asked = here.http.post("/v1/completions", json=body)
+        answers, refused = await asyncio.gather(of_persons(here, 6), asked)
+        assert answers == undisturbed
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "grammar_too_complex"
+
+
+async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> None:
+    async with site(transport=None) as here:
+        answer = await here.ask(guided_choice=["a"], min_tokens=50, return_token_ids=True)
+        assert answer["text"] == "a"
+        assert answer["finish_reason"] == "stop"
+        assert len(answer["token_ids"]) == 2
+        streamed = await here.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "x", "guided_choice": ["red"], "stream": True, "logprobs": 2},
+        )
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == "red"

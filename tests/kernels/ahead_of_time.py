@@ -30,7 +30,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
     copy_and_digest_units,
@@ -206,7 +206,9 @@ def sampling(capability: int) -> None:
         log_min_p=empty(torch.float64),
         keys=empty(torch.int64),
     )
-    draw_on_device(torch.empty((rows, 128256), device="meta"), parameters)
+    logits = torch.empty((rows, 128256), device="meta")
+    draw_on_device(logits, parameters)
+    mask_on_device(logits, empty(torch.int64), torch.empty((rows, 4008), dtype=torch.int32, device="meta"))
 
 
 FAMILIES: dict[str, Callable[[int], None]] = {

@@ -7,17 +7,28 @@ interpreter is not thread-safe.
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
 from twostroke.kvtransfer.link import DataLink, DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports import cuda_ipc
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.transports import cuda_ipc, device_units
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
-from twostroke.kvtransfer.transports.device_units import DeviceUnits
+from twostroke.kvtransfer.transports.device_units import (
+    CudaStaging,
+    DeviceQueue,
+    DeviceUnits,
+    warm_up_lanes,
+    warm_up_source,
+    warm_up_target,
+)
+from twostroke.model.cuda.kernels import kv_units
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
@@ -167,6 +178,146 @@ async def test_an_error_of_cuda_breaks_the_link(shared: None, monkeypatch: pytes
             await sender.send([Segment(0, (1,))], SEAL)
         with pytest.raises(ConnectionLost, match="closed"):
             await sender.send([Segment(0, (1,))], SEAL)
+
+
+class Compiled:
+    """A kernel that notes the variants it is launched in, each of which Triton compiles once, for seconds."""
+
+    def __init__(self, kernel: Any, variants: set[str]):
+        self._kernel, self._variants = kernel, variants
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            widths = [argument.bit_length() > 31 for argument in arguments if isinstance(argument, int)]
+            self._variants.add(f"{self._kernel.fn.__name__} {widths} {constants}")
+            self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    variants: set[str] = set()
+    for name in ("digest_parts_kernel", "move_units_kernel", "digest_kernel", "code_units_kernel"):
+        monkeypatch.setattr(kv_units, name, Compiled(getattr(kv_units, name), variants))
+    return variants
+
+
+async def test_a_cuda_ipc_link_compiles_nothing_for_a_chunk_when_it_is_joined(shared: None, compiled: set[str]) -> None:
+    source, target = store_of(layout_of(), seed=1), store_of(layout_of(block_size=8))
+    cut, own = Cut(source.layout, 1, 2, 4, "raw"), Cut(target.layout, 1, 2, 4, "raw")
+    async with linked(source, target, cut, own) as (sender, receiver):
+        before = set(compiled)
+        await sender.send(chunk_of(1, cut), SEAL)
+        assert await receiver.receive(chunk_of(2, own), SEAL)
+        assert before
+        assert compiled == before
+
+
+@pytest.mark.parametrize("encoding", ["raw", "fp8"])
+@pytest.mark.parametrize("head_dim", [8, 5])
+def test_staging_compiles_nothing_for_a_chunk_once_it_is_warm(
+    encoding: Encoding, head_dim: int, compiled: set[str]
+) -> None:
+    cut = Cut(layout_of(head_dim), 1, 2, 2, encoding)
+    source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)
+    source.warm_up()
+    before = set(compiled)
+    packed = source.buffer(0, 4)
+    source.pack(chunk_of(1, cut), SEAL, packed)
+    assert target.unpack(chunk_of(2, cut), SEAL, packed)
+    assert before
+    assert compiled == before
+
+
+def test_a_worker_compiles_at_its_start_what_lanes_with_its_peers_need(compiled: set[str]) -> None:
+    store = store_of(layout_of())
+    peers = [layout_of(), replace(layout_of(block_size=8), tp_size=2)]
+    warm_up_lanes(("cuda_ipc", "torch_distributed"), store, peers, "raw")
+    before = set(compiled)
+    for peer in peers:
+        for own, theirs in [cut_lane(lane, store.layout, peer, "raw") for lane in plan_lanes(1, peer.tp_size, 4)]:
+            queue, device = DeviceQueue(torch.device("cpu")), torch.device("cpu")
+            warm_up_source(own, queue, device)
+            warm_up_target(theirs, own, queue, device)
+            CudaStaging(store, own).warm_up()
+    assert compiled == before
+
+
+class NotedQueue:
+    """A stream that notes when it is the current one, and which memory of others it is told of."""
+
+    current: ClassVar[list["NotedQueue"]] = []
+
+    def __init__(self, _: torch.device):
+        self.kept: list[int] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.current.append(self)
+        yield
+        self.current.pop()
+
+    def keep(self, memory: torch.Tensor) -> None:
+        self.kept.append(memory.data_ptr())
+
+    def wait(self) -> None:
+        assert not self.current
+
+
+def test_staging_never_allocates_from_the_engines_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where freed activations may still be read and written by what the engine has queued."""
+    monkeypatch.setattr(device_units, "DeviceQueue", NotedQueue)
+    cut = Cut(layout_of(), 0, 4, 4, "raw")
+    source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)
+    owners: list[NotedQueue | None] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        if "device" in options:
+            owners.append(NotedQueue.current[-1] if NotedQueue.current else None)
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    for units in (2, 4):  # a buffer that grows
+        packed = source.buffer(0, units)
+        assert source._waiting.kept[-1] == packed.data_ptr()  # type: ignore[attr-defined]
+    source.pack(chunk_of(1, cut), SEAL, packed)
+    assert target.unpack(chunk_of(2, cut), SEAL, packed)
+    assert owners[:2] == [source._posting] * 2
+    assert len(owners) >= 4
+    assert None not in owners
+
+
+async def test_a_cache_is_shared_once_and_unmapped_on_the_links_thread(
+    shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "DeviceQueue", NotedQueue)
+    share, num_shared, unmapped = cuda_ipc.share_layer, 0, list[tuple[str, bool]]()
+
+    def counted(tensor: torch.Tensor) -> LayerHandle:
+        nonlocal num_shared
+        num_shared += 1
+        return share(tensor)
+
+    class Mapped(Address):
+        def __del__(self) -> None:
+            unmapped.append((threading.current_thread().name, bool(NotedQueue.current)))
+
+    monkeypatch.setattr(cuda_ipc, "share_layer", counted)
+    monkeypatch.setattr(cuda_ipc, "open_layer", lambda handle, _: Mapped(struct.unpack("<Q", handle.handle)[0]))
+    store = store_of(layout_of())
+    cut = Cut(store.layout, 0, 4, 4, "raw")
+    sending, receiving = CudaIpcTransport(store, join_timeout_s=20), CudaIpcTransport(store, join_timeout_s=20)
+    for _ in range(3):
+        pending = await receiving.prepare("127.0.0.1", cut)
+        links = await asyncio.gather(sending.join(pending.params, cut), pending.established())
+        for link in links:
+            await link.close()
+    assert num_shared == store.layout.num_tensors
+    assert unmapped == [("kv-cuda_ipc", True)] * 3 * store.layout.num_tensors
+    await sending.close()
+    await receiving.close()
 
 
 async def test_lanes_that_cuda_ipc_cannot_move_are_refused() -> None:

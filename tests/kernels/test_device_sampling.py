@@ -5,14 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from tests.model.conftest import draw_batch
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.step import Draw
+from twostroke.model.sampling.token_masks import TokenMasks
+from twostroke.model.step import Constraint, Draw
 from twostroke.protocol.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -80,6 +82,19 @@ def test_broken_logits_are_told_and_never_drawn() -> None:
     assert tokens[1:3].tolist() == [9, 0]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 33, 2048, 5000])
+def test_masks_take_out_what_the_reference_does(vocab_size: int) -> None:
+    random = np.random.default_rng(vocab_size)
+    words = random.integers(-(2**31), 2**31, (3, -(-vocab_size // 32))).astype(np.int32)
+    words[1, 0], words[2, 0] = 0, -1
+    logits = torch.randn((5, vocab_size), generator=torch.Generator().manual_seed(1))
+    logits[4, 0] = float("nan")
+    rows, expected = np.array([0, 2, 4]), logits.clone()
+    TorchSampling().mask(expected, rows, words)
+    mask_on_device(logits, torch.from_numpy(rows), torch.from_numpy(words))
+    assert torch.equal(logits.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
 REQUESTS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.5, seed=-3),
@@ -102,6 +117,32 @@ def test_the_device_sampler_draws_what_the_other_one_does() -> None:
     assert drawn.collect() == [token.token_id for token in expected]
     assert sampler.num_broken_rows == 0
     assert drawn.tokens.tolist() == [token.token_id for token in expected]
+
+
+def test_the_device_sampler_keeps_to_masks_with_and_without_log_probabilities() -> None:
+    random, size, count = np.random.default_rng(3), 200, 40
+    logits = torch.from_numpy(random.normal(size=(count, size)).astype(np.float32))
+    rows = np.arange(1, count, 2)
+    words = random.integers(0, 2**31, (len(rows), 7)).astype(np.int32)
+    words[3] = 0
+    words[3, 4] = 1 << 9
+    constraint = Constraint(LLMatcher(LLTokenizer("byte"), "{}", log_level=0), pytest.fail)
+    held = [constraint if row % 2 else None for row in range(count)]
+    masks = TokenMasks(rows, words)
+    for logprobs in (None, 2):
+        sampling = [SamplingParams(seed=row, temperature=row % 3, logprobs=logprobs) for row in range(count)]
+        draws = [
+            Draw(params, [1], 1, forbidden=(2,), constraint=one) for params, one in zip(sampling, held, strict=True)
+        ]
+        positions = [3] * count
+        expected = Sampler(size).sample(logits.clone(), draws, positions, masks)
+        sampler = DeviceSampler(size, torch.device("cpu"))
+        if logprobs is None:
+            drawn = sampler.launch(logits.clone(), draws, positions, masks)
+            assert drawn.wait() == drawn.collect() == [token.token_id for token in expected]
+            assert expected[7].token_id == 4 * 32 + 9
+        else:
+            assert sampler.sample(logits.clone(), draws, positions, masks) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])

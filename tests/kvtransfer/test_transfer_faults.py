@@ -24,6 +24,7 @@ from tests.rigs.kv_faulty_pair import (
 )
 from tests.rigs.kv_pair import FAST, SECRET, D, fails, make_pair, settle
 from tests.rigs.raw_source import RawPeer, raw_peer
+from twostroke.kvtransfer import sender as sender_side
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.lifecycle import SenderState
@@ -96,6 +97,27 @@ async def test_a_link_that_can_not_be_joined_is_the_next_time_another_transports
         await pair.sender.close()
         await assert_a_transfer_works(pair, (22, 23))
         assert [report.transport for report in pair.sender.links()] == ["tcp"], "it is tried again"
+
+
+async def test_a_link_that_stands_in_for_a_better_one_ends_after_a_while_for_that_to_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender_side, "SECOND_BEST_S", 0.0)
+    async with faulty_pair(("tcp", "torch_distributed")) as (pair, source, _):
+        source.refusals = 1
+        out, incoming = begin_and_finish(pair)
+        await fails(out.done(), incoming.verified())
+        await settle(lambda: not pair.sender._tasks)
+        out, incoming = begin(pair, "second", (6, 7))
+        await settle(lambda: bool(pair.sender.links()))
+        (report,) = pair.sender.links()
+        assert report.transport == "torch_distributed", "kept while a transfer is on it"
+        finish(out)
+        await asyncio.gather(out.done(), incoming.verified())
+        await settle(lambda: not pair.sender._tasks)
+        await assert_a_transfer_works(pair, (22, 23))
+        assert [report.transport for report in pair.sender.links()] == ["tcp"]
+        assert pair.sender.stats.links_lost == 1, "the first alone"
 
 
 async def test_a_link_that_can_not_be_prepared_is_another_transports() -> None:

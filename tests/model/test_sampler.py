@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
 from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
-from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler
-from twostroke.model.step import Draw
+from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler, adjust
+from twostroke.model.step import Draw, is_penalised
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 VOCAB = 61
@@ -373,3 +373,25 @@ def test_numba_and_torch_draw_alike_from_a_large_vocabulary(
     assert numba.draw(logits, best, batch).tolist() == reference.draw(logits, best, batch).tolist()
     assert numba.largest(logits, batch.rows, 20).tolist() == reference.largest(logits, batch.rows, 20).tolist()
     assert numba.log_sum_exp(logits, batch.rows) == pytest.approx(reference.log_sum_exp(logits, batch.rows), rel=1e-14)
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    logits = torch.randn((3, 40), generator=torch.Generator().manual_seed(1))
+    draws = [Draw(SamplingParams(temperature=2.0, allowed_token_ids=(7, 9)), [1], 1) for _ in range(2)]
+    drawn = [
+        token.token_id
+        for position in range(50)
+        for token in Sampler(40).sample(logits.clone(), [*draws, Draw(SamplingParams(), [1], 1)], [position] * 3)[:2]
+    ]
+    assert set(drawn) == {7, 9}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "banned"), [([], [3]), ([5], [3]), ([5, 6], [3, 8]), ([6, 5], [3, 6]), ([2, 5, 6], [3, 8])]
+)
+def test_a_bad_word_never_gets_its_last_token(outputs: list[int], banned: list[int]) -> None:
+    sampling = SamplingParams(temperature=0.0, bad_words=((3,), (5, 6, 8), (6, 5, 6)))
+    logits = torch.zeros((1, 10))
+    adjust(logits, [0], [Draw(sampling, [5, 6, *outputs], 2)])
+    assert (logits[0] == -math.inf).nonzero().flatten().tolist() == banned
+    assert is_penalised(sampling)

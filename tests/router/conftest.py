@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -37,6 +38,7 @@ from twostroke.protocol.requests import (
     GenerateRequest,
     Peer,
     PrefillReply,
+    PromptScores,
     SampledToken,
     SamplingParams,
     Ticket,
@@ -103,6 +105,7 @@ class FakeWorker:
     gate: asyncio.Semaphore | None = None
     prefill_gate: asyncio.Event | None = None
     refusal: Exception | None = None
+    script: Sequence[int] | None = None  # its output tokens, in place of the fake model's
     poison: Callable[[Sequence[int]], bool] | None = None  # it dies of drawing the token after these
     dying: asyncio.Task[None] | None = None
     keeps_kv: bool = False  # a prefill worker that can't reach the decode worker
@@ -189,6 +192,11 @@ class FakeWorker:
             self.owned.discard(request.request_id)
             self.prompt_ready.pop(request.request_id, None)
 
+    def _draw(self, request: GenerateRequest, prefix: Sequence[int]) -> SampledToken:
+        if self.script is None:
+            return next_token(request, prefix)
+        return SampledToken(self.script[len(prefix) - request.num_prompt_tokens], -0.5)
+
     async def _die_of_poison(self, tokens: Sequence[int]) -> None:
         if self.poison is not None and self.poison(tokens):
             await asyncio.sleep(0.03)  # an engine's step takes its time
@@ -200,12 +208,35 @@ class FakeWorker:
             if self.prefill_gate is not None:
                 await self.prefill_gate.wait()
             await self._die_of_poison(request.token_ids)
-            token = next_token(request, request.token_ids)
+            token = self._draw(request, request.token_ids)
             given = request.num_output_tokens_given
             finish = finish_reason(request, given + 1, token.token_id)
             if decode is not None and not self.keeps_kv:
                 decode.ready(request.request_id).set()
             return PrefillReply(TokenEvent(request.request_id, given, (token,), finish), 3, 0.01, 0.02)
+
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """The fake model finds an even token t after any other the likeliest, and of an odd one t + 1."""
+        reply, (_, *targets) = await self.prefill(request, None), request.token_ids
+        wanted = request.reading.logprobs
+        scores = None
+        if wanted is not None:
+            ids = [[t + t % 2 + k for k in range(wanted)] for t in targets]
+            logprobs = [[-1 - t % 2, *[-1 - k for k in range(wanted)]] for t in targets]
+            scores = PromptScores(
+                wanted,
+                np.array(ids, np.int32).tobytes(),
+                np.array(logprobs, np.float32).tobytes(),
+                np.array([1 + t % 2 for t in targets], np.int32).tobytes(),
+            )
+        embedding = b""
+        if request.reading.pooling is not None:
+            vector = np.array([*request.token_ids[:4], 1.0, 0.0, 0.0, 0.0][:4], np.float32)
+            embedding = (vector / np.linalg.norm(vector)).tobytes()
+        if request.max_tokens == 0:
+            event = TokenEvent(request.request_id, reply.event.index, (), "length")
+            reply = msgspec.structs.replace(reply, event=event)
+        return msgspec.structs.replace(reply, scores=scores, embedding=embedding)
 
     def note_pull(self, ticket: Ticket) -> None:
         """A prefix is on its way, or so the router says."""
@@ -224,7 +255,7 @@ class FakeWorker:
                 else:
                     await asyncio.sleep(0)
                 await self._die_of_poison(tokens)
-                token = next_token(request, tokens)
+                token = self._draw(request, tokens)
                 index = len(tokens) - request.num_prompt_tokens
                 tokens.append(token.token_id)
                 finish = finish_reason(request, index + 1, token.token_id)
@@ -252,6 +283,9 @@ class FakeFleet:
             self.all[worker.worker_id].note_pull(pull)
         decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
+
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        return await self.all[worker.worker_id].read(request)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -390,12 +424,13 @@ def site_of(fleet_of, tokenizer):
         tenants=None,
         defaults=SamplingDefaults(),  # noqa: B008  (frozen)
         scaling=lambda: None,
+        speaks=tokenizer,
         **config,
     ) -> AsyncIterator[Site]:
         async with fleet_of(num_prefill, num_decode) as rig:
             service = RouterService(
                 config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, **config),
-                tokenizer=tokenizer,
+                tokenizer=speaks,
                 fleet=rig.fleet,
                 channels=rig.channels,
                 pipeline=rig.pipeline,

@@ -11,10 +11,12 @@ import asyncio
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, Grip
-from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, is_penalised, with_drawn_tokens
+from twostroke.model.step import BlockCopy, Engine, OnLayer, ScoredRows, SequenceStep, is_penalised, with_drawn_tokens
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
 
 VOCAB = 61
@@ -37,6 +39,19 @@ def draw(kv: Sequence[bytes], sampling: SamplingParams, forbidden: Sequence[int]
     while token in forbidden:
         token = (token + 1) % VOCAB
     return token
+
+
+def hidden_state(kv: bytes) -> NDArray[np.float32]:
+    """[4], of a position with this KV."""
+    return np.frombuffer(xxhash.xxh128_digest(kv), np.uint32).astype(np.float32)
+
+
+def scored(kv: bytes, token_id: int, num_alternatives: int) -> tuple[list[int], list[float], int]:
+    """The likeliest tokens after a position with this KV, log-probabilities of `token_id` and of these, its rank."""
+    best = xxhash.xxh32_intdigest(kv) % VOCAB
+    rank = (token_id - best) % VOCAB
+    places = range(num_alternatives)
+    return [(best + place) % VOCAB for place in places], [-0.5 - place for place in (rank, *places)], rank + 1
 
 
 def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[int]:
@@ -161,6 +176,8 @@ class FakeEngine(Engine):
                 self._compute(one, layer)
             if on_layer is not None:
                 on_layer(layer)
+        for one in batch:
+            self._read(one)
         self._drawn = [self._draw(one) for one in batch]
         return self._drawn
 
@@ -180,6 +197,20 @@ class FakeEngine(Engine):
             before = position_kv(before, token_id, layer)
             computed.append(before)
         store.write(layer, one.block_ids, one.start, b"".join(computed))
+
+    def _read(self, one: SequenceStep) -> None:
+        reading, store = one.reading, self._store
+        if reading is None:
+            return
+        reading.begin(one.start)
+        kv = [store.position(0, one.block_ids, position) for position in range(one.start, _end(one))]
+        for position in range(len(kv))[reading.pooled_rows(one.start, len(kv))]:
+            reading.add_hidden(hidden_state(kv[position]))
+        targets = reading.targets(one.start, len(kv)).tolist()
+        if targets:
+            rows = [scored(*row, reading.params.logprobs or 0) for row in zip(kv, targets, strict=False)]
+            ids, logprobs, ranks = (np.array(column) for column in zip(*rows, strict=True))
+            reading.add_scores(ScoredRows(ids.astype("<i4"), logprobs.astype("<f4"), ranks.astype("<i4")))
 
     def _draw(self, one: SequenceStep) -> SampledToken | None:
         if one.draw is None:

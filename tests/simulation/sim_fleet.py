@@ -185,6 +185,10 @@ class SimFleet:
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        reply: PrefillReply = await self._call("read", worker, request)
+        return reply
+
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
@@ -203,13 +207,11 @@ class SimFleet:
         self.calls_to_spoil[kind] -= is_hit
         return is_hit
 
-    async def _call(
-        self, role: Role, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None
-    ) -> Any:
+    async def _call(self, name: str, worker: Peer, request: GenerateRequest, *tickets: Ticket | None) -> Any:
         router_id = request.router_id
 
         def method(process: SimProcess) -> Coroutine[Any, Any, Any]:
-            return getattr(process.worker, role)(_copy(request), _copy(ticket), _copy(pull))
+            return getattr(process.worker, name)(_copy(request), *map(_copy, tickets))
 
         is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
         is_twice = self._spoils("repeat_calls")

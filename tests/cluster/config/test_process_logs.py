@@ -2,14 +2,18 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from twostroke.cluster.config import process_logs
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.process_logs import LoggingConfig, log_to
 from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.observe.log_format import REQUEST_ID
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +43,29 @@ def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
     logging.getLogger("twostroke.router").warning("heard")
     assert not (tmp_path / "first").exists(), "a file is made by its first line"
     assert (tmp_path / "second").read_text().endswith(" WARNING twostroke.router: heard\n")
+
+
+def test_a_containers_output_has_json_lines_with_the_requests_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "output"
+    os.mkfifo(output)
+    reading = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(process_logs, "_CONTAINERS_OUTPUT", output)
+    log_to(tmp_path / "file", LoggingConfig(format="json", to="stdout"), {"role": "router"})
+    token = REQUEST_ID.set("req-1")
+    logging.getLogger("twostroke.router").info("hello")
+    REQUEST_ID.reset(token)
+    line = json.loads(os.read(reading, 4096))
+    os.close(reading)
+    assert (line["message"], line["role"], line["request_id"]) == ("hello", "router", "req-1")
+    assert not (tmp_path / "file").exists()
+
+
+def test_where_there_is_no_container_files_are_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_logs, "_CONTAINERS_OUTPUT", tmp_path / "none" / "1")
+    with pytest.raises(ConfigError, match=r"^logging.to: .*: set it to files"):
+        log_to(None, LoggingConfig(to="stdout"), {})
 
 
 def test_workers_and_their_ranks_are_told_how_to_log() -> None:

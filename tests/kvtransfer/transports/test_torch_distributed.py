@@ -1,14 +1,22 @@
 """What is peculiar to links through process groups: hanging operations, staging memory, threads, and digests."""
 
 import asyncio
+import os
+import threading
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.rigs.kv_links import linked
+from tests.rigs.delegate import Delegate
+from tests.rigs.kv_links import blocks, linked
 from tests.rigs.kv_pair import BytesStore, settle
 from twostroke.kvtransfer.rules.layout import Segment
+from twostroke.kvtransfer.transports import torch_distributed
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
+from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 from twostroke.protocol.errors import ConnectionLost
 
 NAME = "torch_distributed"
@@ -84,3 +92,41 @@ async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None
         with pytest.raises(ConnectionLost, match="closed"):
             await receiving
     assert store.copy() == before
+
+
+async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default torch ends the process whose operation fails; it reads the variable when a group is made."""
+    handling: list[str | None] = []
+    aborted: list[str] = []
+
+    class DeadPeersGroup:
+        class Options:
+            _timeout: timedelta
+
+        def __init__(self, *_: Any):
+            handling.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+        def send(self, *_: Any) -> Any:
+            raise RuntimeError("NCCL Error 6: remote process exited or there was a network error")
+
+        def abort(self) -> None:
+            aborted.append(threading.current_thread().name)
+
+    class OnDevice(Delegate):
+        """A staging that is not the host's."""
+
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", DeadPeersGroup, raising=False)
+    make = torch_distributed.make_staging
+    monkeypatch.setattr(torch_distributed, "make_staging", lambda store, cut: OnDevice(make(store, cut)))
+    store = filled(8)
+    cut = blocks(store)
+    receiving, sending = (TorchDistributedTransport(store, join_timeout_s=20) for _ in range(2))
+    pending = await receiving.prepare("127.0.0.1", cut)
+    with pytest.raises(ConnectionLost, match="remote process exited"):
+        await sending.join(pending.params, cut)
+    await sending.close()
+    assert handling == ["0"]
+    assert aborted[-1:] == ["kv-group-wait_0"]
+    await pending.close()
+    await receiving.close()

@@ -21,6 +21,7 @@ from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
+from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
     DrawnElsewhere,
     GroupRanks,
@@ -64,7 +65,9 @@ class Ranks:
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
-        drawn, *_ = list(self._threads.map(lambda runner: runner.run(batch), self._runners))
+        others = [as_on_rank_0(for_ranks(step)) for step in batch]
+        batches = [batch, *[others] * (len(self._runners) - 1)]
+        drawn, *_ = list(self._threads.map(ModelRunner.run, self._runners, batches))
         return drawn
 
 

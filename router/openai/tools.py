@@ -1,0 +1,143 @@
+"""Tools and reasoning in chats: the functions that a client offers, which of them may or must be called, the calls of
+earlier turns, and how much the model is to think.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
+MAX_TOOLS_BYTES = 256 * 1024  # of all tools, as JSON
+MAX_VARIABLES = 64  # chat_template_kwargs
+MAX_DOCUMENTS = 256
+
+_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class FunctionSpec(StrictModel):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: it has none
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    """A tool: functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionChoice(StrictModel):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(StrictModel):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledBefore(StrictModel):
+    """The function of a call in the history."""
+
+    name: FunctionName
+    arguments: Text  # JSON, as the model wrote it
+
+
+class CallBefore(StrictModel):
+    """A call in the history."""
+
+    id: ShortText
+    type: Literal["function"] = "function"
+    function: CalledBefore
+
+    def as_template_sees(self) -> dict[str, Any]:
+        """The call with its arguments as an object, where they are one: templates write them as they like."""
+        arguments: Any = self.function.arguments
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):
+            read = None
+        if isinstance(read, dict):
+            arguments = read
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+Calls = Annotated[list[CallBefore], Field(fail_fast=True, max_length=MAX_CALLS)]
+ToolChoice = Literal["auto", "none", "required"] | NamedChoice
+
+
+class ToolFields(StrictModel):
+    """The fields of a chat about tools and reasoning."""
+
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None  # vLLM's
+    thinking_token_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # vLLM's
+    chat_template_kwargs: Annotated[dict[ShortText, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def allowed_tools(self) -> list[Tool]:
+        """The tools that the model is told of and may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which one must be called; none where the model may choose."""
+        if isinstance(self.tool_choice, NamedChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools or [] if tool.function.name == name]
+        return self.allowed_tools if self.tool_choice == "required" else []
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools."""
+        said: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            said["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                said["enable_thinking"] = False
+        return said | (self.chat_template_kwargs or {})
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> "ToolFields":
+        names: Mapping[str, int] = {}
+        for i, tool in enumerate(self.tools or []):
+            name = tool.function.name
+            if name in names:
+                raise FieldError(f"tools.{i}.function.name", f"is the name of tools.{names[name]}, too")
+            names = {**names, name: i}
+        if self.tools and _json_bytes([tool.model_dump() for tool in self.tools]) > MAX_TOOLS_BYTES:
+            raise FieldError("tools", f"has more than {MAX_TOOLS_BYTES} bytes")
+        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
+            raise FieldError("tool_choice.function.name", "is not the name of one of the tools")
+        if self.tool_choice == "required" and not self.tools:
+            raise FieldError("tool_choice", "needs tools")
+        reserved = _RESERVED.intersection(self.chat_template_kwargs or ())
+        if reserved:
+            raise FieldError("chat_template_kwargs", f"can't have {min(reserved)}: it has a field of its own")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError("add_generation_prompt", "must be false with continue_final_message")
+        return self
+
+
+def _json_bytes(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode())

@@ -1,0 +1,87 @@
+"""Grammars of whole answers: calls that must be made, arguments that must be valid, and thinking that goes before.
+
+Control tokens are named by their ids: llguidance lets no text stand for them.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.router.text.grammar import of_lark
+from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax
+
+_TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that may be called."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool
+
+
+class AnswerGrammar:
+    """Writes the grammars of one model's answers."""
+
+    def __init__(self, controls: Mapping[str, int]):
+        """`controls`: the tokens that are not text, with their ids."""
+        self._controls = controls
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if controls else None
+
+    def of_calls(self, how: CallSyntax, functions: Sequence[Function], *, is_parallel: bool) -> str:
+        """The rules of `calls`: one call, or where `is_parallel` one or more."""
+        rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+        for i, one in enumerate(functions):
+            begin = self._literal(how.begin.replace("{name}", one.name))
+            schema = {**one.parameters, "x-guidance": {"lenient": not one.is_strict}} if one.parameters else None
+            schema = schema or {"type": "object"}
+            rules.append(f"call_{i}: {begin} %json {json.dumps(schema)} {self._literal(how.end)}")
+        trigger, between = self._literal(how.trigger), self._literal(how.between)
+        more = f"({between} {'' if how.last else trigger} call)*" if is_parallel and not how.is_single else ""
+        rules.append(f"calls: {trigger} {self._literal(how.first)} call {more} {self._literal(how.last)}")
+        return "\n".join(rules)
+
+    def ends_thoughts(self, how: ThinkingSyntax) -> bool:
+        """Whether thoughts end with a token of its own, so that they can be cut off by their number of tokens."""
+        return any(how.end.startswith(token) for token in self._controls)
+
+    def of_answer(
+        self, how: ThinkingSyntax | None, rest: str, *, is_open: bool, most_tokens: int | None, answer: str = ""
+    ) -> str:
+        """A grammar: thoughts, `most_tokens` at most, then `rest`, which are rules with the name `rest`.
+
+        `is_open`: the prompt has begun them; without `how` there are none. `answer`: the grammar that `rest` calls
+        @answer.
+        """
+        lark = f"start: rest\n{rest}"
+        if how is not None:
+            end, is_token = self._literal(how.end), self.ends_thoughts(how)
+            limit = "" if most_tokens is None else f"[max_tokens={most_tokens}]"
+            rule = f"thoughts{limit}: {_TEXT}" if is_token else f"thoughts[lazy]: {_TEXT} {end}"
+            inside = f"thoughts {end}" if is_token else "thoughts"
+            thoughts = inside if is_open else f"({self._literal(how.begin)} {inside})?"
+            lark = f"start: {thoughts} rest\n{rule}\n{rest}"
+        if not answer:
+            return of_lark(lark)
+        first, *others = json.loads(answer)["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
+
+    def _literal(self, text: str) -> str:
+        """This text as a sequence of Lark."""
+        parts = [text] if self._split is None else self._split.split(text)
+        return " ".join(
+            f"<[{self._controls[part]}]>" if part in self._controls else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    @property
+    def anything(self) -> str:
+        """The rule of `rest` that takes whatever a model writes."""
+        tokens = "".join(f" | <[{token_id}]>" for token_id in self._controls.values())
+        return f"rest: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"

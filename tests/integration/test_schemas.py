@@ -1,0 +1,105 @@
+"""Answers to many schemas, drawn hot from the bundled model: whatever ends is of its schema, or that was refused."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jsonschema
+import pytest
+
+from tests.integration.schemas import Schema, all_schemas
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import load_engine
+from twostroke.model.step import Constraint, Draw, Engine, SequenceStep
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.grammars import Grammars
+from twostroke.protocol.requests import SamplingParams
+from twostroke.router.text.grammar import check_schema
+from twostroke.router.text.tokenizer import TextTokenizer
+
+PROMPT = (5, 6, 7)
+MOST_TOKENS = 120
+AT_ONCE = 200
+BLOCKS = -(-(len(PROMPT) + MOST_TOKENS) // 16)
+
+
+@dataclass
+class Answer:
+    """One answer on its way."""
+
+    schema: Schema
+    tokens: list[int]
+    constraint: Constraint
+    sampling: SamplingParams
+
+    def step(self, place: int) -> SequenceStep:
+        new = self.tokens if len(self.tokens) == len(PROMPT) else self.tokens[-1:]
+        blocks = range(place * BLOCKS, (place + 1) * BLOCKS)
+        draw = Draw(self.sampling, self.tokens, len(PROMPT), constraint=self.constraint)
+        return SequenceStep(list(new), len(self.tokens) - len(new), blocks, draw)
+
+
+async def write(engine: Engine, answers: Sequence[Answer], ends: Sequence[int]) -> None:
+    """Draw until each has ended, or is too long."""
+    waiting = iter(answers)
+    running: dict[int, Answer] = dict(enumerate(itertools.islice(waiting, AT_ONCE)))
+    while running:
+        drawn = await engine.step([answer.step(place) for place, answer in running.items()])
+        for (place, answer), token in zip(list(running.items()), drawn, strict=True):
+            assert token is not None
+            assert not answer.constraint.has_failed(len(answer.tokens)), answer.schema
+            answer.tokens.append(token.token_id)
+            if token.token_id in ends or len(answer.tokens) == len(PROMPT) + MOST_TOKENS:
+                del running[place]
+                if (following := next(waiting, None)) is not None:
+                    running[place] = following
+
+
+async def of_schemas(schemas: Sequence[Schema], num_seeds: int) -> tuple[int, int, int]:
+    """How many schemas are refused, and how many answers end, and how many don't."""
+    tokenizer = TextTokenizer.load(BUNDLED_MODEL_DIR)
+    grammars = Grammars(lambda: tokenizer.vocabulary)
+    answers: list[Answer] = []
+    num_refused = 0
+    for number, schema in enumerate(schemas):
+        try:
+            grammar = await check_schema(grammars, schema, "schema", lenient=False, compact=number % 2 == 0)
+        except RequestError:
+            num_refused += 1
+            continue
+        for seed in range(num_seeds):
+            constraint = Constraint(await grammars.matcher(grammar), partial(grammars.renewed, grammar))
+            sampling = SamplingParams(temperature=1.5, seed=1000 * number + seed)
+            answers.append(Answer(schema, list(PROMPT), constraint, sampling))
+    loaded = load_engine(EngineConfig(model_dir=BUNDLED_MODEL_DIR, num_blocks=AT_ONCE * BLOCKS))
+    try:
+        await write(loaded.engine, answers, tokenizer.eos_token_ids)
+    finally:
+        await asyncio.to_thread(loaded.engine.close)
+        loaded.kv_cache.close()
+    ended = [answer for answer in answers if answer.tokens[-1] in tokenizer.eos_token_ids]
+    for answer in ended:
+        text = tokenizer.decode(answer.tokens[len(PROMPT) :])
+        value = json.loads(text)
+        jsonschema.Draft202012Validator(answer.schema, format_checker=jsonschema.FormatChecker()).validate(value)
+    return num_refused, len(ended), len(answers) - len(ended)
+
+
+async def test_answers_to_some_schemas_are_of_them() -> None:
+    schemas = all_schemas()
+    assert len(schemas) == 500
+    num_refused, num_ended, num_long = await of_schemas(schemas[::12], 2)
+    assert num_refused <= 3
+    assert num_ended > 4 * num_long
+
+
+@pytest.mark.wide
+async def test_answers_to_all_schemas_are_of_them() -> None:
+    num_refused, num_ended, num_long = await of_schemas(all_schemas(), 20)
+    print(f"{num_refused} of 500 schemas refused; {num_ended} answers ended, {num_long} were too long")
+    assert num_refused <= 25
+    assert num_ended > 4 * num_long

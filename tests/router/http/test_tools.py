@@ -1,0 +1,166 @@
+"""Chats with tools, as the official `openai` client meets them: the model's words are scripted."""
+
+import json
+from pathlib import Path
+
+import openai
+import pytest
+import pytest_asyncio
+from llguidance import LLMatcher, LLTokenizer
+
+from twostroke.router.text.tokenizer import TextTokenizer
+
+MODEL_FOLDER = Path(__file__).parents[3] / "model" / "bundled"
+TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is not false %}<think>\n{% endif %}"
+    "{% endif %}{# </think> #}"
+)
+RAIN = {
+    "type": "function",
+    "function": {
+        "name": "rain",
+        "description": "Whether it rains.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "rain", "arguments": {"city": "Oslo"}}\n</tool_call>'
+THOUGHT = "Oslo is far.\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    return TextTokenizer.load(MODEL_FOLDER, TEMPLATE)
+
+
+@pytest_asyncio.fixture
+async def site(site_of, speaker):
+    async with site_of(1, 1, listen=True, speaks=speaker) as site:
+        yield site
+
+
+@pytest_asyncio.fixture
+async def client(site):
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def plays(site, speaker, text):
+    script = [*speaker._encode(text, False), speaker.eos_token_ids[0]]
+    for worker in site.rig.fleet.all.values():
+        worker.script = script
+    return len(script)
+
+
+async def ask(client, *, streams, messages=({"role": "user", "content": "Rain in Oslo?"},), **fields):
+    """The choice, whole; and what a stream told is put together."""
+    asked = {"model": "fake", "messages": [*messages], **fields}
+    if not streams:
+        return (await client.chat.completions.create(**asked)).choices[0]
+    async with client.chat.completions.stream(**asked) as stream:
+        async for _ in stream:
+            pass
+        return (await stream.get_final_completion()).choices[0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_is_told_beside_what_was_thought_and_said(site, client, speaker, streams):
+    plays(site, speaker, f"{THOUGHT}I look it up.\n\n{CALL}\n{CALL}")
+    choice = await ask(client, streams=streams, tools=[RAIN])
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look it up."
+    assert choice.message.model_extra["reasoning_content"] == "Oslo is far."
+    assert choice.message.model_extra["reasoning"] == "Oslo is far."
+    assert [call.function.name for call in choice.message.tool_calls] == ["rain", "rain"]
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Oslo"}] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+async def test_arguments_are_streamed_while_they_are_written(site, client, speaker):
+    plays(site, speaker, THOUGHT + CALL)
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "stream": True}
+    pieces = []
+    async for chunk in await client.chat.completions.create(**asked):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            pieces.append(call.function.arguments)
+    assert len(pieces) > 3
+    assert json.loads("".join(pieces)) == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [RAIN], "tool_choice": "none"}], ids=["no tools", "none"])
+async def test_without_tools_nothing_is_a_call(site, client, speaker, fields):
+    plays(site, speaker, THOUGHT + CALL)
+    choice = await ask(client, streams=False, **fields)
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == CALL
+    assert "<tools>" not in speaker.decode(site.rig["p0"].seen[0].token_ids)
+
+
+async def test_the_template_sees_tools_and_earlier_calls(site, client, speaker):
+    plays(site, speaker, "It rains.")
+    called = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Oslo"}'}}
+    history = [
+        {"role": "user", "content": "Rain in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "yes"},
+    ]
+    choice = await ask(
+        client,
+        streams=False,
+        messages=history,
+        tools=[RAIN],
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert choice.message.content == "It rains."
+    prompt = speaker.decode(site.rig["p0"].seen[0].token_ids)
+    assert '"name": "rain", "description": "Whether it rains."' in prompt
+    assert '<tool_call>{"name": "rain", "arguments": {"city": "Oslo"}}</tool_call>' in prompt
+
+
+async def test_usage_tells_the_tokens_that_were_thought_and_effort_none_asks_for_none(site, client, speaker):
+    plays(site, speaker, f"{THOUGHT}Yes.")
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
+    answer = await client.chat.completions.create(**asked)
+    thought = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < thought < answer.usage.completion_tokens
+    plays(site, speaker, "Yes.")
+    answer = await client.chat.completions.create(**asked, reasoning_effort="none")
+    assert answer.choices[0].message.content == "Yes."
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}], ids=str)
+async def test_a_call_that_must_be_made_is_held_to_a_grammar(site, client, speaker, choice):
+    plays(site, speaker, THOUGHT + CALL)
+    answer = await ask(client, streams=False, tools=[RAIN], tool_choice=choice, parallel_tool_calls=False)
+    assert answer.message.tool_calls
+    grammar = site.rig["p0"].seen[0].grammar
+    assert follows(speaker, grammar, THOUGHT + CALL)
+    assert not follows(speaker, grammar, f"{THOUGHT}Hello.")
+    assert not follows(speaker, grammar, f"{THOUGHT}{CALL}\n{CALL}")
+    assert not follows(speaker, grammar, THOUGHT + CALL.replace("rain", "snow"))
+
+
+async def test_a_budget_of_thinking_is_refused_where_thoughts_end_with_no_token(site):
+    asked = {"messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8}
+    answer = await site.http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_token_budget"
+
+
+def follows(speaker, grammar, text):
+    tokens = LLTokenizer(speaker.vocabulary.tokenizer, n_vocab=speaker.vocab_size, eos_token=[1])
+    matcher = LLMatcher(tokens, grammar)
+    ids = speaker._encode(text, False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+async def test_tools_are_refused_where_nobody_knows_how_the_model_calls_them(site_of):
+    async with site_of(0, 1) as site:
+        asked = {"messages": [{"role": "user", "content": "?"}], "tools": [RAIN]}
+        answer = await site.http.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"

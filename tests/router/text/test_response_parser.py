@@ -1,0 +1,128 @@
+# ruff: noqa: E501
+"""What models write, format by format: read whole, and cut in two at every character."""
+
+import json
+import random
+
+import pytest
+
+from twostroke.router.text.output_format import pick_output_format
+
+TOOLS = {
+    "rain": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "sun": {"type": "object", "properties": {}},
+}
+ARGUMENTS = {"city": 'Oslo "{x}" ☂', "days": 2}
+BODY = json.dumps(ARGUMENTS, ensure_ascii=False)
+OBJECT = f'{{"name": "rain", "arguments": {BODY}}}'
+SUN = '{"name": "sun", "arguments": {}}'
+
+# format, the end of the prompt, what the model writes, (content, reasoning, names)
+TRANSCRIPTS = [
+    ("hermes", "", f"<tool_call>\n{OBJECT}\n</tool_call>", ("", "", ["rain"])),
+    ("hermes", "", f"Let me look.\n<tool_call>{OBJECT}</tool_call>\n<tool_call>\n{SUN}\n</tool_call>\n", ("Let me look.", "", ["rain", "sun"])),
+    ("hermes+think", "<think>\n", f"Hm.\n</think>\n\n<tool_call>\n{OBJECT}\n</tool_call>", ("", "Hm.", ["rain"])),
+    ("hermes+think", "", "<think>\nHm.\n</think>\n\nHello.\n", ("Hello.\n", "Hm.", [])),
+    ("hermes+think", "<think>\n\n</think>\n\n", " Hello, see <think>.", ("Hello, see <think>.", "", [])),
+    ("hermes", "", "  plain text, <tool_cal and <b>\n", ("  plain text, <tool_cal and <b>\n", "", [])),
+    ("hermes", "", "The <tool_call> mark", ("The <tool_call> mark", "", [])),
+    ("hermes", "", '<tool_call>{"name": "snow", "arguments": {}}</tool_call>', ('<tool_call>{"name": "snow", "arguments": {}}</tool_call>', "", [])),
+    ("hermes", "", "<tool_call>[1, 2</tool_call> so", ("<tool_call>[1, 2</tool_call> so", "", [])),
+    ("qwen3_coder", "", '<tool_call>\n<function=rain>\n<parameter=city>\nOslo "{x}" ☂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>', ("", "", ["rain"])),
+    ("glm4+think", "", '<think>Hm.</think>\n<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo "{x}" ☂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>', ("", "Hm.", ["rain"])),
+    ("mistral", "", f"[TOOL_CALLS] [{OBJECT}, {SUN}]", ("", "", ["rain", "sun"])),
+    ("mistral_args", "", f"Now.[TOOL_CALLS]rain[ARGS]{BODY}[TOOL_CALLS]sun[ARGS]{{}}", ("Now.", "", ["rain", "sun"])),
+    ("mistral_args+think_mistral", "", f"[THINK]Hm.[/THINK][TOOL_CALLS]rain[ARGS]{BODY}", ("", "Hm.", ["rain"])),
+    ("deepseek_v3+think", "<think>\n", f"Hm.</think>\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n{BODY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>sun\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ("", "Hm.", ["rain", "sun"])),
+    ("deepseek_v31", "", f"Now.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>rain<｜tool▁sep｜>{BODY}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ("Now.", "", ["rain"])),
+    ("granite", "", f"<|tool_call|>[{OBJECT}]", ("", "", ["rain"])),
+    ("llama3", "", OBJECT.replace("arguments", "parameters"), ("", "", ["rain"])),
+    ("llama3", "", f'<|python_tag|>{OBJECT.replace("arguments", "parameters")}; {SUN.replace("arguments", "parameters")}', ("", "", ["rain", "sun"])),
+    ("llama3", "", 'It is {"name": "rain"}', ('It is {"name": "rain"}', "", [])),
+    ("gemma", "", '<start_function_call>call:rain{city:<escape>Oslo "{x}" ☂<escape>,days:2}<end_function_call>', ("", "", ["rain"])),
+    ("gemma4", "", '<|channel>thought\nHm.<channel|><|tool_call>call:rain{city:<|"|>Oslo "{x}" ☂<|"|>,days:2}<tool_call|>', ("", "Hm.", ["rain"])),
+    ("harmony", "", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.rain <|constrain|>json<|message|>{BODY}<|call|>", ("", "Hm.", ["rain"])),
+    ("harmony", "", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.rain<|channel|>commentary json<|message|>{BODY}", ("", "Hm.", ["rain"])),
+    ("harmony", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.", ("Hello.", "Hm.", [])),
+    ("harmony", "", "no channel at all", ("no channel at all", "", [])),
+]  # fmt: skip
+IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(TRANSCRIPTS)]
+
+
+def format_of(name):
+    return pick_output_format(name, None, "", "")
+
+
+def read(name, opening, pieces, tools=TOOLS):
+    parser = format_of_cached(name).language.parser(f"<|im_start|>assistant\n{opening}", tools)
+    content, reasoning, calls = "", "", {}
+    for parsed in [*map(parser.add, pieces), parser.finish()]:
+        content += parsed.content
+        reasoning += parsed.reasoning
+        for call in parsed.calls:
+            assert bool(call.name) == (call.index not in calls)
+            name, arguments = calls.get(call.index, (call.name, ""))
+            calls[call.index] = (name, arguments + call.arguments)
+    return content, reasoning, [*calls.values()]
+
+
+_FORMATS = {}
+
+
+def format_of_cached(name):
+    return _FORMATS.setdefault(name, format_of(name))
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
+def test_transcripts_read_the_same_wherever_they_are_cut(name, opening, text, expected):
+    whole = read(name, opening, [text])
+    content, reasoning, names = expected
+    assert (whole[0], whole[1], [call for call, _ in whole[2]]) == (content, reasoning, names)
+    assert [json.loads(arguments) for _, arguments in whole[2]] == [
+        ARGUMENTS if call == "rain" else {} for call in names
+    ]
+    assert read(name, opening, list(text)) == whole
+    for at in range(1, len(text)):
+        assert read(name, opening, [text[:at], text[at:]]) == whole, text[:at]
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
+def test_without_tools_no_word_is_lost_to_calls(name, opening, text, expected):
+    content, reasoning, calls = read(name, opening, [text], tools=None)
+    assert calls == []
+    assert reasoning == expected[1]
+    if expected[2] and name != "harmony":
+        assert "rain" in content
+
+
+def mutated(text, draw):
+    """The text with some of its pieces dropped, doubled, swapped or broken."""
+    for _ in range(draw.randint(1, 4)):
+        at, length = draw.randrange(len(text) + 1), draw.randint(0, 12)
+        other = draw.choice(TRANSCRIPTS)[2]
+        begin = draw.randrange(len(other))
+        put = draw.choice(
+            ["", "\\", '"', "{", "}", "\x01", "9" * 400, text[at : at + length] * 2, other[begin : begin + length]]
+        )
+        text = text[:at] + put + text[at + draw.choice([0, length]) :]
+    return text
+
+
+def check_mutations(count, seed):
+    draw = random.Random(seed)
+    for _ in range(count):
+        name, opening, text, _ = draw.choice(TRANSCRIPTS)
+        text = mutated(text, draw)
+        whole = read(name, opening, [text])
+        cuts = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+        pieces = [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]
+        assert read(name, opening, pieces) == whole, f"{name}: {text!r}"
+
+
+def test_mutated_answers_are_read_without_an_error_and_wherever_they_are_cut():
+    check_mutations(5_000, seed=14)
+
+
+@pytest.mark.wide
+def test_a_million_mutated_answers_are_read_without_an_error():
+    check_mutations(500_000, seed=15)

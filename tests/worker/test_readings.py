@@ -1,0 +1,72 @@
+"""Prompts that are read alone, by a worker of either role."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.simulation.fake_model import hidden_state, position_kv, scored
+from tests.worker.worker_rig import Rig, a_request, begin, of_both_roles
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.requests import PrefillReply, ReadingParams
+
+SCORES = ReadingParams(logprobs=2)
+MEAN = ReadingParams(pooling="mean")
+
+
+def assert_read(reply: PrefillReply, num_tokens: int) -> None:
+    """As a step over the whole prompt would have: its tokens are 0, 1, 2, ..."""
+    kv = [b""]
+    for token_id in range(num_tokens):
+        kv.append(position_kv(kv[-1], token_id, 0))
+    if reply.scores is not None:
+        rows = [scored(kv[token_id], token_id, 2) for token_id in range(1, num_tokens)]
+        ids, logprobs, ranks = zip(*rows, strict=True)
+        assert np.frombuffer(reply.scores.token_ids, "<i4").reshape(-1, 2).tolist() == [list(row) for row in ids]
+        assert np.frombuffer(reply.scores.logprobs, "<f4").reshape(-1, 3).tolist() == [list(row) for row in logprobs]
+        assert np.frombuffer(reply.scores.ranks, "<i4").tolist() == list(ranks)
+    else:
+        whole = np.sum([hidden_state(one) for one in kv[1:]], axis=0)
+        np.testing.assert_allclose(np.frombuffer(reply.embedding, "<f4"), whole / np.linalg.norm(whole), rtol=1e-4)
+
+
+@of_both_roles(max_step_tokens=8)
+@pytest.mark.parametrize("params", [SCORES, MEAN], ids=["scores", "mean"])
+async def test_a_prompt_is_read_in_chunks_whatever_is_cached(rig: Rig, params: ReadingParams) -> None:
+    request = a_request(30, "first")
+    await rig.ask(request)
+    for name in ("r1", "r2"):
+        reply = await rig.worker.read(a_request(30, name, reading=params, max_tokens=0))
+        assert_read(reply, 30)
+        assert reply.num_cached_tokens == 0
+        assert (reply.event.tokens, reply.event.finish_reason) == ((), "length")
+    assert await rig.is_right(request, await rig.ask(a_request(30, "again"))) or rig.info.role == "decode"
+    assert not any(name.startswith("r") for name in rig.events())
+
+
+@of_both_roles(max_step_tokens=8)
+async def test_what_is_read_enters_the_cache(rig: Rig) -> None:
+    await rig.worker.read(a_request(30, "r", reading=SCORES, max_tokens=0))
+    last = await rig.worker.read(a_request(30, "l", reading=ReadingParams(pooling="last"), max_tokens=1))
+    assert last.num_cached_tokens == 28
+    assert len(last.event.tokens) == 1
+
+
+@of_both_roles(max_step_tokens=8)
+async def test_many_prompts_are_read_together_however_few_blocks_there_are(rig: Rig) -> None:
+    """32 blocks of 4 tokens: three of these fit at a time."""
+    calls = [begin(rig.worker.read(a_request(40, f"r{i}", reading=SCORES, max_tokens=0))) for i in range(6)]
+    for reply in await asyncio.gather(*calls):
+        assert_read(reply, 40)
+
+
+@of_both_roles(max_step_tokens=8)
+async def test_a_reading_ends_where_its_router_or_its_engine_does(rig: Rig) -> None:
+    cancelled = begin(rig.worker.read(a_request(100, "c", reading=SCORES, max_tokens=0)))
+    await asyncio.sleep(0.002)
+    cancelled.cancel()
+    with pytest.raises(RequestError):
+        await rig.worker.read(a_request(101, "long", reading=SCORES, max_tokens=0))
+    rig.engine.fail_at_step = rig.engine.num_steps + 2
+    with pytest.raises(WorkerLost):
+        await rig.worker.read(a_request(60, "r", reading=SCORES, max_tokens=0))
