@@ -44,7 +44,9 @@ class WorkerSettings:
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
-        roles = [config.decode, config.prefill] if config.has_prefill else [config.decode]
+        roles: list[PrefillSection | DecodeSection] = (
+            [config.decode, config.prefill] if config.has_prefill else [config.decode]
+        )
         return cls(
             model=config.model_of(section),
             resources=section.part(WorkerResources),

@@ -30,8 +30,7 @@ WRONG = [
     ("min_tokens", {"min_tokens": -1}),
     ("n", {"n": 10**6}),
     ("n", {"n": 33, "prompt": ["a", "b"]}),
-    ("best_of", {"best_of": 3}),
-    ("echo", {"echo": True, "logprobs": 1}),
+    ("best_of", {"n": 2, "best_of": 1}),
     ("logprobs", {"logprobs": 21}),
     ("logit_bias", {"logit_bias": {str(i): 1 for i in range(10**5)}}),
     ("logit_bias", {"logit_bias": {"9999": 1}}),
@@ -81,7 +80,6 @@ WRONG = [
     ("ignore_eos", {"guided_choice": ["a"], "ignore_eos": True}),
     ("model", {"model": "another"}),
     ("model", {"model": "m" * 1000}),
-    ("skip_special_tokens", {"skip_special_tokens": False}),
 ]
 
 WRONG_CHAT = [
@@ -100,6 +98,7 @@ WRONG_CHAT = [
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
     ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 5000}),
     ("max_tokens", {"max_completion_tokens": 9}),
+    ("skip_special_tokens", {"skip_special_tokens": False}),
 ]
 
 

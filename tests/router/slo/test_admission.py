@@ -230,7 +230,7 @@ def test_predictions_that_proved_too_short_are_corrected_and_forgotten() -> None
     door = Door()
     for _ in range(60):
         stages = door.ask(INTERACTIVE, queue_s=0.1)
-        stages.begin_attempt()
+        stages.attempts += 1
         stages.first_token = door.now + 0.4
         door.admission.ended(request_of(INTERACTIVE), stages.num_output_tokens, stages.predicted, stages.tpot_s)
         door.now += 0.1
