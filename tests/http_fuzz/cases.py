@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import LACKING
+from twostroke.router.openai.structured import StructuredFields
 
 CHECKS = [
     not_a_server_error,
@@ -40,6 +41,9 @@ _LACKING = {
     "/v1/messages": MessagesRequest.lacking,
     "/v1/messages/count_tokens": MessagesRequest.lacking,
 }
+_BY_GRAMMAR = (*StructuredFields.model_fields, "tools", "tool_choice", "text", "thinking", "output_config")
+"""What a grammar, and this model's own way to call tools, must make possible: hardly any case of them is sound."""
+
 _LIMITS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}
 
 
@@ -78,7 +82,7 @@ def _agreeing(case: Case) -> Case:
     if not isinstance(body, dict):
         return case
     body = dict(body)
-    for field in ("model", "service_tier", *_LACKING.get(case.path, LACKING)):
+    for field in ("model", "service_tier", *_LACKING.get(case.path, LACKING), *_BY_GRAMMAR):
         body.pop(field, None)
     for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         if isinstance(body.get(field), int | float):  # what /detokenize does not know may be anything
@@ -87,6 +91,10 @@ def _agreeing(case: Case) -> Case:
         body["n"] = int(body["n"]) % MOST_CHOICES + 1
     if body.get("best_of"):
         body["best_of"] = body.get("n") or 1
+    if case.path.startswith("/v1/messages") and body.get("messages"):
+        last = body["messages"][-1]
+        if isinstance(last, dict) and last.get("role") == "assistant":  # which the template must show as it is
+            body["messages"] = [*body["messages"], {"role": "user", "content": "a"}]
     if case.path == "/v1/completions":
         _agree_in_completion(body)
     if case.path == "/tokenize":

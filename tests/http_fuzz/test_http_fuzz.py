@@ -35,6 +35,7 @@ COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
     ("/v1/completions", "POST"): (140, 100),
     ("/v1/chat/completions", "POST"): (120, 80),
     ("/v1/responses", "POST"): (50, 30),
+    ("/v1/embeddings", "POST"): (30, 15),
     ("/v1/messages", "POST"): (50, 30),
     ("/v1/messages/count_tokens", "POST"): (30, 15),
     ("/tokenize", "POST"): (50, 25),
