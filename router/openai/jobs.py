@@ -23,7 +23,7 @@ from twostroke.router.openai.schemas import (
 from twostroke.router.openai.structured import grammar_of
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
-from twostroke.router.text.grammar import check
+from twostroke.router.text.grammar import check, check_schema
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -87,13 +87,6 @@ class JobMaker:
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
         grammar = await grammar_of(asked, self._grammars)
-        if grammar and (asked.allowed_token_ids or asked.bad_words):
-            param = "allowed_token_ids" if asked.allowed_token_ids else "bad_words"
-            raise RequestError(f"{param}: not together with a schema or grammar, which decides itself", param=param)
-        if grammar and asked.ignore_eos:
-            raise RequestError(
-                "ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos"
-            )
         return await (
             self._of_chat(asked, terms, grammar)
             if isinstance(asked, ChatRequest)
@@ -161,10 +154,12 @@ class JobMaker:
                 f"tool_choice: calls of the format {form.name} can't be enforced: use auto", param="tool_choice"
             )
         if forced and form.call is not None:
-            functions = [
-                Function(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
-                for tool in forced
-            ]
+            functions = []
+            for tool in forced:
+                name, schema, is_strict = tool.function.name, tool.function.parameters or {}, bool(tool.function.strict)
+                param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
+                await check_schema(self._grammars, schema, param, lenient=not is_strict)
+                functions.append(Function(name, schema, is_strict))
             calls = rules.of_calls(form.call, functions, is_parallel=asked.parallel_tool_calls is not False)
             rest, param = f"{calls}\nrest: /\\s*/ calls", "tools"
         elif grammar:
@@ -223,6 +218,8 @@ class JobMaker:
         grammar: str,
     ) -> GenerateRequest:
         """Of one prompt, which the field `param` has, for its first choice."""
+        if grammar:
+            _check_alone(asked)
         if not token_ids:
             raise RequestError(f"{param}: has no tokens", param=param)
         room = terms.max_context - len(token_ids)
@@ -357,6 +354,15 @@ def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:
     digest = hashlib.sha256(request.sampling.seed.to_bytes(8, "little") + choice.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:8], "little") & _SEED_MASK
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
+
+
+def _check_alone(asked: GenerationFields) -> None:
+    """Raises RequestError for fields that would have a say beside a grammar, the one of forced calls, too."""
+    if asked.allowed_token_ids or asked.bad_words:
+        param = "allowed_token_ids" if asked.allowed_token_ids else "bad_words"
+        raise RequestError(f"{param}: not together with a schema or grammar, which decides itself", param=param)
+    if asked.ignore_eos:
+        raise RequestError("ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos")
 
 
 def _too_long(param: str, has: str, max_context: int) -> RequestError:

@@ -144,6 +144,26 @@ async def test_a_call_that_must_be_made_is_held_to_a_grammar(site, client, speak
     assert not follows(speaker, grammar, THOUGHT + CALL.replace("rain", "snow"))
 
 
+LARGE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 1_000_003}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        (
+            {"tools": [RAIN, {"type": "function", "function": {"name": "n", "parameters": LARGE}}]},
+            "tools.1.function.parameters",
+        ),
+    ],
+)
+async def test_what_a_forced_call_can_not_be_held_to_is_refused(site, fields, param):
+    asked = {"messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "tool_choice": "required"}
+    answer = await site.http.post("/v1/chat/completions", json={**asked, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_a_budget_of_thinking_is_refused_where_thoughts_end_with_no_token(site):
     asked = {"messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8}
     answer = await site.http.post("/v1/chat/completions", json=asked)
