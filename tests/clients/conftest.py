@@ -24,11 +24,16 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serves what `make serve` does: SmolLM2 where it is installed, else the bundled model."""
+    """Serves what `make serve` does: SmolLM2 where it is installed, else the bundled model.
+
+    Neither was taught to call tools: they are told how, so that calls can be enforced.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [str(TWOSTROKE), "serve", "--host", "127.0.0.1", "--port", str(port)]
+    folder = tmp_path_factory.mktemp("server")
+    log, config = folder / "log", folder / "cluster.yaml"
+    config.write_text("model:\n  response_template: hermes\n", encoding="utf-8")
+    command = [str(TWOSTROKE), "serve", "--host", "127.0.0.1", "--port", str(port), "--config", str(config)]
     with log.open("wb") as said:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
     try:
