@@ -160,10 +160,12 @@ class JobMaker:
                 param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
                 await check_schema(self._grammars, schema, param, lenient=not is_strict)
                 functions.append(Function(name, schema, is_strict))
-            calls = rules.of_calls(form.call, functions, is_parallel=asked.parallel_tool_calls is not False)
-            rest, param = f"{calls}\nrest: /\\s*/ calls", "tools"
+            # Of a function by its name OpenAI, too, gives one call: small models would else call on to their limit.
+            is_parallel = asked.parallel_tool_calls is not False and asked.tool_choice == "required"
+            calls = rules.of_calls(form.call, functions, is_parallel=is_parallel)
+            rest, param = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools"
         elif grammar:
-            rest, param = "rest: /\\s*/ @answer", "response_format"
+            rest, param = "rest: /\\s{0,8}/ @answer", "response_format"
         else:
             rest, param = rules.anything, "thinking_token_budget"
         opened = chat.language.opened_by(chat.prompt)

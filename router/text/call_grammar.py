@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twostroke.router.text.grammar import of_lark
+from twostroke.router.text.grammar import WHITE_SPACE, of_lark
 from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax
 
 _TEXT = r"/(.|\n)*/"
@@ -38,8 +38,8 @@ class AnswerGrammar:
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
         for i, one in enumerate(functions):
             begin = self._literal(how.begin.replace("{name}", one.name))
-            schema = {**one.parameters, "x-guidance": {"lenient": not one.is_strict}} if one.parameters else None
-            schema = schema or {"type": "object"}
+            options = {"lenient": not one.is_strict, "whitespace_pattern": WHITE_SPACE}
+            schema = {**(one.parameters or {"type": "object"}), "x-guidance": options}
             rules.append(f"call_{i}: {begin} %json {json.dumps(schema)} {self._literal(how.end)}")
         trigger, between = self._literal(how.trigger), self._literal(how.between)
         more = f"({between} {'' if how.last else trigger} call)*" if is_parallel and not how.is_single else ""

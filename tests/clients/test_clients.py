@@ -92,7 +92,8 @@ def test_openai_parses_a_streamed_answer(client: openai.OpenAI, asked: dict[str,
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_openai_calls_a_tool(choice: Any, client: openai.OpenAI, asked: dict[str, Any]) -> None:
-    (answer,) = client.chat.completions.create(**asked, tools=[TOOL], tool_choice=choice).choices
+    forced: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    (answer,) = client.chat.completions.create(**asked, **forced).choices
     assert answer.finish_reason in ("tool_calls", "stop")  # of a named one OpenAI says `stop`
     assert answer.message.tool_calls
     for call in answer.message.tool_calls:
@@ -108,7 +109,9 @@ def test_openai_calls_a_tool(choice: Any, client: openai.OpenAI, asked: dict[str
 
 def test_openai_calls_a_tool_in_a_stream(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
-    with client.chat.completions.stream(**asked, tools=tools, tool_choice="required") as stream:
+    with client.chat.completions.stream(
+        **asked, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ) as stream:
         kinds = {event.type for event in stream}
         (choice,) = stream.get_final_completion().choices
     assert "tool_calls.function.arguments.done" in kinds
@@ -133,7 +136,7 @@ def test_openai_asks_for_a_response(client: openai.OpenAI, server: Any) -> None:
 
 
 def test_openai_streams_a_response(client: openai.OpenAI, server: Any) -> None:
-    asked = {"model": server.model, "input": MESSAGES, "temperature": 0, "max_output_tokens": 16}
+    asked = {"model": server.model, "input": MESSAGES, "temperature": 0, "max_output_tokens": ROOM}
     with client.responses.stream(**asked) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert "".join(deltas) == stream.get_final_response().output_text
@@ -150,7 +153,7 @@ def test_openai_calls_a_tool_in_a_response(client: openai.OpenAI, server: Any) -
     flat: Any = {"type": "function", "strict": True, **TOOL["function"]}
     asked: dict[str, Any] = {"model": server.model, "tools": [flat], "temperature": 0, "max_output_tokens": ROOM}
     answer = client.responses.create(input=QUESTION, tool_choice="required", **asked)
-    (call,) = [item for item in answer.output if item.type == "function_call"]
+    call = next(item for item in answer.output if item.type == "function_call")
     check_call(call)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
     told: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]

@@ -142,6 +142,9 @@ async def test_a_call_that_must_be_made_is_held_to_a_grammar(site, client, speak
     assert not follows(speaker, grammar, f"{THOUGHT}Hello.")
     assert not follows(speaker, grammar, f"{THOUGHT}{CALL}\n{CALL}")
     assert not follows(speaker, grammar, THOUGHT + CALL.replace("rain", "snow"))
+    # Models that may write any amount of white space sometimes write nothing else.
+    assert follows(speaker, grammar, THOUGHT + CALL.replace('{"city"', '{\n  "city"'))
+    assert not follows(speaker, grammar, THOUGHT + CALL.replace('{"city"', "{" + "\n" * 40 + '"city"'))
 
 
 LARGE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 1_000_003}}}
