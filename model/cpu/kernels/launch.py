@@ -154,8 +154,13 @@ def openmp_function(name: str) -> int:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`numba.njit` for the parts of a kernel; they are cached with the kernel that they become part of."""
-    return njit(nogil=True, fastmath=_MATH, error_model="numpy")(function)
+    """`numba.njit` for the parts of a kernel; they are inlined into the kernels, and cached with them.
+
+    A part left as a function would be in memory several times: by itself where it was compiled, and in each kernel
+    read from the cache, optimised once more, with sums in another order. The first one loaded would stand in for all,
+    so that a first start rounded otherwise than those after it.
+    """
+    return njit(nogil=True, fastmath=_MATH, error_model="numpy", forceinline=True)(function)
 
 
 def written_in_llvm(result: Any = types.int64, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:

