@@ -81,7 +81,7 @@ def _agreeing(case: Case) -> Case:
     body = case.body
     if not isinstance(body, dict):
         return case
-    body = dict(body)
+    body = {name: _with_whole_numbers(value) for name, value in body.items()}
     for field in ("model", "service_tier", *_LACKING.get(case.path, LACKING), *_BY_GRAMMAR):
         body.pop(field, None)
     for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
@@ -103,8 +103,11 @@ def _agreeing(case: Case) -> Case:
             body["prompt"] = "a"
     if "tokens" in body:
         body["tokens"] = [_known(one) for one in body["tokens"][:64]]
-    if body.get("stop_token_ids"):
-        body["stop_token_ids"] = [_known(one) for one in body["stop_token_ids"]]
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        if body.get(field):
+            body[field] = [_known(one) for one in body[field]]
+    if case.path == "/v1/embeddings":
+        body["input"] = _with_known(body["input"])
     if body.get("logit_bias"):
         body["logit_bias"] = {str(_known(int(one))): bias for one, bias in body["logit_bias"].items()}
     if not body.get("stream"):
@@ -123,17 +126,31 @@ def _agreeing(case: Case) -> Case:
 
 
 def _agree_in_completion(body: dict[str, Any]) -> None:
-    if isinstance(body["prompt"], list) and isinstance(body["prompt"][0], int | float):
-        body["prompt"] = [_known(one) for one in body["prompt"][:64]]
-    elif isinstance(body["prompt"], list):
-        body["prompt"] = [
-            one if isinstance(one, str) else [_known(token) for token in one[:64]]
-            for one in body["prompt"][: 64 // int(body.get("n") or 1)]
-        ]
+    body["prompt"] = _with_known(body["prompt"])
+    if isinstance(body["prompt"], list) and not isinstance(body["prompt"][0], int):
+        body["prompt"] = body["prompt"][: 64 // int(body.get("n") or 1)]
     if body.get("echo"):
         body.pop("logprobs", None)
 
 
-def _known(token_id: float) -> int:
-    """A token id that the vocabulary has. Where a document says integer, 1.0 is one."""
-    return int(token_id) % 300
+def _with_whole_numbers(value: Any) -> Any:
+    """Where a document says integer, 1.0 is one for it; the server wants 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(each) for name, each in value.items()}
+    return value
+
+
+def _with_known(prompts: Any) -> Any:
+    """A prompt, or many, whose tokens the vocabulary has."""
+    if isinstance(prompts, list):
+        return [_with_known(each) for each in prompts[:64]]
+    return _known(prompts) if isinstance(prompts, int) else prompts
+
+
+def _known(token_id: int) -> int:
+    """A token id that the vocabulary has."""
+    return token_id % 300
