@@ -227,7 +227,7 @@ def _show_ready(order: Order, name: str, console: Console) -> None:
     url, config = own_url(order.host, order.port), with_keys_of_file(read_config(order.settings))
     endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
     if config.model.path == str(instruct_model()):
-        question = {"role": "user", "content": "What is the capital of France?"}
+        question = {"role": "user", "content": "Name the capital of France."}
         endpoint, asked = "chat/completions", {"messages": [question], "temperature": 0.0}
     body = json.dumps({"model": name, **asked, "max_tokens": 48})
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
