@@ -1,5 +1,5 @@
 # make serve      a server on this machine, until Ctrl-C
-# make tools      nginx, HAProxy and Prometheus from Debian, for the tests of deploy/; `make test` asks for them itself
+# make tools      nginx, HAProxy, Prometheus and Redis from Debian, for the tests of deploy/; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
 # make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
@@ -53,7 +53,7 @@ serve: $(STAMP)
 
 # Only tests of the files in deploy/ need them, and are skipped without.
 tools: $(STAMP)
-	@echo "--> nginx, HAProxy and Prometheus"
+	@echo "--> nginx, HAProxy, Prometheus and Redis"
 	@$(BIN)/python -m tests.deploy.programs
 
 # In this order, each only if those before it went well.

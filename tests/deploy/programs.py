@@ -24,7 +24,11 @@ ROLES = ("prefill", "decode")
 LABEL = "twostroke-role"
 
 TOOLS = ROOT / ".tools"
-PACKAGES = ("nginx", "haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1", "prometheus")
+PACKAGES = (
+    *("nginx", "haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1", "prometheus"),
+    *("redis-server", "redis-tools", "libjemalloc2", "liblua5.1-0", "lua-cjson", "lua-bitop", "liblzf1"),
+)
+PROGRAMS = ("nginx", "haproxy", "promtool", "redis-server")
 SECONDS = 15.0
 _FOLDERS = ("usr/sbin", "usr/bin")
 _LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
@@ -95,10 +99,10 @@ def environment() -> dict[str, str]:
 
 def fetch() -> str:
     """Fetch what is missing; returns what to tell. apt works in folders of ours, so that nobody has to be root."""
-    if all(find(program) for program in ("nginx", "haproxy", "promtool")):
-        return "nginx, haproxy and promtool are there"
+    if all(find(program) for program in PROGRAMS):
+        return f"{', '.join(PROGRAMS)} are there"
     if shutil.which("apt-get") is None:
-        return "no apt-get: tests that need nginx or promtool will be skipped"
+        return f"no apt-get: tests that need one of {', '.join(PROGRAMS)} will be skipped"
     state, cache, packages = (TOOLS / name for name in ("apt/lists", "apt/cache", "apt/packages"))
     for folder in (state / "partial", cache / "archives/partial", packages):
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,10 +120,10 @@ def fetch() -> str:
         for package in packages.glob("*.deb"):
             run("dpkg", "-x", str(package), str(TOOLS))
     except (OSError, subprocess.SubprocessError) as error:
-        return f"tests that need nginx or promtool may be skipped: {error}"
+        return f"tests that need one of {', '.join(PROGRAMS)} may be skipped: {error}"
     finally:
         shutil.rmtree(TOOLS / "apt", ignore_errors=True)
-    return f"nginx, haproxy and promtool are in {TOOLS.name}/"
+    return f"{', '.join(PROGRAMS)} are in {TOOLS.name}/"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ KubeRay's is checked at every depth, in the oldest version that will do and in t
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -28,8 +29,9 @@ from tests.deploy.kubernetes_files import (
     rendered,
 )
 from tests.deploy.monitoring import DASHBOARD
-from tests.deploy.programs import LABEL, ROLES, ray_env, run
+from tests.deploy.programs import LABEL, ROLES, environment, needed, ray_env, run
 from tests.deploy.test_clusters import launched_for
+from tests.rigs.processes import eventually
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.model_folder import HUB_PATTERNS
 from twostroke.cluster.deployments.proxies import haproxy_binary
@@ -191,6 +193,7 @@ def test_a_pod_that_gets_requests_is_ready_only_if_its_proxy_can_answer_them(ove
         assert container(group["template"])["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": 8000}
     of_services = {one["metadata"]["name"]: one["spec"].get("selector") for one in of_kind(overlay, "Service")}
     assert of_services["twostroke-routers"] == {"app.kubernetes.io/name": "twostroke", LABEL: "router"}
+    of_services.pop("twostroke-redis", None)  # takes no HTTP requests
     for name, selector in of_services.items():
         chosen = [one for one in templates(overlay).values() if selector.items() <= one["metadata"]["labels"].items()]
         assert chosen, name
@@ -312,6 +315,45 @@ def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: P
     with subprocess.Popen([str(starter)]) as running:
         subprocess.run([shell, option, script.replace("[r]ay start", f"[s]{starter.name[1:]}")], check=True, timeout=30)
         assert running.wait(10) == 0
+
+
+# --- the head's state ---
+
+
+@pytest.mark.parametrize("overlay", ["aws", "h100-16"])
+def test_the_head_keeps_its_state_in_the_redis_beside_it_with_its_password(overlay: str) -> None:
+    options = ray_cluster(overlay)["gcsFaultToleranceOptions"]
+    host, _, port = options["redisAddress"].partition(":")
+    (service,) = [one for one in of_kind(overlay, "Service") if one["metadata"]["name"] == host]
+    (deployment,) = [one for one in of_kind(overlay, "Deployment") if one["metadata"]["name"] == host]
+    template = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
+    redis = container(template)
+    assert [one["containerPort"] for one in redis["ports"]] == [int(port)]
+    (password,) = redis["env"]
+    assert password["valueFrom"] == options["redisPassword"]["valueFrom"]
+    assert redis["args"][-2:] == ["--requirepass", f"$({password['name']})"]
+
+
+def test_redis_takes_the_pods_arguments(tmp_path: Path) -> None:
+    program = needed("redis-server")
+    (deployment,) = [one for one in of_kind("aws", "Deployment") if one["metadata"]["name"] == "twostroke-redis"]
+    arguments = [
+        one.replace("$(REDIS_PASSWORD)", "s3") for one in container(deployment["spec"]["template"])["args"][1:]
+    ]
+    address = tmp_path / "redis.sock"
+    command = [program, *arguments, "--port", "0", "--unixsocket", str(address), "--dir", str(tmp_path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as redis:
+        try:
+            eventually("Redis listens", address.exists)
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.connect(str(address))
+                for asked, answer in (("PING", b"-NOAUTH"), ("AUTH s3", b"+OK"), ("PING", b"+PONG")):
+                    asking.sendall(f"{asked}\r\n".encode())
+                    assert asking.recv(100).startswith(answer)
+        finally:
+            redis.terminate()
 
 
 # --- a model of the hub ---
