@@ -3,7 +3,7 @@
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
 # make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
-# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs
+# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
 # make test-gpu   the tests that need a CUDA device
@@ -128,8 +128,8 @@ $(CLIENTS)/.set-up: $(STAMP) tests/clients/requirements.txt
 	@touch $@
 
 test-wide: $(STAMP)
-	@echo "--> More seeds of the simulation, more GPUs to compile for"
-	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels -m wide
+	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read"
+	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text -m wide
 
 bench: $(STAMP)
 	@echo "--> Engine"
