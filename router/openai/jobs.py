@@ -25,6 +25,7 @@ from twostroke.router.openai.tools import NamedChoice, Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import check, check_schema
+from twostroke.router.text.output_format import CallSyntax
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -154,7 +155,7 @@ class JobMaker:
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
         calls = ""
         if call is not None and (forced or is_strict or (grammar and offered)):
-            functions = [await self._function(asked, tool) for tool in forced or offered]
+            functions = [await self._function(asked, tool, call) for tool in forced or offered]
             # Of a function by its name OpenAI, too, gives one call: small models would else call on to their limit.
             is_parallel = asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, NamedChoice)
             calls = rules.of_calls(call, functions, is_parallel=is_parallel)
@@ -177,7 +178,7 @@ class JobMaker:
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
         return await check(self._grammars, whole, param)
 
-    async def _function(self, asked: ChatRequest, tool: Tool) -> Function:
+    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax) -> Function:
         """A tool, as it is to be called. Of one that may be called, and is not strict, arguments are any object.
 
         Raises RequestError for a schema that can't be followed.
@@ -188,6 +189,8 @@ class JobMaker:
         schema = tool.function.parameters or {}
         param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
         await check_schema(self._grammars, schema, param, lenient=not is_strict)
+        if call.argument is not None and is_strict and schema and "properties" not in schema:
+            raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
         return Function(name, schema, is_strict)
 
     async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:

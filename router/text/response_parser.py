@@ -218,7 +218,7 @@ class ResponseParser:
         """Read a region that has ended, by the template's own means, which cast arguments to their types."""
         from transformers.utils.chat_parsing import parse_response
 
-        tools = [{"name": name, "parameters": schema} for name, schema in self._tools.items()]
+        tools = [{"name": name, "parameters": _with_types(schema)} for name, schema in self._tools.items()]
         try:
             text = self._text[self._region_begin : self._at]
             read = parse_response(text, self._spec, prefix="", tools=tools).get(CALLS, [])
@@ -276,6 +276,24 @@ class _Trimmed:
         self.held = text[len(told) :]
         self.has_told |= bool(told)
         return told
+
+
+def _with_types(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's parameters, where each says its type itself: what casts them follows no `$ref`."""
+
+    def found(part: Any, hops: int = 8) -> Any:
+        if not isinstance(part, dict) or not isinstance(part.get("$ref"), str) or not hops:
+            return part
+        _, _, path = part["$ref"].partition("#/")
+        target: Any = schema
+        for name in path.split("/"):
+            target = target.get(name) if isinstance(target, Mapping) else None
+        return found(target, hops - 1)
+
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return schema
+    return {**schema, "properties": {name: found(part) for name, part in properties.items()}}
 
 
 def _as_json(arguments: Any) -> str:

@@ -6,7 +6,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
-from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax
+from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax, pick_output_format
 
 MODEL_FOLDER = Path(__file__).parents[3] / "model" / "bundled"
 THINKING = ThinkingSyntax("<think>", "</think>")
@@ -69,3 +69,53 @@ def follows(texts, grammar, written):
     matcher = LLMatcher(LLTokenizer(texts, n_vocab=4100, eos_token=[1]), grammar)
     ids = Tokenizer.from_str(texts).encode(written, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/days"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+    "$defs": {"days": {"type": "array", "items": {"type": "integer"}}},
+}
+BY_ITSELF = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=rain>\n<parameter=city>\nOslo,\n<b>\n</parameter>\n"
+        "<parameter=days>\n[1, 2]\n</parameter>\n<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "glm4": (
+        "<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo,\n<b></arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>[1, 2]</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_arguments_that_stand_by_themselves_are_held_to_their_schemas(texts, name):
+    form, written = pick_output_format(name, None, "", ""), BY_ITSELF[name]
+    rules = AnswerGrammar(CONTROLS)
+    calls = rules.of_calls(form.call, [Function("rain", FORECAST, True)], is_parallel=False)
+    grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
+    assert follows(texts, grammar, written)
+    assert not follows(texts, grammar, written.replace("[1, 2]", "[1, two]"))
+    assert not follows(texts, grammar, written.replace("days", "hours"))
+    assert not follows(texts, grammar, written.replace("\nC", "\nK").replace(">C", ">K"))
+    parser = form.language.parser("", {"rain": FORECAST})
+    deltas = [*parser.add(written).calls, *parser.finish().calls]
+    assert json.loads("".join(delta.arguments for delta in deltas)) == {
+        "city": "Oslo,\n<b>",
+        "days": [1, 2],
+        "unit": "C",
+    }
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_function_whose_arguments_nobody_named_takes_any(texts, name):
+    form = pick_output_format(name, None, "", "")
+    rules = AnswerGrammar(CONTROLS)
+    calls = rules.of_calls(form.call, [Function("rain", {}, False)], is_parallel=False)
+    grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
+    assert follows(texts, grammar, BY_ITSELF[name])
