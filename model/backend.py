@@ -84,7 +84,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All experts' of a layer, of this rank, one below the other."""
+    """All experts' of a layer, of this rank, one below the other; inputs are in order."""
 
     number: int
     gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up

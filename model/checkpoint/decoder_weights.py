@@ -247,7 +247,7 @@ class _ExpertsReader:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         if len(quantized) == len(weights) and self._options.quantization == "auto":
             together = one_below_the_other(quantized)
-            if together is not None:
+            if together is not None and together.order is None:  # which no kernel of experts knows
                 return together.to(self._options.device)
         dtype, device = self._options.dtype, self._options.device
         return torch.cat(

@@ -157,8 +157,6 @@ class CudaExperts:
         flat = None if bias is None else bias.reshape(-1)
         if isinstance(weight, Tensor):
             return experts.ExpertsWeight(weight.contiguous(), flat)
-        if weight.order is not None:
-            raise ValueError("experts whose inputs have an order of their own")
         return experts.ExpertsWeight(pack_groups(weight), flat)
 
 

@@ -25,7 +25,7 @@ def weights_of(config: ModelConfig) -> int:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
 def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_for_each_row(name: str) -> None:
     config = config_of(name)
     weights, kv = weights_of(config), 8 * 300 * 2 * config.kv_size * config.num_layers
@@ -35,6 +35,18 @@ def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_fo
     head = config.hidden_size * config.vocab_size
     assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv
     assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv
+
+
+def test_a_decode_step_reads_the_experts_that_its_tokens_are_expected_to_hit() -> None:
+    config = config_of("moe-small")
+    experts = config.spec.layer.experts
+    assert experts is not None
+    of_one = 3 * experts.size * config.hidden_size * config.num_layers
+    others = weights_of(config) - 64 * of_one
+    for batch, hit in ((1, 8), (2, 8 + 8 * 56 / 64), (10_000, 64)):
+        work = decode_work(config, batch, 0, "none")
+        assert work.bytes == pytest.approx(2 * (others + hit * of_one), rel=1e-6)
+        assert work.operations == pytest.approx(2 * batch * (others + 8 * of_one))
 
 
 def test_a_prompt_leaves_out_of_the_last_layer_what_only_other_rows_would_read() -> None:

@@ -125,3 +125,16 @@ def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:
     for kernel in kernels:
         # These two read no logits: what is left of a row's parts, and a word for 32 tokens.
         assert kernel["wide_loads"] or kernel["kernel"] in ("settle_kernel", "mask_kernel"), kernel
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_experts_compile_to_products_whose_weights_are_copied_ahead(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("experts", capability, tmp_path)
+    products = {"gate_up_kernel", "down_kernel"}
+    assert names(kernels) == products | {"route_kernel", "order_kernel", "sum_kernel", "gate_by_sigmoid_kernel"}
+    for name in products:
+        of_it = [kernel for kernel in kernels if kernel["kernel"] == name]
+        assert {kernel["block_t"] for kernel in of_it} == {16, 64}
+        assert len(of_it) == 8  # of four forms
+        for kernel in of_it:
+            assert kernel["async_copies"], kernel

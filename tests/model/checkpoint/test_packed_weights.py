@@ -219,6 +219,20 @@ def test_a_quantised_checkpoint_generates_what_transformers_does_with_its_weight
         assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 
+@pytest.mark.parametrize("name", ["FP8 by blocks", "AWQ", "GPTQ with desc_act"])
+def test_quantised_experts_generate_what_transformers_does_with_their_weights(
+    name: str, tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    more = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+    folder = write_checkpoint(**FAMILY_SHAPES["qwen3_moe"] | more)
+    told, pack = FORMATS[name]
+    quantised(folder, told, pack(), tmp_path)
+    prompts = random_prompts(96, 1, LENGTHS)
+    expected, margins = reference(folder, prompts)
+    assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+
+
 def mxfp4(weight: Tensor) -> Packed:
     """weight [experts, in, out], in groups of 32 inputs: blocks, scales, and what they mean."""
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
