@@ -19,7 +19,7 @@ from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_weight
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
-from twostroke.model.config import ModelConfig, WeightForm
+from twostroke.model.config import ModelConfig, Projection, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -206,10 +206,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
     yield f"{spec.final_norm}.weight", (hidden,)
     projections = (
-        (layer.q, config.q_size, hidden),
-        (layer.k, config.kv_size, hidden),
-        (layer.v, config.kv_size, hidden),
-        (layer.output, hidden, config.q_size),
+        *_attention_shapes(config),
         (layer.gate, inner, hidden),
         (layer.up, inner, hidden),
         (layer.down, hidden, inner),
@@ -219,6 +216,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
+        *_latent_norms(config),
     )
     shapes: dict[str, tuple[int, ...]] = {}  # within a layer
     for norm, width in norms:
@@ -231,6 +229,34 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
     for index in range(config.num_layers):
         for name, shape in shapes.items():
             yield f"{spec.layers}.{index}.{name}", shape
+
+
+def _attention_shapes(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
+    """The attention's projections, with rows and columns."""
+    layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
+    if sizes is None or layer.latent is None:
+        return (
+            (layer.q, config.q_size, hidden),
+            (layer.k, config.kv_size, hidden),
+            (layer.v, config.kv_size, hidden),
+            (layer.output, hidden, config.q_size),
+        )
+    heads, down = config.num_heads, layer.latent.query_down
+    return (
+        (layer.latent.down, sizes.rank + sizes.rotary, hidden),
+        *(() if down is None else ((down, sizes.query_rank, hidden),)),
+        (layer.q, heads * sizes.query, sizes.query_rank or hidden),
+        (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
+        (layer.output, hidden, heads * sizes.value),
+    )
+
+
+def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
+    """Norms of latents, with their widths."""
+    latent, sizes = config.spec.layer.latent, config.latent
+    if latent is None or sizes is None:
+        return ()
+    return (latent.norm, sizes.rank), (latent.query_norm, sizes.query_rank)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -25,6 +25,7 @@ class Family:
     architecture: str  # what `architectures` names
     model_type: str  # for files that have no `architectures`
     read_config: "Callable[[ConfigFields], ModelConfig]"
+    covers: Callable[[Mapping[str, Any]], bool] = lambda raw: True  # whether a parsed config.json's is ours to compute
 
 
 @dataclass(frozen=True)
