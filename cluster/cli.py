@@ -1,8 +1,10 @@
 """The `twostroke` command. Each subcommand's module is imported only when it is the one wanted."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -15,8 +17,17 @@ _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
     "check": ("cluster.commands.check", "say whether a model can be served, in how much memory; loads no weights"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
-    "config": ("cluster.commands.configuration:config", "tell of the configuration file"),
-    "key": ("cluster.commands.configuration:key", "make an API key"),
+    "config check": ("cluster.commands.configuration:check", "tell all that is wrong in a configuration file"),
+    "config schema": (
+        "cluster.commands.configuration:schema",
+        "print the JSON schema of the file, for editors to check and complete by",
+    ),
+    "key new": (
+        "cluster.commands.keys:new",
+        "draw an API key, and print it with its line of YAML or add that to a file",
+    ),
+    "key list": ("cluster.commands.keys:list", "show whose keys a file has, and until when"),
+    "key revoke": ("cluster.commands.keys:revoke", "take a key out of a file, while the server runs"),
     "cluster-demo": ("tools.nodes.demo", "start a cluster on this machine, kill a node under load, see it heal"),
     "await": ("cluster.commands.application:await", "wait until an application that `serve deploy` has taken runs"),
     "drain": (
@@ -64,6 +75,8 @@ _COMMANDS = {
 """By how they are called: the module, or `module:command` of several in one, and the help's line."""
 
 _GROUPS = {
+    "config": "check the configuration file, or describe it for editors",
+    "key": "make API keys, list them, take them back",
     "bench": "measure; the last line is one JSON object",
     "loadtest": "send load to a server, and report how well it did",
 }
@@ -74,8 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong setting, file or folder."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        parser, run = _parser(arguments)
-        return run(parser.parse_args(arguments))
+        parser, command, run = _parser(arguments)
+        known, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            command.error(_unrecognised(command, unknown))
+        return run(known)
     except ConfigError as error:
         print(f"twostroke: {error}", file=sys.stderr)
         return CONFIG_ERROR_EXIT
@@ -83,15 +99,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable[[argparse.Namespace], int]]:
-    """The parser, complete for the subcommand that `arguments` name, and what runs it."""
+def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """What argparse would say of them, and what to write instead, as far as that is known."""
+    told = f"unrecognized arguments: {' '.join(unknown)}"
+    flag = next((one.partition("=")[0] for one in unknown if one.startswith("-")), None)
+    if flag is None:
+        return told
+    if command.prog == "twostroke serve":
+        from twostroke.cluster.config.vllm_names import what_is_ours
+
+        if (ours := what_is_ours(flag)) is not None:
+            return f"{told}\n{ours}"
+    near = get_close_matches(flag.replace("_", "-"), re.findall(r"--[a-z][a-z-]+", command.format_usage()), n=1)
+    return f"{told}\ndid you mean {near[0]}?" if near else told
+
+
+def _parser(
+    arguments: Sequence[str],
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, Callable[[argparse.Namespace], int]]:
+    """The parser, complete for the subcommand that `arguments` name; that subcommand's own, and what runs it."""
     parser = argparse.ArgumentParser(
         prog="twostroke", description="Disaggregated LLM inference: prefill workers read, decode workers write."
     )
     parser.add_argument("--version", action="version", version=f"twostroke {installed_version()}")
     groups = {"": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")}
     wanted = " ".join([argument for argument in arguments if not argument.startswith("-")][:2])
-    chosen: Callable[[argparse.Namespace], int] = _nothing
+    chosen = parser
+    run: Callable[[argparse.Namespace], int] = _nothing
     for called, (module, help_text) in _COMMANDS.items():
         group, _, name = called.rpartition(" ")
         if group not in groups:
@@ -99,8 +133,9 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
             groups[group] = group_parser.add_subparsers(dest=group, required=True, metavar="COMMAND")
         command = groups[group].add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
         if f"{wanted} ".startswith(f"{called} "):
-            chosen = (_prepare_loadtest if group == "loadtest" else _prepare)(module, command)
-    return parser, chosen
+            chosen = command
+            run = (_prepare_loadtest if group == "loadtest" else _prepare)(module, command)
+    return parser, chosen, run
 
 
 def _prepare(place: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:

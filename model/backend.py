@@ -4,14 +4,15 @@ Shapes: T tokens of the whole batch, flattened; B sequences; H query heads, G KV
 tensor-parallel rank. What each operation must compute stands in torch in model/reference.py.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import Activation, Quantization
+from twostroke.model.config import Activation, Quantization, Routing
 
 if TYPE_CHECKING:
     from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -93,6 +94,45 @@ class LatentAttention(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The experts that each token takes, the one that was chosen first in front."""
+
+    experts: Tensor  # int32 [T, top_k], all different
+    weights: Tensor  # fp32 [T, top_k], of their results
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """All experts' of a layer, of this rank, one below the other."""
+
+    number: int
+    gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up
+    down: "Tensor | QuantizedWeight"  # [number * hidden, I]
+    gate_up_bias: Tensor | None  # [number, 2 I]
+    down_bias: Tensor | None  # [number, hidden]
+
+    def of_each(self, which: Literal["gate_up", "down"]) -> "Iterator[tuple[Tensor | QuantizedWeight, Tensor | None]]":
+        """Weight and bias of one expert after the other."""
+        weight: Tensor | QuantizedWeight = getattr(self, which)
+        bias: Tensor | None = getattr(self, f"{which}_bias")
+        rows = len(weight if isinstance(weight, Tensor) else weight.values) // self.number
+        for index in range(self.number):
+            part = slice(index * rows, (index + 1) * rows)
+            found = weight[part] if isinstance(weight, Tensor) else weight.rows(part)
+            yield found, None if bias is None else bias[index]
+
+
+class Experts(Protocol):
+    """A layer's experts with their weights inside, laid out once for the device: there is no other copy."""
+
+    def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
+        """x [T, hidden] -> the weighted sum of what each token's experts make of it, in x's dtype.
+
+        An expert e is down_e(gate(gate_up_e(x))). Sums over experts are fp32, rounded once.
+        """
+
+
 class Backend(Protocol):
     """One device's way to do a decoder layer's operations: model/cpu/backend.py, model/cuda/backend.py."""
 
@@ -167,3 +207,15 @@ class Backend(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """gate_up [T, 2 I], gate first -> activation(gate) * up, [T, I]."""
+
+    def make_experts(
+        self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
+    ) -> Experts:
+        """As `make_linear`, of all experts of a layer."""
+
+    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+        """The experts for a router's logits, fp32 [T, experts]. `correction` fp32 [experts] is added to the scores by
+        which they are chosen. Whatever the logits are, NaN too, those chosen are experts."""
+
+    def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, hidden] times the sigmoid of logits, fp32 [T, 1]; may be written into x."""

@@ -16,28 +16,30 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 class WeightForm:
     """How a quantised weight is held: all that its bytes follow from."""
 
-    kind: Literal["int8", "int4", "fp8"]
+    kind: Literal["int8", "int4", "fp8", "fp4"]  # fp8 is e4m3, fp4 e2m1
     group_size: int | None  # columns that share a scale; None: a row's
     has_offsets: bool = False  # each group's, beside its scale
 
     @property
     def bits(self) -> Literal[8, 4]:
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "fp4") else 8
 
 
 @dataclass(frozen=True)
 class StoredQuantization:
     """How a checkpoint's projections lie in its files, where those are quantised by several tensors each."""
 
-    method: Literal["fp8", "int8", "packed", "awq", "gptq"]
+    method: Literal["fp8", "int8", "packed", "awq", "gptq", "mxfp4"]
     form: WeightForm  # what they are held in
     left: tuple[str, ...] = ()  # modules that are not quantised: their names, parts of those, and `re:` patterns
     block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
     zero_shift: int = 0  # gptq: what is added to its zero points
 
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh."""
+Activation = Literal["silu", "gelu_tanh", "clamped"]
+"""Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh. `clamped` is gpt-oss's: with g the gate up to
+GLU_LIMIT, and u the up within that of zero, g sigmoid(GLU_ALPHA g) (u + 1)."""
+GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
 
 PrefillKernel = Literal["auto", "tma", "plain"]
 """That attends from prompts on Hopper and later GPUs: `auto` is TMA's where it agreed with the plain one at start."""
@@ -108,6 +110,46 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class MlpSpec:
+    """A gated MLP that all tokens take."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    size: int  # features between
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen by their scores, and weighed. Of equal scores the lower number's wins."""
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, in fp32
+    normalises: bool = False  # the weights of the chosen ones, which are their scores, are divided by their sum
+    scale: float = 1.0  # of weights, after that
+    groups: int = 1  # of neighbours, as many in each
+    top_groups: int = 1  # so many groups' experts can be chosen: those with the highest sums
+    summed: int = 1  # of each group's highest scores (DeepSeek-V2: 1; V3: 2)
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A routed feed-forward block: gated MLPs of which each token takes some (Shazeer et al. 2017)."""
+
+    routing: Routing
+    size: int  # features between, of each expert
+    router: Projection
+    gate: Projection  # `*` in a name stands for the expert's number
+    up: Projection
+    down: Projection
+    are_stacked: bool = False  # one tensor of all experts [number, in, out], `.weight` left out; gate, up take turns
+    correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
+    shared: MlpSpec | None = None  # that all tokens take beside
+    shared_gate: Projection | None = None  # whose sigmoid the shared one's result is multiplied by
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What a layer is made of, by the names that the family's checkpoints use within a layer.
 
@@ -133,6 +175,8 @@ class LayerSpec:
     # Of a layer that attends to latents `k` and `v` are of the latent, and lie in one tensor: the first head's rows of
     # `k`, then of `v`, and so on; `v.first_row` is where they begin within a head's.
     latent: LatentSpec | None = None
+    sinks: str | None = None  # the tensor of `AttentionForm.sinks`
+    experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
 
 
 @dataclass(frozen=True)
@@ -179,6 +223,16 @@ class ModelShape:
         return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
+    def mlp_sizes(self) -> frozenset[int]:
+        """Features between the projections of MLPs."""
+        return frozenset({self.intermediate_size})
+
+    @property
+    def mlp_width(self) -> int:
+        """Numbers of a token that stand at one time between the operations of an MLP."""
+        return 3 * self.intermediate_size
+
+    @property
     def q_size(self) -> int:
         """Width of the queries of one token, as they meet the cache's rows."""
         return self.num_heads * self.head_dim
@@ -208,6 +262,16 @@ class ModelConfig(ModelShape):
     logits_scale: float = 1.0
     logits_cap: float = 0.0  # as `soft_cap`, of logits
     stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
+    dense_layers: frozenset[int] = frozenset()  # that have an MLP where the others have experts
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """None: this layer has no experts."""
+        return None if layer in self.dense_layers else self.spec.layer.experts
+
+    def mlp_of(self, layer: int) -> MlpSpec | None:
+        """What all tokens take, beside the experts where there are any."""
+        experts, spec = self.experts_of(layer), self.spec.layer
+        return MlpSpec(spec.gate, spec.up, spec.down, self.intermediate_size) if experts is None else experts.shared
 
     @property
     def rotary_dim(self) -> int:
@@ -219,3 +283,18 @@ class ModelConfig(ModelShape):
         if layer in self.unrotated_layers:
             return None
         return self.local_rope if layer in self.local_layers else self.rope
+
+    @property
+    def mlp_sizes(self) -> frozenset[int]:
+        """Of MLPs and of experts."""
+        blocks = (block for layer in range(self.num_layers) for block in (self.mlp_of(layer), self.experts_of(layer)))
+        return frozenset(block.size for block in blocks if block is not None)
+
+    @property
+    def mlp_width(self) -> int:
+        """Of experts and what is beside them: rows for each, and fp32 results."""
+        mlps = (self.mlp_of(layer) for layer in range(self.num_layers))
+        width, experts = 3 * max((mlp.size for mlp in mlps if mlp is not None), default=0), self.spec.layer.experts
+        if experts is not None:
+            width += experts.routing.top_k * 3 * (experts.size + self.hidden_size)
+        return width

@@ -5,14 +5,18 @@ fp32, one rounding at the end.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, HeadNorms, LatentHeads, RowNorms
+from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, RowNorms
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import Activation
+from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation, Routing
+
+if TYPE_CHECKING:
+    from twostroke.model.checkpoint.quantization import QuantizedWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -201,5 +205,57 @@ def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016)."""
     gates, up = gate_up.float().chunk(2, dim=-1)
-    active = functional.silu(gates) if activation == "silu" else functional.gelu(gates, approximate="tanh")
+    match activation:
+        case "silu":
+            active = functional.silu(gates)
+        case "gelu_tanh":
+            active = functional.gelu(gates, approximate="tanh")
+        case "clamped":
+            gates, up = gates.clamp(max=GLU_LIMIT), up.clamp(-GLU_LIMIT, GLU_LIMIT) + 1
+            active = gates * torch.sigmoid(GLU_ALPHA * gates)
     return (active * up).to(gate_up.dtype)
+
+
+def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+    """The experts for logits fp32 [T, experts]: by groups as DeepSeek-AI 2024 (V2: 2.2.2; V3: 2.1.2)."""
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(1)
+    choosing = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        groups = choosing.view(len(logits), routing.groups, -1)
+        sums = groups.sort(2, descending=True, stable=True).values[:, :, : routing.summed].sum(2)
+        closed = torch.ones_like(sums, dtype=torch.bool).scatter_(1, _first_best(sums, routing.top_groups), False)
+        choosing = groups.masked_fill(closed[:, :, None], -math.inf).flatten(1)
+    experts = _first_best(choosing, routing.top_k)
+    weights = scores.gather(1, experts)
+    if routing.normalises:
+        weights = weights / weights.sum(1, keepdim=True)
+    return Chosen(experts.int(), weights * routing.scale)
+
+
+def _first_best(scores: Tensor, count: int) -> Tensor:
+    """The indices of each row's highest scores, of equal ones the first."""
+    return scores.sort(1, descending=True, stable=True).indices[:, :count]
+
+
+def experts(x: Tensor, chosen: Chosen, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """x [T, hidden] -> the weighted sum of what each token's experts make of it (Shazeer et al. 2017).
+
+    Rounded to x's dtype between the two products and at the end.
+    """
+    out = torch.zeros(x.shape, device=x.device)
+    parts = zip(weights.of_each("gate_up"), weights.of_each("down"), strict=True)
+    for expert, ((gate_up, gate_up_bias), (down, down_bias)) in enumerate(parts):
+        tokens, places = (chosen.experts == expert).nonzero(as_tuple=True)
+        inner = gate(_linear(x[tokens], gate_up, gate_up_bias).to(x.dtype), activation)
+        out.index_add_(0, tokens, _linear(inner, down, down_bias) * chosen.weights[tokens, places, None])
+    return out.to(x.dtype)
+
+
+def _linear(x: Tensor, weight: "Tensor | QuantizedWeight", bias: Tensor | None) -> Tensor:
+    plain = weight if isinstance(weight, Tensor) else weight.dequantized(x.dtype)
+    return functional.linear(x.float(), plain.float(), None if bias is None else bias.float())
+
+
+def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
+    """x [T, hidden] times the sigmoid of logits, fp32 [T, 1], rounded once."""
+    return (x.float() * logits.sigmoid()).to(x.dtype)

@@ -41,7 +41,7 @@ class Section(BaseModel):
             if name not in cls.model_fields:
                 close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(cls.model_fields))}"
-                told = {"name": str(name), "hint": hint}
+                told = {"name": str(name), "hint": hint, "is_near": bool(close)}
                 raise PydanticCustomError(UNKNOWN_SETTING, "{name}: there is no such setting; {hint}", told)
         return raw
 

@@ -10,12 +10,12 @@ import pytest
 from twostroke.cluster.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(
     r"(?<![\w./-])(?:protocol|model|kvtransfer|worker|benchmarks|tools|prefill_worker|decode_worker|router|cluster|deploy|loadtests|tests|docs)"
     r"/(?:[\w./*-]*(?:\.\w+|/))?(?![\w/])"
 )
-COMMAND = re.compile(r"(?:^|bin/|\(|: )twostroke ((?:bench |loadtest |key )?[a-z][a-z-]*)([^|#;&)]*)")
+COMMAND = re.compile(r"(?:^|bin/|\(|: )twostroke ((?:bench |loadtest |key |config )?[a-z][a-z-]*)([^|#;&)]*)")
 MODULE = re.compile(r"python -m (?:twostroke\.)?((?:cluster|loadtests|benchmarks|tools|tests)[\w.]*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 

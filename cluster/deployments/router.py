@@ -22,11 +22,12 @@ from ray.serve.handle import DeploymentHandle
 
 from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, published
 from twostroke.cluster.autoscaling.serve_policy import ROUTER
-from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.config import ClusterConfig, keys_of
 from twostroke.cluster.config.model_folder import chat_template_text, resolve_model_folder, served_name
 from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
+from twostroke.cluster.deployments.key_watch import KeyWatch
 from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches, is_loopback
 from twostroke.protocol.clock import Clock, draw_epoch
 from twostroke.protocol.network import TcpNetwork
@@ -37,7 +38,7 @@ from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
-from twostroke.router.http.tenants import KeyConfig, Tenants
+from twostroke.router.http.tenants import AuthConfig, Tenants
 from twostroke.router.observe.scaling import Scaling
 from twostroke.router.observe.scrape import RouterReading, no_other_routers
 from twostroke.router.observe.tracing import request_traces
@@ -94,7 +95,7 @@ class RouterSettings:
     chat_template: str | None = None  # its text; None: the model's own
     scaling_interval_s: float | None = None  # between the autoscaler's decisions; None: the number of workers is fixed
     slo: SLOConfig = field(default_factory=SLOConfig)
-    keys: tuple[KeyConfig, ...] = ()
+    auth: AuthConfig = field(default_factory=AuthConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @classmethod
@@ -108,7 +109,7 @@ class RouterSettings:
             chat_template=chat_template_text(config.model),
             scaling_interval_s=config.autoscaling.interval_s if config.autoscaling.enabled else None,
             slo=config.slo,
-            keys=config.auth.keys,
+            auth=config.auth,
             logging=config.logging,
         )
 
@@ -119,6 +120,7 @@ class RouterReplica:
 
     _service: RouterService | None = None
     _decisions: DecisionWatch | None = None
+    _keys: KeyWatch | None = None
     _is_draining = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -141,7 +143,17 @@ class RouterReplica:
         admission = Admission(config=settings.slo, stats=channels.stats, clock=time.monotonic, num_routers=replicas)
         others = OtherRouters(serve.get_deployment_handle(replica.deployment, replica.app_name), own=peer.worker_id)
         host = await asyncio.to_thread(_host)
-        warning = exposure_warning(host, has_keys=bool(settings.keys))
+        source = ClusterConfig(slo=settings.slo, auth=settings.auth)
+        tenants = Tenants(
+            await asyncio.to_thread(keys_of, source),
+            secret=secret,
+            clock=time.monotonic,
+            num_routers=replicas,
+            is_needed=settings.auth != AuthConfig(),
+        )
+        self._keys = KeyWatch(source, tenants)
+        self._keys.start()
+        warning = exposure_warning(host, has_keys=bool(tenants))
         if warning is not None:
             _log.warning(warning)
         forgotten = forgotten_switches(os.environ)
@@ -167,7 +179,7 @@ class RouterReplica:
                 strict=settings.router.strict,
                 has_page=settings.router.page,
                 cors_origins=settings.router.cors_origins,
-                is_local=is_loopback(host) and not settings.keys,
+                is_local=is_loopback(host) and not tenants,
             ),
             tokenizer=TextTokenizer.load(folder, settings.chat_template, settings.model.response_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
@@ -184,7 +196,7 @@ class RouterReplica:
             ),
             slo=settings.slo,
             admission=admission,
-            tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
+            tenants=tenants,
             traces=request_traces(settings.router.tracing, replica=peer.worker_id),
             other_routers=others.readings if replicas > 1 else no_other_routers,
             expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
@@ -236,8 +248,9 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         """Serve awaits this once the replica has drained."""
-        if self._decisions is not None:
-            await self._decisions.close()
+        for watch in (self._decisions, self._keys):
+            if watch is not None:
+                await watch.close()
         if self._service is not None:
             await self._service.close()
 

@@ -23,7 +23,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
 from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, MISSING_POLICY, ROUTER
 from twostroke.cluster.config.autoscaling import RoleLimits, WorkerCounts
-from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.config import ClusterConfig, check_keys, read_config
 from twostroke.cluster.config.gpus import one_for_each_rank
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.router import RouterReplica, RouterSettings, router_options
@@ -55,7 +55,7 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
     """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys or chat
     template.
     """
-    config = with_keys_of_file(config)
+    config = check_keys(config)
     order = _scaling_order(config)
 
     def worker_app(role: Role, replica: type[PrefillReplica | DecodeReplica]) -> Application:

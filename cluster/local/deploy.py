@@ -46,10 +46,10 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
 
 
 def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """For `build_app`, in another folder: the settings with what files say, keys' hashes and the chat template."""
+    """For `build_app`, in another folder: the settings with this process's own key, whole paths, the chat template."""
     arguments = dict(settings)
     if config.auth.keys:
-        arguments["auth"] = {"keys": [key.model_dump() for key in config.auth.keys]}
+        arguments["auth"] = config.auth.model_dump(mode="json")
     if config.model.chat_template is not None:
         arguments["model"] = {**settings["model"], "chat_template": chat_template_text(config.model)}
     return arguments

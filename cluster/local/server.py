@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys, with_keys_of_file
+from twostroke.cluster.config.config import ClusterConfig, check_keys, keys_of, read_config, with_keys
 from twostroke.cluster.config.gpus import share_gpus
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
 from twostroke.cluster.config.sections import Placement
@@ -152,7 +152,7 @@ def main() -> int:
 
 def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     shared = share_gpus(order.settings, min(order.gpus or sys.maxsize, _gpus_in_sight()) if order.gpus != 0 else 0)
-    config, api_key = with_own_key(with_keys_of_file(read_config(shared.settings)))
+    config, api_key = with_own_key(check_keys(read_config(shared.settings)))
     if shared.line is not None:
         _report(reports, Report("loud" if shared.is_idle else "step", shared.line))
     check_is_anywhere(config)
@@ -246,10 +246,12 @@ def with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
 
     Raises ConfigError where somebody else's has its name: requests could not be told apart in the log.
     """
-    if not config.auth.keys:
+    if not keys_of(config):
         return config, None
     key, sha256 = new_key()
-    return with_keys(config, [KeyConfig(name="twostroke serve", sha256=sha256, admin=True)]), key
+    config = with_keys(config, [KeyConfig(name="twostroke serve", sha256=sha256, admin=True)])
+    keys_of(config)
+    return config, key
 
 
 def _describe_workers(url: str, api_key: str | None) -> list[str]:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
@@ -257,6 +258,6 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
         try:
             await link.open(self.join_timeout_s)
         except BaseException:
-            await link.close()
+            await finish(link.close())  # the connection is lost with the link, and cancels this
             raise
         return link

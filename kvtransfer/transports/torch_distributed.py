@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.timeouts import within
+from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
 from twostroke.model.parallel.tensor_parallel import listening_store, process_group
@@ -92,7 +92,7 @@ class TorchDistributedTransport:
         try:
             return await within(self._most_s, link.run(work), "joining a process group")
         except BaseException:
-            await link.close()
+            await finish(link.close())
             raise
 
     async def close(self) -> None:
@@ -258,12 +258,12 @@ class GroupLink:
                 else:
                     work = self._post(self._staging.landing(index, num_units), is_send=False)
                     packed = self._staging.buffer(index, num_units)
-                self._waiting.submit(_into, outcome, lambda outcome: finish(outcome, index, packed, work))
+                self._waiting.submit(_into, outcome, lambda outcome: settle(outcome, index, packed, work))
             except BaseException:
                 self._free.put(index)
                 raise
 
-        def finish(outcome: Future[bool], index: int, packed: Tensor, work: dist.Work) -> None:
+        def settle(outcome: Future[bool], index: int, packed: Tensor, work: dist.Work) -> None:
             try:
                 self._staging.wait(work)
                 intact = unpack is None or unpack(packed)

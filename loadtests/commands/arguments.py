@@ -6,7 +6,7 @@ and workloads are the fields of the plan's own classes.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +28,7 @@ from twostroke.loadtests.plan import (
     TraceFile,
     Workload,
 )
+from twostroke.loadtests.report.checks import Check, append_markdown, write_junit
 from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.run_folder import read_json
 from twostroke.loadtests.workloads.synthetic import SHAPES
@@ -242,6 +243,26 @@ def add_options(group: argparse._ArgumentGroup, options: Iterable[Option]) -> li
         )
         for name, kind, default, metavar, help_text in options
     ]
+
+
+def add_ci_arguments(group: argparse._ArgumentGroup) -> None:
+    """Where what was required and found is written, for CI systems."""
+    group.add_argument(
+        "--summary", type=Path, metavar="FILE", help="add a Markdown summary to it ($GITHUB_STEP_SUMMARY)"
+    )
+    group.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit's XML: a test for each requirement")
+
+
+def tell_ci(arguments: argparse.Namespace, name: str, sentences: Sequence[str], checks: Sequence[Check]) -> bool:
+    """Write what was asked for, and say what does not hold; returns whether all does. Raises LoadTestError."""
+    for check in checks:
+        if not check.holds:
+            print(f"FAILED: {check.name}: {check.found}")
+    if arguments.summary is not None:
+        append_markdown(arguments.summary, f"Load test: {name}", sentences, checks)
+    if arguments.junit is not None:
+        write_junit(arguments.junit, f"loadtest {name}", checks)
+    return all(check.holds for check in checks)
 
 
 def plan_of(arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Plan:

@@ -15,15 +15,18 @@ import msgspec
 
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import (
+    add_ci_arguments,
     add_plan_arguments,
     add_slo_multiple,
     plan_of,
     positive_count,
+    tell_ci,
     with_slo_multiple,
 )
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report import words
+from twostroke.loadtests.report.checks import checks_of_comparison
 from twostroke.loadtests.report.comparison import Comparison
 from twostroke.loadtests.report.pages import COMPARISON_PAGE_FILE as PAGE_FILE
 from twostroke.loadtests.report.pages import write_comparison, write_report
@@ -50,6 +53,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--rounds", type=positive_count, default=3, help="with --urls: runs of each (default: %(default)s)"
     )
     what.add_argument("--output", type=Path, metavar="DIR", help="default: comparison-<time>")
+    what.add_argument(
+        "--fail-on", choices=("worse",), help="exit with 1 where any figure of another is worse than the first's"
+    )
+    add_ci_arguments(what)
     add_plan_arguments(parser, with_url=False)
     add_slo_multiple(parser)
 
@@ -63,7 +70,10 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 def run(arguments: Namespace) -> int:
-    """Returns 0, or 1 where a run is invalid. The last line is JSON. Raises LoadTestError."""
+    """Returns 0, or 1 where a run is invalid, or a figure worse that must not be. The last line is JSON.
+
+    Raises LoadTestError.
+    """
     if bool(arguments.folders) == bool(arguments.urls):
         raise LoadTestError("give either two NAME=FOLDER or more, or --urls with two NAME=URL or more")
     folder: Path = arguments.output or Path(f"comparison-{datetime.now():%Y%m%d-%H%M%S}")
@@ -74,10 +84,13 @@ def run(arguments: Namespace) -> int:
     for name, of_server in run_all(arguments, folder) if arguments.urls else arguments.folders:
         entries.setdefault(name, []).append(Path(of_server))
     comparison = write_comparison(folder, entries)
-    print("\n".join([*comparison.warnings, *words.comparison_sentences(comparison)]))
+    sentences = [*comparison.warnings, *words.comparison_sentences(comparison)]
+    print("\n".join(sentences))
     print(f"report: {folder / PAGE_FILE}")
+    checks = checks_of_comparison(comparison, fail_on_worse=arguments.fail_on == "worse")
+    holds = tell_ci(arguments, " and ".join(comparison.names), sentences, checks)
     print(json.dumps(figures_of(comparison, folder)))
-    return 1 if comparison.invalid_runs else 0
+    return 0 if holds else 1
 
 
 def run_all(arguments: Namespace, output: Path) -> Iterator[tuple[str, Path]]:

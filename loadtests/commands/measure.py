@@ -17,17 +17,27 @@ from twostroke.loadtests.capacity import MOST_REPEATS, SWEEP_FILE, Search, Sweep
 from twostroke.loadtests.commands.arguments import (
     Option,
     above_zero,
+    add_ci_arguments,
     add_options,
     add_plan_arguments,
     add_slo_multiple,
     plan_of,
+    tell_ci,
     with_slo_multiple,
 )
 from twostroke.loadtests.generator.runner import check_free, run_plan
 from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
 from twostroke.loadtests.report import words
+from twostroke.loadtests.report.checks import Check, checks_of_run, requirement_of
 from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.pages import PAGE_FILE, SWEEP_PAGE_FILE, verdicts, write_report, write_sweep_report
+from twostroke.loadtests.report.pages import (
+    PAGE_FILE,
+    SWEEP_PAGE_FILE,
+    read_summary,
+    verdicts,
+    write_report,
+    write_sweep_report,
+)
 from twostroke.loadtests.run_folder import RunFolder
 
 INTERRUPTED_EXIT = 130
@@ -46,10 +56,19 @@ def add_run_arguments(parser: ArgumentParser) -> None:
         metavar="PORT",
         help="show Locust's page and live charts while it runs",
     )
+    output.add_argument(
+        "--require",
+        action="append",
+        type=requirement_of,
+        default=[],
+        metavar="FIGURE>=N",
+        help="exit with 1 unless it holds, as 'attainment>=0.9' or 'ttft_p99_s<=2'; may come several times",
+    )
+    add_ci_arguments(output)
 
 
 def run_run(arguments: Namespace) -> int:
-    """Returns 0, 1 for a run that is invalid or lost, 130 for one that was ended by Ctrl-C.
+    """Returns 0, 1 for a run that is invalid, lost or not what was required, 130 for one that was ended by Ctrl-C.
 
     Raises LoadTestError where the run can't be carried out.
     """
@@ -70,8 +89,15 @@ def run_run(arguments: Namespace) -> int:
         lost = str(error)
         print(f"the run is lost: {lost}", file=sys.stderr)
     figures = report_on(folder.path)
-    print(json.dumps(figures | {"lost": lost}))
-    return INTERRUPTED_EXIT if interrupted else 0 if figures["valid"] and lost is None else 1
+    summary = read_summary(folder.path)
+    checks = checks_of_run(summary, arguments.require)
+    if lost is not None:
+        checks.append(Check("the run was carried out", lost, False))
+    holds = tell_ci(arguments, summary.name, [words.verdict(plan, summary)], checks)
+    met = [check.holds for check in checks[1 : 1 + len(arguments.require)]]
+    required = dict(zip(map(str, arguments.require), met, strict=True))
+    print(json.dumps(figures | {"lost": lost, "required": required}))
+    return INTERRUPTED_EXIT if interrupted else 0 if holds else 1
 
 
 def add_report_arguments(parser: ArgumentParser) -> None:

@@ -1,5 +1,5 @@
 """The decoder of all families, over loaded weights: layers of grouped-query attention, or of attention to latents, and
-a gated MLP, with norms before each of them, or behind, or both.
+a gated MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend,
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import AttentionForm, Backend, HeadNorms, LatentAttention, Linear, RowNorms
+from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, StepInput
 from twostroke.model.cache.kv_cache import layer_announcing
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelConfig, Routing
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import OnLayer
 
@@ -34,15 +34,34 @@ class LatentWeights:
 
 
 @dataclass(frozen=True)
+class MlpWeights:
+    """A gated MLP; gate and up are fused by rows."""
+
+    gate_up: Linear  # hidden -> 2 I
+    down: Linear  # I -> hidden: this rank's summand
+
+
+@dataclass(frozen=True)
+class RoutedWeights:
+    """A layer's experts, each cut as an MLP is, and what chooses among them, which every rank has whole."""
+
+    router: Linear  # hidden -> experts
+    correction: Tensor | None  # fp32 [experts]
+    routing: Routing
+    experts: Experts  # this rank's summand
+    shared_gate: Linear | None  # hidden -> 1: of the MLP beside
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; q, k, v and gate, up are fused by rows. Norms are fp32."""
+    """One decoder layer; q, k, v are fused by rows. Norms are fp32."""
 
     input_norm: Tensor | None  # [hidden]; None: none
     qkv: Linear | LatentWeights  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
     mlp_norm: Tensor | None  # [hidden]
-    gate_up: Linear  # hidden -> 2 I
-    down: Linear  # I -> hidden: this rank's summand
+    mlp: MlpWeights | None  # None: experts alone
+    routed: RoutedWeights | None
     cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
     head_norms: HeadNorms | None
     row_norms: RowNorms | None
@@ -123,7 +142,7 @@ class Decoder:
             if layer.attention_norm is not None:
                 x = backend.rms_norm(x, layer.attention_norm, eps)
             x, residual = self._add_and_norm(x, residual, layer.mlp_norm)
-            x = parallel.all_reduce(layer.down(backend.gate(layer.gate_up(x), self._config.activation)))
+            x = parallel.all_reduce(self._feed_forward(x, layer))
             if layer.output_norm is not None:
                 x = backend.rms_norm(x, layer.output_norm, eps)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
@@ -149,6 +168,21 @@ class Decoder:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
             qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
         return backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
+
+    def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """This rank's summand of what MLP and experts make of x."""
+        backend, mlp, routed = self._backend, layer.mlp, layer.routed
+        beside = None if mlp is None else mlp.down(backend.gate(mlp.gate_up(x), self._config.activation))
+        if routed is None:
+            assert beside is not None
+            return beside
+        logits = routed.router(x, out_dtype=torch.float32)
+        y = routed.experts(x, backend.route(logits, routed.correction, routed.routing))
+        if beside is None:
+            return y
+        if routed.shared_gate is not None:
+            beside = backend.gate_by_sigmoid(beside, routed.shared_gate(x, out_dtype=torch.float32))
+        return backend.add(beside, y)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes into the next sublayer, and the new residual."""

@@ -79,7 +79,7 @@ def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int
 
 def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, dtype: torch.dtype) -> int:
     """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
-    widest = max(config.q_size + 2 * config.kv_size + config.q_size, 3 * config.intermediate_size)
+    widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * dtype.itemsize
     return activations + bounds.max_sequences * config.vocab_size * torch.float32.itemsize
 

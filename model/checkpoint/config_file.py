@@ -58,5 +58,5 @@ def _family(raw: Mapping[str, Any]) -> Family | None:
         if architectures == [family.architecture] or (
             architectures is None and raw.get("model_type") == family.model_type
         ):
-            return family if family.covers(raw) else None
+            return family
     return None

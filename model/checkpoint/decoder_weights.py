@@ -1,14 +1,29 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import DecoderWeights, LatentWeights, LayerWeights
+from twostroke.model.architectures.decoder import (
+    DecoderWeights,
+    LatentWeights,
+    LayerWeights,
+    MlpWeights,
+    RoutedWeights,
+)
 from twostroke.model.architectures.rope import cos_sin_table, head_order
-from twostroke.model.backend import AttentionForm, Backend, HeadNorms, LatentHeads, Linear, LoadOptions, RowNorms
+from twostroke.model.backend import (
+    AttentionForm,
+    Backend,
+    ExpertWeights,
+    HeadNorms,
+    LatentHeads,
+    Linear,
+    LoadOptions,
+    RowNorms,
+)
 from twostroke.model.checkpoint.quantization import (
     QuantizedWeight,
     common_form,
@@ -18,9 +33,20 @@ from twostroke.model.checkpoint.quantization import (
     tensor_bytes,
 )
 from twostroke.model.checkpoint.tensor_file import WHOLE
-from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
-from twostroke.model.config import LatentSizes, LatentSpec, ModelConfig, Projection, Quantization, WeightForm
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert
+from twostroke.model.config import (
+    ExpertsSpec,
+    LatentSizes,
+    LatentSpec,
+    MlpSpec,
+    ModelConfig,
+    Projection,
+    Quantization,
+    WeightForm,
+)
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
+
+_Weight = Tensor | QuantizedWeight
 
 
 def load_decoder_weights(
@@ -91,7 +117,7 @@ def load_decoder_weights(
 
     heads, groups = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
     query_rows, kv_rows = (of_heads(part, config.head_dim) for part in (heads, groups))
-    inner, vocabulary = shard.part(config.intermediate_size), shard.vocabulary(config.vocab_size)
+    vocabulary = shard.vocabulary(config.vocab_size)
     spec, parts = config.spec, config.spec.layer
     order = head_order(config.rope, config.rotary_dim)
     orders = {} if order is None else _orders(config, order)
@@ -136,6 +162,38 @@ def load_decoder_weights(
             attention=backend.make_latent_attention(LatentHeads(keys, values, config.attention_scale)),
         )
 
+    def fp32(name: str, rows: slice = WHOLE) -> Tensor:
+        return checkpoint.tensor(name, rows).to(device=device, dtype=torch.float32, copy=True)
+
+    def sinks(prefix: str) -> Tensor | None:
+        return None if parts.sinks is None else fp32(f"{prefix}{parts.sinks}", shard.part(config.num_heads))
+
+    def mlp(prefix: str, spec: MlpSpec | None) -> MlpWeights | None:
+        if spec is None:
+            return None
+        inner = shard.part(spec.size)
+        return MlpWeights(by_rows(prefix, {spec.gate: inner, spec.up: inner}), by_columns(prefix, spec.down, inner))
+
+    def routed(prefix: str, spec: ExpertsSpec | None) -> RoutedWeights | None:
+        if spec is None:
+            return None
+        weights = experts.weights(prefix, spec)
+
+        def whole(part: Projection) -> Linear:
+            """What is small, and must not be wrong."""
+            bias = kept(f"{prefix}{part.name}.bias") if part.has_bias else None
+            return linear(weight(f"{prefix}{part.name}.weight"), bias, "none")
+
+        return RoutedWeights(
+            router=whole(spec.router),
+            correction=None if spec.correction is None else fp32(f"{prefix}{spec.correction}"),
+            routing=spec.routing,
+            experts=backend.make_experts(weights, config.activation, quantization, dtype),
+            shared_gate=None if spec.shared_gate is None else whole(spec.shared_gate),
+        )
+
+    experts = _ExpertsReader(checkpoint, options, shard)
+
     def layer(index: int) -> LayerWeights:
         prefix = f"{spec.layers}.{index}."
         if parts.latent is None or config.latent is None:
@@ -148,12 +206,12 @@ def load_decoder_weights(
             qkv=qkv,
             output=by_columns(prefix, parts.output, mixed),
             mlp_norm=norm_if_any(prefix, parts.mlp_norm),
-            gate_up=by_rows(prefix, {parts.gate: inner, parts.up: inner}),
-            down=by_columns(prefix, parts.down, inner),
+            mlp=mlp(prefix, config.mlp_of(index)),
+            routed=routed(prefix, config.experts_of(index)),
             cos_sin=tables[config.rope_of(index)],
             head_norms=head_norms(prefix),
             row_norms=row_norms(prefix),
-            attention=AttentionForm(scale, config.window(index), config.soft_cap),
+            attention=AttentionForm(scale, config.window(index), config.soft_cap, sinks(prefix)),
             attention_norm=norm_if_any(prefix, parts.attention_norm),
             output_norm=norm_if_any(prefix, parts.output_norm),
         )
@@ -190,6 +248,69 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
     return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
 
 
+class _ExpertsReader:
+    """A rank's parts of a layer's experts."""
+
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions, shard: Shard):
+        self._checkpoint = checkpoint
+        self._options = options
+        self._shard = shard
+
+    def weights(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
+        """All of them one below the other: of what is not quantised alike, in the dtype of activations."""
+        count, shard = spec.routing.num_experts, self._shard
+        inner = shard.part(spec.size)
+        read = self._of_stack if spec.are_stacked else self._of_one
+        parts = [read(prefix, spec, expert, inner) for expert in range(count)]
+        gate_up_bias = down_bias = None
+        if spec.are_stacked:
+            of_inner = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
+            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias")[:, of_inner]
+            down_bias = self._plain(f"{prefix}{spec.down.name}_bias") if shard.rank == 0 else None  # counts once
+        return ExpertWeights(
+            count,
+            self._together([weight for gate_up, _ in parts for weight in gate_up]),
+            self._together([down for _, down in parts]),
+            gate_up_bias,
+            down_bias,
+        )
+
+    def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
+        """Gate and up, and down, of tensors of their own."""
+        gate, up, down = (f"{prefix}{of_expert(part, expert).name}.weight" for part in (spec.gate, spec.up, spec.down))
+        of_down = self._checkpoint.weight(down, columns=inner)
+        return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
+
+    def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
+        """As `_of_one`, out of tensors of all experts, in which gate and up take turns."""
+        gate_up, down = (
+            self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
+            for part in (spec.gate, spec.down)
+        )
+        rows = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
+        return (
+            [gate_up[0].T[rows] if isinstance(gate_up, Tensor) else gate_up.rows(rows)],
+            down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),
+        )
+
+    def _plain(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(name).to(device=self._options.device, dtype=self._options.dtype)
+
+    def _together(self, weights: Sequence[_Weight]) -> _Weight:
+        quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
+        if len(quantized) == len(weights) and self._options.quantization == "auto":
+            together = one_below_the_other(quantized)
+            if together is not None:
+                return together.to(self._options.device)
+        dtype, device = self._options.dtype, self._options.device
+        return torch.cat(
+            [
+                (found if isinstance(found, Tensor) else found.dequantized(dtype)).to(device=device, dtype=dtype)
+                for found in weights
+            ]
+        )
+
+
 def weight_bytes(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -205,6 +326,8 @@ def weight_bytes(
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
     fused = {part.name: parts for parts in together for part in parts}
+    experts = layer.experts
+    whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
     for name, shape in expected_shapes(config):
         is_table = name == f"{config.spec.embedding}.weight"
         form = stored.get(name)
@@ -219,7 +342,9 @@ def weight_bytes(
                 continue
             parts = fused.get(part, ())
             form = common_form([stored.get(f"{prefix}{each.name}.weight") for each in parts]) if parts else form
-            form = form_of(quantization, form)
+            form = form_of("none" if part in whole else quantization, form)
+        elif len(shape) == 3:
+            form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
         total += tensor_bytes(shape, dtype, form)
     return total
 
@@ -258,7 +383,8 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
             for pattern in stored.left
         )
 
-    weights = (name for name, shape in expected_shapes(config) if len(shape) == 2)
+    dimensions = 3 if stored.method == "mxfp4" else 2
+    weights = (name for name, shape in expected_shapes(config) if len(shape) == dimensions)
     table = f"{config.spec.embedding}.weight"
     return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
 

@@ -9,6 +9,8 @@ Layouts, for a weight [out, in] in groups of g inputs:
   outputs lie in 32 bits in the order of `_AWQ_ORDER`.
 - GPTQ (Frantar et al. 2022): `qweight` [in / n, out], packed along the inputs, `qzeros` [in / g, out / n], `scales`
   [in / g, out], and `g_idx` [in], the group of each input: with `desc_act` neighbours are of different groups.
+- MXFP4 (Rouhani et al. 2023) of gpt-oss's experts: `_blocks` [experts, out, in / 32, 16], two e2m1 numbers a byte, the
+  first one low; `_scales` [experts, out, in / 32], exponents of 2 with 127 added.
 Numbers are stored without a sign where they are packed.
 """
 
@@ -18,14 +20,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from twostroke.model.checkpoint.quantization import QuantizedWeight
+from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_values
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
-from twostroke.model.config import StoredQuantization
+from twostroke.model.config import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 NOT_READ = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
 """Endings of tensors that quantised checkpoints may have and that we don't need: activations are not quantised."""
 
+MXFP4_GROUP = 32
 _FLOATS = ("F32", "F16", "BF16")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _Shape = tuple[int, ...]
@@ -48,6 +51,35 @@ def stored_weight(
             return _awq(parts)
         case "gptq":
             return _gptq(parts)
+        case "mxfp4":
+            raise ValueError("its weights are those of experts")
+
+
+def stored_experts(name: str, shape: tuple[int, ...], files: Mapping[str, TensorFile], source: str) -> StoredWeight:
+    """The weights `name` of all experts [number, in, out], in MXFP4. What is read of one expert is [out, in].
+
+    Raises ConfigError, as `stored_weight`.
+    """
+    number, columns, rows = shape
+    groups = -(-columns // MXFP4_GROUP)
+    sizes = {f"{name}_blocks": (number, rows, groups, MXFP4_GROUP // 2), f"{name}_scales": (number, rows, groups)}
+    for part, expected in sizes.items():
+        if part not in files:
+            raise ConfigError(f"{source}: tensor {part} is missing, which quantization_config asks for")
+        if (found := files[part].shape(part)) != expected or files[part].dtype(part) != "U8":
+            raise ConfigError(
+                f"{source}: tensor {part} is {files[part].dtype(part)} of shape {list(found)}, config.json asks for U8 "
+                f"of {list(expected)}"
+            )
+    blocks, scales = sizes
+
+    def read(chosen: slice) -> QuantizedWeight:
+        """Of one expert."""
+        (codes,), (exponents,) = (files[part].tensor(part, chosen, WHOLE) for part in (blocks, scales))
+        values = fp4_values(torch.stack((codes & 15, codes >> 4), dim=3).view(rows, -1)[:, :columns])
+        return QuantizedWeight(values, torch.ldexp(torch.ones(()), exponents.int() - 127), MXFP4_GROUP, 4)
+
+    return StoredWeight(WeightForm("fp4", MXFP4_GROUP), tuple(sizes), read)
 
 
 class _Parts:

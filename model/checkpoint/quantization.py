@@ -18,13 +18,15 @@ from torch.nn import functional
 from twostroke.model.config import Quantization, WeightForm
 
 INT4_GROUP = 64  # columns that share a scale
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of e2m1's codes 0 to 7; 8 more are the negative ones (Rouhani et al. 2023)."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
     """The common form; each device packs it its own way."""
 
-    values: Tensor  # [out, in], int8: -128 to 127, of four bits -8 to 7; or float8_e4m3fn
+    values: Tensor  # [out, in], int8: -128 to 127, of four bits -8 to 7; or float8_e4m3fn, of four bits e2m1's numbers
     scales: Tensor  # fp32 [out, groups], of either sign
     group_size: int  # columns; the last group may be shorter
     bits: Literal[8, 4]
@@ -34,6 +36,10 @@ class QuantizedWeight:
     @property
     def num_groups(self) -> int:
         return self.scales.shape[1]
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.bits == 4 and self.values.dtype == torch.float8_e4m3fn
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight that is computed with, [out, in]: the reference of every kernel."""
@@ -89,6 +95,24 @@ class QuantizedWeight:
         return scales[:, :, None].expand(-1, -1, self.group_size).flatten(1)[:, : self.values.shape[1]]
 
 
+def fp4_codes(values: Tensor) -> Tensor:
+    """float8_e4m3fn of e2m1's numbers -> their codes, uint8."""
+    bits = values.view(torch.uint8)
+    magnitudes = torch.tensor(FP4_MAGNITUDES, device=values.device).to(torch.float8_e4m3fn).view(torch.uint8)
+    return (torch.searchsorted(magnitudes.int(), (bits & 0x7F).int()) | (bits >> 7) << 3).to(torch.uint8)
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """As `fp4_codes`, the other way."""
+    magnitudes = torch.tensor(FP4_MAGNITUDES)
+    return (
+        torch.cat((magnitudes, -magnitudes))
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)[codes.long()]
+        .view(torch.float8_e4m3fn)
+    )
+
+
 def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One weight of the rows of all, which have the same inputs: of different bits all get the more, of different
     groups those that fit into each. None where integers meet FP8, or inputs in different orders."""
@@ -119,11 +143,11 @@ def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | N
 def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
     """What `one_below_the_other` makes of weights of these forms; None: none, as where one is not quantised."""
     found = [form for form in forms if form is not None]
-    if len(found) < len(forms) or len({form.kind == "fp8" for form in found}) > 1:
+    if len(found) < len(forms) or len({form.kind.startswith("fp") for form in found}) > 1:
         return None
     sizes = [form.group_size for form in found if form.group_size is not None]
     return WeightForm(
-        kind=found[0].kind if len({form.kind for form in found}) == 1 else "int8",
+        kind=found[0].kind if len({form.kind for form in found}) == 1 else "fp8" if found[0].kind[0] == "f" else "int8",
         group_size=math.gcd(*sizes) or None,
         has_offsets=any(form.has_offsets for form in found),
     )
@@ -189,8 +213,8 @@ def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, form: WeightForm | 
     if form is None:
         return count * dtype.itemsize
     rows, columns = shape
-    values = count // 2 if form.kind == "int4" else count
-    if form.group_size is None and not form.has_offsets and form.kind != "int4":
+    values = count * form.bits // 8
+    if form.group_size is None and not form.has_offsets and form.bits == 8:
         return values + rows * torch.float32.itemsize
     groups = rows * -(-columns // (form.group_size or columns))
     return values + groups * (2 if form.has_offsets else 1) * torch.float16.itemsize + rows * torch.float32.itemsize

@@ -9,7 +9,7 @@ from typing import Literal
 from twostroke.model.architectures.families.family import ConfigFields
 from twostroke.model.config import StoredQuantization, WeightForm
 
-_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 _INSTEAD = "take one of the model's checkpoints that is, or the unquantised one with model.quantization: int8 or int4"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -28,6 +28,8 @@ def read_stored_quantization(top: ConfigFields) -> StoredQuantization | None:
             return _awq(fields)
         case "gptq":
             return _gptq(fields)
+        case "mxfp4":
+            return StoredQuantization("mxfp4", WeightForm("fp4", 32), _left(fields))
     raise fields.error("quant_method", f"{method!r} is not supported, only {', '.join(_METHODS)} are: {_INSTEAD}")
 
 

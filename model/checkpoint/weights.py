@@ -5,7 +5,8 @@ Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, 
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from twostroke.model.checkpoint.gguf.format import FILE as GGUF_FILE
 from twostroke.model.checkpoint.gguf.format import SUFFIX
-from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_weight
+from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, stored_weight
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
-from twostroke.model.config import ModelConfig, Projection, WeightForm
+from twostroke.model.config import ExpertsSpec, ModelConfig, Projection, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -178,7 +179,11 @@ class Checkpoint:
             return found
         config = self._config
         is_table = name == f"{config.spec.embedding}.weight"
-        if config.stored is None or len(shape) != 2 or is_table or (file is not None and file.dtype(name) in DTYPES):
+        if config.stored is None or is_table or (file is not None and file.dtype(name) in DTYPES):
+            return None
+        if config.stored.method == "mxfp4":
+            return stored_experts(name, shape, self._files, str(self._folder)) if len(shape) == 3 else None
+        if len(shape) != 2:
             return None
         return stored_weight(config.stored, name, (shape[0], shape[1]), self._files, str(self._folder))
 
@@ -199,18 +204,25 @@ def has_weights(folder: Path) -> bool:
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that a checkpoint of this config holds."""
-    spec, layer = config.spec, config.spec.layer
-    hidden, inner = config.hidden_size, config.intermediate_size
+    spec, hidden = config.spec, config.hidden_size
     yield f"{spec.embedding}.weight", (config.vocab_size, hidden)
     if not config.tie_word_embeddings:
         yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
     yield f"{spec.final_norm}.weight", (hidden,)
-    projections = (
-        *_attention_shapes(config),
-        (layer.gate, inner, hidden),
-        (layer.up, inner, hidden),
-        (layer.down, hidden, inner),
-    )
+    for index in range(config.num_layers):
+        shapes = _attention_shapes(config)
+        if (mlp := config.mlp_of(index)) is not None:
+            parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
+            shapes |= _shapes_of(parts)
+        if (experts := config.experts_of(index)) is not None:
+            shapes |= _shapes_of_experts(experts, hidden)
+        for name, shape in shapes.items():
+            yield f"{spec.layers}.{index}.{name}", shape
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """By names within a layer, with all of its norms."""
+    layer, hidden = config.spec.layer, config.hidden_size
     norms = (
         *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
         *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
@@ -218,20 +230,46 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         (layer.k_row_norm, config.kv_size),
         *_latent_norms(config),
     )
-    shapes: dict[str, tuple[int, ...]] = {}  # within a layer
-    for norm, width in norms:
-        if norm is not None:
-            shapes[f"{norm}.weight"] = (width,)
-    for projection, rows, columns in projections:  # of those in one tensor the last one ends it
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
+    if layer.sinks is not None:
+        shapes[layer.sinks] = (config.num_heads,)
+    return shapes | _shapes_of(_attention_projections(config))
+
+
+def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
+    """Of each its rows and columns. Of those in one tensor the last one ends it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for projection, rows, columns in projections:
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
         if projection.has_bias:
             shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
-    for index in range(config.num_layers):
-        for name, shape in shapes.items():
-            yield f"{spec.layers}.{index}.{name}", shape
+    return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
+def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    count, size = spec.routing.num_experts, spec.size
+    shapes = _shapes_of([(spec.router, count, hidden)])
+    if spec.correction is not None:
+        shapes[spec.correction] = (count,)
+    if spec.shared_gate is not None:
+        shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
+    if spec.are_stacked:
+        for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
+            shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}
+        return shapes
+    parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
+    for expert in range(count):
+        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts]
+        shapes |= _shapes_of(of_one)
+    return shapes
+
+
+def of_expert(part: Projection, expert: int) -> Projection:
+    """Of the experts' names that one's."""
+    return replace(part, name=part.name.replace("*", str(expert)))
+
+
+def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
     """The attention's projections, with rows and columns."""
     layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
     if sizes is None or layer.latent is None:

@@ -3,13 +3,24 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import AttentionForm, HeadNorms, LatentHeads, Linear, RowNorms
+from twostroke.model.backend import (
+    AttentionForm,
+    Chosen,
+    Experts,
+    ExpertWeights,
+    HeadNorms,
+    LatentHeads,
+    Linear,
+    RowNorms,
+)
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import Activation, Quantization
+from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cpu import latents, linears
-from twostroke.model.cpu.kernels import attention, elementwise, gemm
+from twostroke.model.cpu.experts import make_experts
+from twostroke.model.cpu.kernels import attention, elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections import gemm
 
 
 class CpuBackend:
@@ -91,3 +102,17 @@ class CpuBackend:
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """As Backend.gate."""
         return elementwise.gate(self.launcher, gate_up, activation)
+
+    def make_experts(
+        self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
+    ) -> Experts:
+        """As Backend.make_experts."""
+        return make_experts(weights, activation, quantization, dtype, self.launcher)
+
+    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+        """As Backend.route."""
+        return experts.route(self.launcher, logits, correction, routing)
+
+    def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
+        """As Backend.gate_by_sigmoid; writes into x."""
+        return experts.gate_by_sigmoid(self.launcher, x, logits)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, LatentHeads
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cpu.kernels import attention, gemm
+from twostroke.model.cpu.kernels import attention
 from twostroke.model.cpu.kernels.elementwise import turn_queries
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections import gemm
 from twostroke.model.cpu.linears import is_supported
 
 PART_TOKENS = 2048

@@ -14,8 +14,9 @@ from torch.nn import functional
 from twostroke.model.backend import Linear
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
-from twostroke.model.cpu.kernels import floats, gemm, quant
+from twostroke.model.cpu.kernels import floats
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections import gemm, packing, quant
 
 ROWS_WIDENED = 256  # of weights, by torch, at a time
 
@@ -33,14 +34,14 @@ def make_linear(
     from it, as tied embeddings must.
     """
     if isinstance(weight, QuantizedWeight):
-        if is_quantized_supported(dtype, weight.values.shape[1]) and quant.can_pack(weight):
-            return CpuQuantizedLinear(quant.pack(weight), bias, launcher)
+        if is_quantized_supported(dtype, weight.values.shape[1]) and packing.can_pack(weight):
+            return CpuQuantizedLinear(packing.pack(weight), bias, launcher)
         return TorchQuantizedLinear(weight, bias)
     if quantization in ("auto", "none"):
         return CpuLinear(weight, bias, launcher) if is_supported(dtype) else PlainLinear(weight, bias)
     bits: Literal[8, 4] = 8 if quantization == "int8" else 4
     if is_quantized_supported(dtype, weight.shape[1]):
-        return CpuQuantizedLinear(quant.quantize_and_pack(weight.contiguous(), bits), bias, launcher)
+        return CpuQuantizedLinear(packing.quantize_and_pack(weight.contiguous(), bits), bias, launcher)
     return TorchQuantizedLinear(quantize(weight, bits), bias)
 
 
@@ -80,7 +81,7 @@ class CpuLinear:
 class CpuQuantizedLinear:
     """8-bit or 4-bit weights for bf16 activations, packed. Implements model.backend.Linear."""
 
-    def __init__(self, weight: quant.PackedWeight, bias: Tensor | None, launcher: Launcher):
+    def __init__(self, weight: packing.PackedWeight, bias: Tensor | None, launcher: Launcher):
         """bias [out]."""
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self._launcher = launcher
@@ -144,15 +145,15 @@ class TorchQuantizedLinear:
         return out
 
     def _widened(self, part: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-        if part.bits == 8:
+        if part.bits == 8 or part.is_fp4:
             return part.dequantized(dtype)
         nibbles = torch.stack((part.values & 15, part.values >> 4), dim=2).flatten(1)[:, : self.in_features]
         return replace(part, values=nibbles.char() - 8).dequantized(dtype)
 
 
 def _copied(weight: QuantizedWeight) -> QuantizedWeight:
-    """Four-bit values two a byte: uint8 [rows, in / 2 rounded up]; eight-bit ones as they are."""
-    if weight.bits == 8:
+    """Four-bit integers two a byte: uint8 [rows, in / 2 rounded up]; others as they are."""
+    if weight.bits == 8 or weight.is_fp4:
         values = weight.values.clone()
     else:
         nibbles = functional.pad(weight.values + 8, (0, weight.values.shape[1] % 2)).view(torch.uint8)

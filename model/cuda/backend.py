@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, HeadNorms, LatentHeads, Linear
+from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, Linear
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
-from twostroke.model.cuda.kernels import elementwise
+from twostroke.model.cuda.kernels import elementwise, experts
 from twostroke.model.cuda.kernels.attention import (
     PrefillConfig,
     decode_attention,
@@ -125,6 +125,45 @@ class GroupedCudaLinear:
         return grouped_embedding(token_ids, self._weight, first, dtype)
 
 
+class CudaExperts:
+    """A layer's experts, as they are or in eight or four bits. Implements model.backend.Experts."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, quantization: Quantization):
+        """On one device; what is not quantised is kept, and not copied if contiguous.
+
+        Raises ValueError for groups of columns that the kernels don't know.
+        """
+        self._number = weights.number
+        self._gate_up = self._packed(weights.gate_up, weights.gate_up_bias, quantization)
+        self._down = self._packed(weights.down, weights.down_bias, quantization)
+        self._activation = activation
+        self._is_compiled = False
+
+    def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
+        """As Experts, for contiguous x. The first call compiles what any later one could need; it can't be captured."""
+        if not self._is_compiled:
+            self._is_compiled = True
+            top_k = chosen.experts.shape[1]
+            for tokens in (1, self._number * experts.FEW_ROWS // top_k + 1):
+                nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
+                self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
+        config = experts.experts_config(x.dtype, chosen.experts.numel(), self._number)
+        return experts.compute(x, chosen, self._gate_up, self._down, self._number, self._activation, config)
+
+    @staticmethod
+    def _packed(
+        weight: Tensor | QuantizedWeight, bias: Tensor | None, quantization: Quantization
+    ) -> experts.ExpertsWeight:
+        if isinstance(weight, Tensor) and quantization in ("int8", "int4"):
+            weight = quantize(weight, 8 if quantization == "int8" else 4)
+        flat = None if bias is None else bias.reshape(-1)
+        if isinstance(weight, Tensor):
+            return experts.ExpertsWeight(weight.contiguous(), flat)
+        if weight.order is not None:
+            raise ValueError("experts whose inputs have an order of their own")
+        return experts.ExpertsWeight(pack_groups(weight), flat)
+
+
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
 # (queries, prefix) of the prompts by which kernels are held against each other: several tiles, whole and in part.
@@ -168,6 +207,11 @@ class CudaBackend:
             self._workspace = SplitWorkspace(weight.device if isinstance(weight, Tensor) else weight.values.device)
         return CudaLinear(weight, bias, self._target, self._workspace)
 
+    def make_experts(
+        self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
+    ) -> CudaExperts:
+        return CudaExperts(weights, activation, quantization)
+
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Tensor):
             return elementwise.vocab_embedding(token_ids, pack(table), first, dtype)
@@ -178,6 +222,8 @@ class CudaBackend:
     soft_cap = staticmethod(elementwise.soft_cap)
     square_sums = staticmethod(elementwise.square_sums)
     norm_rows = staticmethod(elementwise.norm_rows)
+    route = staticmethod(experts.route)
+    gate_by_sigmoid = staticmethod(experts.gate_by_sigmoid)
     # One launch each, which rounds once as our own would.
     add = staticmethod(torch.add)
     scale = staticmethod(torch.mul)

@@ -98,8 +98,8 @@ def check_size(config: ModelShape, size: int) -> None:
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
-    elif config.intermediate_size % size:
-        fault = f"its MLP's {config.intermediate_size} features"
+    elif uneven := [features for features in sorted(config.mlp_sizes) if features % size]:
+        fault = f"its MLP's {uneven[0]} features"
     elif Shard(size - 1, size).vocabulary(config.vocab_size).start >= config.vocab_size:
         fault = f"its {config.vocab_size} tokens"
     if fault is not None:

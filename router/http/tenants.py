@@ -10,8 +10,10 @@ import hashlib
 import hmac
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, date, datetime
 from typing import Annotated
 
 from annotated_types import Ge
@@ -89,6 +91,8 @@ class KeyConfig(Section):
     """Choices at a time."""
     admin: bool = False
     """May also ask for /metrics, /status and /doctor."""
+    expires: str | None = None
+    """A date, or a moment, as ISO 8601 has them, of UTC unless it says otherwise; from then on the key is refused."""
 
     @field_validator("name")
     @classmethod
@@ -104,13 +108,30 @@ class KeyConfig(Section):
             raise ValueError("must be the 64 hexadecimal digits that `twostroke key new` prints, not the key")
         return sha256
 
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _check_expires(cls, expires: object) -> object:
+        """YAML reads dates by itself; as text they travel in JSON, too."""
+        if expires is None:
+            return None
+        try:
+            moment = datetime.fromisoformat(expires.isoformat() if isinstance(expires, date) else str(expires))
+        except ValueError:
+            raise ValueError(f"{expires!r} is no date like 2026-12-31 or 2026-12-31T18:00:00Z") from None
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC).isoformat()
+
+    @property
+    def expires_at(self) -> float:
+        """Seconds since 1970."""
+        return math.inf if self.expires is None else datetime.fromisoformat(self.expires).timestamp()
+
 
 class AuthConfig(Section):
     """All keys; without any, everybody may do everything."""
 
     keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
     keys_file: str | None = None
-    """A YAML file with more of them, under `keys`."""
+    """A YAML file with more of them, under `keys`, which routers read again whenever it changes."""
 
     @model_validator(mode="after")
     def _check(self) -> "AuthConfig":
@@ -129,6 +150,7 @@ class Tenant:
     """
 
     def __init__(self, key: KeyConfig, *, secret: bytes, clock: Clock, num_routers: int):
+        self.key = key
         self.name = key.name
         self.slo_class = key.slo_class
         self.is_admin = key.admin
@@ -171,17 +193,48 @@ class Tenant:
 
 
 class Tenants:
-    """Finds who asks. Every router has its own: of a key's limits each gives a `num_routers`-th part."""
+    """Finds who asks. Every router has its own: of a key's limits each gives a `num_routers`-th part.
 
-    def __init__(self, keys: Sequence[KeyConfig], *, secret: bytes, clock: Clock, num_routers: int = 1):
-        self._tenants = [
-            (bytes.fromhex(key.sha256), Tenant(key, secret=secret, clock=clock, num_routers=num_routers))
-            for key in keys
-        ]
+    Where a key `is_needed` nobody gets in without one, also while there are none; by default where there are some.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[KeyConfig],
+        *,
+        secret: bytes,
+        clock: Clock,
+        num_routers: int = 1,
+        is_needed: bool | None = None,
+        wall_clock: Clock = time.time,
+    ):
+        self._secret = secret
+        self._clock = clock
+        self._num_routers = num_routers
+        self._is_needed = bool(keys) if is_needed is None else is_needed
+        self._wall_clock = wall_clock
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        self.replace(keys)
 
     def __bool__(self) -> bool:
         """Whether a key is needed at all."""
-        return bool(self._tenants)
+        return self._is_needed
+
+    @property
+    def names(self) -> set[str]:
+        """Of those who have a key."""
+        return {tenant.name for _, tenant in self._tenants}
+
+    def replace(self, keys: Sequence[KeyConfig]) -> None:
+        """These are the keys from now on. Those that stay as they were keep what they have used up and under way."""
+        known = {tenant.key: tenant for _, tenant in self._tenants}
+        self._tenants = [
+            (
+                bytes.fromhex(key.sha256),
+                known.get(key) or Tenant(key, secret=self._secret, clock=self._clock, num_routers=self._num_routers),
+            )
+            for key in keys
+        ]
 
     def of(self, authorization: str | None) -> Tenant:
         """Who sends this `Authorization` header. Raises RequestError (401)."""
@@ -195,13 +248,20 @@ class Tenants:
                 found = tenant
         if found is None:
             raise _unauthorized("the API key is not known here")
+        if self._wall_clock() >= found.key.expires_at:
+            raise _unauthorized("the API key has expired: ask those who run the server for a new one")
         return found
 
 
 def new_key() -> tuple[str, str]:
     """A fresh key, and the hash of it that is configured."""
     key = f"ts-{secrets.token_urlsafe(32)}"
-    return key, hashlib.sha256(key.encode()).hexdigest()
+    return key, key_hash(key)
+
+
+def key_hash(key: str) -> str:
+    """What is configured of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _part(limit: float | None, num_routers: int) -> float | None:

@@ -23,6 +23,7 @@ from twostroke.router.openai.schemas import (
     SamplingFields,
     StopStrings,
 )
+from twostroke.router.openai.tools import FunctionName
 from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -58,7 +59,7 @@ class ToolUseBlock(StrictModel):
 
     type: Literal["tool_use"]
     id: ShortText
-    name: ShortText
+    name: FunctionName
     input: dict[str, Any]
     caller: Any = None
     cache_control: Any = None
@@ -126,7 +127,7 @@ class CustomTool(StrictModel):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: ShortText
+    name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

@@ -1,7 +1,7 @@
 """OpenAI's Responses API, as a translation: a request becomes a chat, and what the chat brings output items and events.
 
 Nothing is kept: whoever goes on with a conversation sends its items again, those of the answer as they came.
-Items and events are those of https://platform.openai.com/docs/api-reference/responses-streaming.
+Items and events: https://platform.openai.com/docs/api-reference/responses-streaming.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from twostroke.router.openai.answers import (
 from twostroke.router.openai.fields import ShortText, StrictModel, Text
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import MAX_LOGPROBS, GenerationFields, SamplingFields, Stop
+from twostroke.router.openai.tools import FunctionName
 from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -82,7 +83,7 @@ class FunctionCallItem(StrictModel):
 
     type: Literal["function_call"]
     call_id: ShortText
-    name: ShortText
+    name: FunctionName
     arguments: Text  # JSON
     id: ShortText | None = None
     status: ShortText | None = None
@@ -145,7 +146,7 @@ class Function(StrictModel):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: ShortText
+    name: FunctionName
     description: Text | None = None
     parameters: JsonSchema | None = None
     strict: bool | None = None
@@ -158,7 +159,7 @@ class NamedFunction(StrictModel):
     """`tool_choice`: the function that must be called."""
 
     type: Literal["function"]
-    name: ShortText
+    name: FunctionName
 
 
 NamedTool = Annotated[NamedFunction, BeforeValidator(only(("function",), "name a function of tools"))]
@@ -188,7 +189,7 @@ class ReasoningFields(StrictModel):
     summary: ShortText | None = None
 
 
-_NAMES = {
+_NAME_OF_CHAT_FIELD = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
@@ -198,7 +199,6 @@ _NAMES = {
     "logprobs": "include",
     "tool_choice.function": "tool_choice",
 }
-"""Of the chat's fields."""
 
 
 class ResponsesRequest(SamplingFields):
@@ -236,7 +236,7 @@ class ResponsesRequest(SamplingFields):
 
     def draft(self) -> ChatDraft:
         """The chat that this is."""
-        draft = ChatDraft(self, _NAMES)
+        draft = ChatDraft(self, _NAME_OF_CHAT_FIELD)
         if self.instructions:
             draft.add({"role": "system", "content": self.instructions}, "instructions")
         if isinstance(self.input, str):

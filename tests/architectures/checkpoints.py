@@ -48,41 +48,19 @@ OTHERS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "deepseek_v3": {
-        **FOUR_HEADS,
-        **_LATENT,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
     "ernie4_5": {"head_dim": 8, "tie_word_embeddings": True},
     "exaone4": {**FOUR_HEADS, "sliding_window": 29, "sliding_window_pattern": 2, "num_hidden_layers": 3},
     "gpt2": {"hidden_size": 60, "num_attention_heads": 3},
     "gpt_neox": {"hidden_size": 96, "num_attention_heads": 6, "use_parallel_residual": True},
-    "gpt_oss": {
-        **FOUR_HEADS,
-        **_WINDOWS,
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": None,
-    },
     "granitemoe": {**FOUR_HEADS, "num_local_experts": 3, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
     "helium": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
     "hunyuan_v1_dense": {**FOUR_HEADS, "head_dim": 20},
     "jais2": {**FOUR_HEADS},
-    "mixtral": {**FOUR_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 50},
     "nemotron": {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 80},
     "olmo": {"clip_qkv": 0.9},
-    "olmoe": {**_EXPERTS},
     "opt": {"hidden_size": 48, "num_attention_heads": 3, "ffn_dim": 64, "word_embed_proj_dim": 40},
     "persimmon": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     "phi": {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "qwen3_moe": {**_EXPERTS, "head_dim": 24, "decoder_sparse_step": 1},
     "seed_oss": {**FOUR_HEADS, "head_dim": 24},
     "starcoder2": {"sliding_window": 33},
     "vaultgemma": {**FOUR_HEADS, **_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 40},
@@ -108,11 +86,34 @@ OURS: dict[str, dict[str, Any]] = {
         **{"head_dim": 96, "num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 3},
         **{"rope_local_base_freq": 100.0, "query_pre_attn_scalar": 60, "tie_word_embeddings": False},
     },
-    "deepseek_v2:dense": {**FOUR_HEADS, **_LATENT, "first_k_dense_replace": 2, "q_lora_rank": None},
-    "deepseek_v3:dense": {**FOUR_HEADS, **_LATENT, "first_k_dense_replace": 2},
+    "deepseek_v2": {**FOUR_HEADS, **_LATENT, "first_k_dense_replace": 2, "q_lora_rank": None},
+    "deepseek_v3": {
+        **FOUR_HEADS,
+        **_LATENT,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "num_mtp_layers": 0},
+    },
     "granite": {**FOUR_HEADS, **_FACTORS},
     "olmo2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
     "olmo3": {**FOUR_HEADS, "num_hidden_layers": 4, "sliding_window": 50},
+    "mixtral": {**FOUR_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 50},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True},
+    "olmoe": {**_EXPERTS},
+    "glm4_moe": {
+        **FOUR_HEADS,
+        **{"head_dim": 24, "use_qk_norm": True, "num_hidden_layers": 3, "num_nextn_predict_layers": 0},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    },
+    "gpt_oss": {
+        **FOUR_HEADS,
+        **_WINDOWS,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": None,
+    },
 }
 
 
@@ -128,4 +129,7 @@ def write_checkpoint(folder: Path, name: str, fields: dict[str, Any], seed: int 
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
             elif parameter.dim() == 1:
                 parameter.add_(noise * 0.1)
+        for name_of, buffer in model.named_buffers():
+            if name_of.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(folder)

@@ -36,7 +36,6 @@ WITHOUT_PLAN = "transformers has no plan for"
 NOT_BY_RANKS = {
     "biogpt": WITHOUT_PLAN,
     "gpt2": WITHOUT_PLAN,
-    "gpt_oss": WITHOUT_PLAN,
     "hunyuan_v1_dense": WITHOUT_PLAN,
     "opt": WITHOUT_PLAN,
     "persimmon": WITHOUT_PLAN,

@@ -184,7 +184,7 @@ def test_the_application_s_unit_is_active_only_once_it_runs() -> None:
         deploy, wait = values(unit("twostroke-serve"), when)
         assert "/serve deploy " in deploy
         assert "/twostroke await " in wait
-        waits_s = float(re.findall(r"--seconds (\d+)", wait)[0])
+        waits_s = float(re.findall(r"--timeout (\d+)", wait)[0])
         assert int(values(unit("twostroke-serve"), "TimeoutStartSec")[0]) > waits_s
 
 
@@ -195,6 +195,11 @@ def test_the_head_listens_for_its_dashboard_on_itself_alone() -> None:
 
 # --- the image, by a linter where there is one, and what is installed everywhere ---
 
+DEPLOYED = [
+    str(path.relative_to(DEPLOY))
+    for path in sorted(DEPLOY.rglob("*"))
+    if path.suffix in ("", ".yaml") and path.is_file()
+]
 DOCKERFILE = re.sub(r"\\\n", "", text_of("Dockerfile"))
 
 
@@ -244,6 +249,14 @@ def test_what_pip_installs_on_the_nodes_has_every_package() -> None:
 def test_what_is_installed_is_pinned_by_the_versions_that_tests_passed_with() -> None:
     (install,) = (line for line in instructions("RUN") if "pip install" in line)
     assert "--constraint constraints.txt" in install
+
+
+def test_the_image_has_the_wheel_and_its_tags_the_version() -> None:
+    built, installed = (line for line in instructions("RUN") if re.search(r"pip (wheel|install)", line))
+    assert "pip wheel" in built
+    assert "/wheels/twostroke-*.whl" in installed
+    tags = re.findall(r"twostroke:(\d+\.\d+\.\d+)|newTag: (\d+\.\d+\.\d+)", "".join(map(text_of, DEPLOYED)))
+    assert {"".join(pair) for pair in tags} == {project()["version"]}
 
 
 def test_nobody_in_the_image_is_root() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -141,6 +142,11 @@ def test_the_files_of_deploy_serve_on_a_cluster(nodes: Nodes) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 3
     assert len(answer.headers.get_list("x-request-id")) == 1
     eventually("all is healthy", lambda: _is_healthy(yaml.safe_load(nodes.serve("status").stdout)), SETTLE_S)
+
+    fresh = re.findall(r"ts-\S+", nodes.run("twostroke", "key", "new", "later", "--file", str(keys)).stdout)[0]
+    assert nodes.run("twostroke", "key", "revoke", "someone", "--file", str(keys)).returncode == 0
+    eventually("the new key is known, the old one isn't", lambda: _post(nodes, body, key).status_code == 401, SETTLE_S)
+    key = fresh
 
     with ThreadPoolExecutor() as asking:
         long = asking.submit(_post, nodes, body | {"max_tokens": 3000, "ignore_eos": True}, key)

@@ -91,6 +91,9 @@ def _agreeing(case: Case) -> Case:
         body["n"] = int(body["n"]) % MOST_CHOICES + 1
     if body.get("best_of"):
         body["best_of"] = body.get("n") or 1
+    for field in ("messages", "input"):
+        if isinstance(body.get(field), list):
+            body[field] = _short(body[field])
     if case.path.startswith("/v1/messages") and body.get("messages"):
         last = body["messages"][-1]
         if isinstance(last, dict) and last.get("role") == "assistant":  # which the template must show as it is
@@ -131,6 +134,17 @@ def _agree_in_completion(body: dict[str, Any]) -> None:
         body["prompt"] = body["prompt"][: 64 // int(body.get("n") or 1)]
     if body.get("echo"):
         body.pop("logprobs", None)
+
+
+def _short(value: Any) -> Any:
+    """The first of texts, and of lists: conversations that fit into the context."""
+    if isinstance(value, str):
+        return value[:20]  # no type has a longer name
+    if isinstance(value, list):
+        return [_short(each) for each in value[:3]]
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    return value
 
 
 def _with_whole_numbers(value: Any) -> Any:

@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from twostroke.model import reference
-from twostroke.model.backend import AttentionForm, HeadNorms, LatentAttention, LatentHeads, Linear
+from twostroke.model.backend import (
+    AttentionForm,
+    Experts,
+    ExpertWeights,
+    HeadNorms,
+    LatentAttention,
+    LatentHeads,
+    Linear,
+)
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import Quantization
+from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -179,3 +187,10 @@ class ReferenceBackend:
     norm_rows = staticmethod(reference.norm_rows)
     attention = staticmethod(reference.attention)
     gate = staticmethod(reference.gate)
+    route = staticmethod(reference.route)
+    gate_by_sigmoid = staticmethod(reference.gate_by_sigmoid)
+
+    def make_experts(
+        self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
+    ) -> Experts:
+        return lambda x, chosen: reference.experts(x, chosen, weights, activation)

@@ -82,6 +82,10 @@ LATENT: dict[str, Any] = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16},
     **{"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
 }
+EXPERT_GROUPS: dict[str, Any] = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    **{"routed_scaling_factor": 1.7, "num_hidden_layers": 3},
+}
 W, F = "sliding_attention", "full_attention"
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mistral": family("mistral", "Mistral", head_dim=24, sliding_window=None),
@@ -169,9 +173,66 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         },
     ),
     "deepseek_v3": family("deepseek_v3", "DeepseekV3", **LATENT, q_lora_rank=40, num_nextn_predict_layers=1),
+    "deepseek_v2_experts": family(
+        "deepseek_v2",
+        "DeepseekV2",
+        **LATENT | EXPERT_GROUPS,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        n_shared_experts=2,
+        moe_intermediate_size=20,
+    ),
+    "deepseek_v3_experts": family(
+        "deepseek_v3", "DeepseekV3", **LATENT | EXPERT_GROUPS, q_lora_rank=24, moe_intermediate_size=20
+    ),
     "deepseek_v3_halves": family("deepseek_v3", "DeepseekV3", **LATENT, q_lora_rank=40, rope_interleave=False),
     "glm": family("glm", "Glm", head_dim=16),
     "glm4": family("glm4", "Glm4", head_dim=24, num_key_value_heads=1, attention_bias=False),
+    "mixtral": family("mixtral", "Mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=50),
+    "qwen2_moe": family(
+        "qwen2_moe",
+        "Qwen2Moe",
+        num_hidden_layers=3,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe": family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        head_dim=24,
+        num_experts=9,
+        num_experts_per_tok=4,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+    ),
+    "olmoe": family("olmoe", "Olmoe", num_experts=7, num_experts_per_tok=3),
+    "glm4_moe": family(
+        "glm4_moe",
+        "Glm4Moe",
+        head_dim=24,
+        num_hidden_layers=3,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        num_nextn_predict_layers=0,
+    ),
+    "gpt_oss": family(
+        "gpt_oss",
+        "GptOss",
+        head_dim=16,
+        sliding_window=37,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    ),
 }
 
 

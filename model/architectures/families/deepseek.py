@@ -1,25 +1,66 @@
-"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name): multi-head latent attention (DeepSeek-AI 2024), so
-far where all MLPs are dense; YaRN scales the scores, too."""
+"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name): multi-head latent attention and experts in groups,
+some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
+"""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from twostroke.model.architectures.families.family import ConfigFields, Defaults, Family, decoder_spec, read_decoder
-from twostroke.model.config import LatentSizes, LatentSpec, ModelConfig, Projection
+from twostroke.model.architectures.families.family import (
+    ConfigFields,
+    Defaults,
+    Family,
+    decoder_spec,
+    experts_spec,
+    read_decoder,
+    read_routing,
+    with_experts,
+)
+from twostroke.model.architectures.families.glm import experts_by_groups
+from twostroke.model.config import ExpertsSpec, LatentSizes, LatentSpec, MlpSpec, ModelConfig, Projection
 
 
 def read_v2_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     mlp_bias = fields.boolean("mlp_bias", default=False)
-    return _read(fields, "DeepSeek-V2", max_position=2048, mlp_bias=mlp_bias, interleaves=True)
+    config = _read(fields, "DeepSeek-V2", max_position=2048, mlp_bias=mlp_bias, interleaves=True)
+    dense = fields.count("first_k_dense_replace", default=0)
+    if dense >= config.num_layers:
+        return config
+    return with_experts(config, _v2_experts(fields, mlp_bias), range(dense))
 
 
 def read_v3_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     interleaves = fields.boolean("rope_interleave", default=True)
-    return _read(fields, "DeepSeek-V3", max_position=4096, mlp_bias=False, interleaves=interleaves)
+    config = _read(fields, "DeepSeek-V3", max_position=4096, mlp_bias=False, interleaves=interleaves)
+    dense = fields.count("first_k_dense_replace", default=3)
+    if dense >= config.num_layers:
+        return config
+    fields = fields.over({"routed_scaling_factor": 2.5, "topk_group": 4})
+    size = fields.integer("moe_intermediate_size", default=2048)
+    experts = experts_by_groups(fields, size, experts=256, top_k=8, groups=8, normalises=True)
+    return with_experts(config, experts, range(dense))
+
+
+def _v2_experts(fields: ConfigFields, mlp_bias: bool) -> ExpertsSpec:
+    """Scores are a softmax, and a group is as good as its best expert."""
+    size = fields.integer("moe_intermediate_size", default=1407)
+    routing = read_routing(fields, "n_routed_experts", experts=64, top_k=6)
+    method = fields.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error("topk_method", f"{method!r} is not supported, only greedy and group_limited_greedy are")
+    if method == "group_limited_greedy":
+        groups, top_groups = fields.integer("n_group"), fields.integer("topk_group")
+        if routing.num_experts % groups:
+            raise fields.error("n_group", f"{groups} does not divide n_routed_experts, {routing.num_experts}")
+        if not routing.top_k <= top_groups * (routing.num_experts // groups) <= routing.num_experts:
+            raise fields.error("topk_group", f"{top_groups} of {groups} groups have not {routing.top_k} experts")
+        routing = replace(routing, groups=groups, top_groups=top_groups)
+    gate, up, down = (Projection(f"mlp.shared_experts.{name}_proj", mlp_bias) for name in ("gate", "up", "down"))
+    return replace(
+        experts_spec(replace(routing, scale=fields.number("routed_scaling_factor", default=1.0)), size),
+        shared=MlpSpec(gate, up, down, fields.integer("n_shared_experts", default=2) * size),
+    )
 
 
 def _read(fields: ConfigFields, family: str, *, max_position: int, mlp_bias: bool, interleaves: bool) -> ModelConfig:
@@ -77,11 +118,5 @@ def _temperature(fields: ConfigFields, config: ModelConfig) -> float:
     return 1.0 if factor <= 1 else 0.1 * scaling.number("mscale_all_dim") * math.log(factor) + 1.0
 
 
-def _all_dense(raw: Mapping[str, Any]) -> bool:
-    """Whether no layer has experts: where some have, transformers computes them."""
-    first, layers = raw.get("first_k_dense_replace"), raw.get("num_hidden_layers")
-    return isinstance(first, int) and isinstance(layers, int) and first >= layers
-
-
-DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", read_v2_config, covers=_all_dense)
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", "deepseek_v3", read_v3_config, covers=_all_dense)
+DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", model_type="deepseek_v2", read_config=read_v2_config)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", model_type="deepseek_v3", read_config=read_v3_config)

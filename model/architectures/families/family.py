@@ -4,11 +4,21 @@ Everything that would make us compute something else than transformers is refuse
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
-from twostroke.model.config import Activation, DecoderSpec, LayerSpec, ModelConfig, Projection, RopeConfig, RopeType
+from twostroke.model.config import (
+    Activation,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelConfig,
+    Projection,
+    RopeConfig,
+    RopeType,
+    Routing,
+)
 from twostroke.protocol.errors import ConfigError
 
 INTERLEAVED = "twostroke_interleaved"
@@ -25,7 +35,6 @@ class Family:
     architecture: str  # what `architectures` names
     model_type: str  # for files that have no `architectures`
     read_config: "Callable[[ConfigFields], ModelConfig]"
-    covers: Callable[[Mapping[str, Any]], bool] = lambda raw: True  # whether a parsed config.json's is ours to compute
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,26 @@ def with_one_gate_up(config: ModelConfig) -> ModelConfig:
     layer, name = config.spec.layer, "mlp.gate_up_proj"
     gate, up = replace(layer.gate, name=name), replace(layer.up, name=name, first_row=config.intermediate_size)
     return replace(config, spec=replace(config.spec, layer=replace(layer, gate=gate, up=up)))
+
+
+def experts_spec(routing: Routing, size: int) -> ExpertsSpec:
+    """Experts by the names that most checkpoints have."""
+    gate, up, down = (Projection(f"mlp.experts.*.{name}_proj") for name in ("gate", "up", "down"))
+    return ExpertsSpec(routing, size, Projection("mlp.gate"), gate, up, down)
+
+
+def with_experts(config: ModelConfig, experts: ExpertsSpec, dense_layers: Iterable[int] = ()) -> ModelConfig:
+    """In all layers but those."""
+    spec = replace(config.spec, layer=replace(config.spec.layer, experts=experts))
+    return replace(config, spec=spec, dense_layers=frozenset(dense_layers))
+
+
+def read_routing(fields: "ConfigFields", number: str, *, experts: int, top_k: int, normalises: bool = False) -> Routing:
+    """Softmax over all experts, as many as the field `number` says. Raises ConfigError."""
+    count, chosen = fields.integer(number, default=experts), fields.integer("num_experts_per_tok", default=top_k)
+    if chosen > count:
+        raise fields.error("num_experts_per_tok", f"{chosen} are more than {number}, which is {count}")
+    return Routing(count, chosen, normalises=normalises)
 
 
 def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults = Defaults()) -> ModelConfig:
@@ -356,6 +385,13 @@ class ConfigFields:
         if not isinstance(values, list) or len(values) < len(default) or any(value not in (0, 1) for value in values):
             raise self.error(name, f"expected a list of {len(default)} times 0 or 1")
         return [bool(value) for value in values]
+
+    def counts(self, name: str) -> list[int]:
+        """A list of integers that are not negative; empty where it is not set."""
+        values = self._get(name, [])
+        if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+            raise self.error(name, "expected a list of integers that are not negative")
+        return values
 
     def texts(self, name: str, default: Sequence[str] = ()) -> list[str]:
         values = self._get(name, list(default))

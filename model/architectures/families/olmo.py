@@ -1,5 +1,6 @@
 """OLMo 2 and 3: norms behind the sublayers instead of before, and of all heads' queries and keys together (OLMo et al.
-2025). OLMo 3 has windows in three layers of four, which turn by angles without scaling."""
+2025). OLMo 3 has windows in three layers of four, which turn by angles without scaling. OLMoE: Llama's norms, and
+experts (Muennighoff et al. 2024)."""
 
 from dataclasses import replace
 
@@ -9,7 +10,10 @@ from twostroke.model.architectures.families.family import (
     Family,
     Windows,
     decoder_spec,
+    experts_spec,
     read_decoder,
+    read_routing,
+    with_experts,
 )
 from twostroke.model.config import ModelConfig
 
@@ -42,5 +46,21 @@ def read_olmo3_config(fields: ConfigFields) -> ModelConfig:
     )
 
 
+def read_olmoe_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    if fields.is_set("clip_qkv"):
+        raise fields.error(
+            "clip_qkv", "queries, keys and values that are clipped are not supported: take a model without"
+        )
+    bias = fields.boolean("attention_bias", default=False)
+    spec = decoder_spec("OLMoE", qkv_bias=bias, output_bias=bias)
+    spec = replace(spec, layer=replace(spec.layer, q_row_norm="self_attn.q_norm", k_row_norm="self_attn.k_norm"))
+    config = read_decoder(fields, spec, Defaults(rms_norm_eps=1e-5, max_position=4096))
+    normalises = fields.boolean("norm_topk_prob", default=False)
+    routing = read_routing(fields, "num_experts", experts=64, top_k=8, normalises=normalises)
+    return with_experts(config, experts_spec(routing, config.intermediate_size))
+
+
 OLMO2 = Family("Olmo2ForCausalLM", model_type="olmo2", read_config=read_olmo2_config)
 OLMO3 = Family("Olmo3ForCausalLM", model_type="olmo3", read_config=read_olmo3_config)
+OLMOE = Family("OlmoeForCausalLM", model_type="olmoe", read_config=read_olmoe_config)

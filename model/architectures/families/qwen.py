@@ -1,4 +1,7 @@
-"""Qwen 2, 2.5 and 3: Llama's layers with biases of queries, keys and values, or with norms of their heads instead."""
+"""Qwen 2, 2.5 and 3: Llama's layers with biases of queries, keys and values, or with norms of their heads instead. Some
+have experts, and those of 2 one more that all tokens take."""
+
+from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
     ConfigFields,
@@ -6,9 +9,12 @@ from twostroke.model.architectures.families.family import (
     Family,
     Windows,
     decoder_spec,
+    experts_spec,
     read_decoder,
+    read_routing,
+    with_experts,
 )
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ExpertsSpec, MlpSpec, ModelConfig, Projection
 
 
 def _windows(fields: ConfigFields) -> Windows:
@@ -30,5 +36,41 @@ def read_qwen3_config(fields: ConfigFields) -> ModelConfig:
     return read_decoder(fields, spec, Defaults(head_dim=128, max_position=32_768, windows=_windows(fields)))
 
 
+def read_qwen2_moe_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    spec = decoder_spec("Qwen2-MoE", qkv_bias=fields.boolean("qkv_bias", default=True))
+    first = fields.count("max_window_layers", default=28)
+    windows = Windows(4096, are_switched=True, has_one=lambda layer: layer < first and layer % 2 == 0)
+    config = read_decoder(fields, spec, Defaults(max_position=32_768, windows=windows))
+    experts = _experts(fields, experts=60, top_k=4, size=1408)
+    gate, up, down = (Projection(f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down"))
+    shared = MlpSpec(gate, up, down, fields.integer("shared_expert_intermediate_size", default=5632))
+    experts = replace(experts, shared=shared, shared_gate=Projection("mlp.shared_expert_gate"))
+    return with_experts(config, experts, _dense_layers(fields, config.num_layers))
+
+
+def read_qwen3_moe_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    bias = fields.boolean("attention_bias", default=False)
+    spec = decoder_spec("Qwen3-MoE", qkv_bias=bias, output_bias=bias, has_head_norms=True)
+    config = read_decoder(fields, spec, Defaults(max_position=32_768, windows=Windows(4096, are_switched=True)))
+    experts = _experts(fields, experts=128, top_k=8, size=768)
+    return with_experts(config, experts, _dense_layers(fields, config.num_layers))
+
+
+def _experts(fields: ConfigFields, *, experts: int, top_k: int, size: int) -> ExpertsSpec:
+    normalises = fields.boolean("norm_topk_prob", default=False)
+    number = "num_experts" if fields.is_set("num_experts") else "num_local_experts"
+    routing = read_routing(fields, number, experts=experts, top_k=top_k, normalises=normalises)
+    return experts_spec(routing, fields.integer("moe_intermediate_size", default=size))
+
+
+def _dense_layers(fields: ConfigFields, num_layers: int) -> set[int]:
+    step = fields.integer("decoder_sparse_step", default=1)
+    return {layer for layer in range(num_layers) if (layer + 1) % step} | set(fields.counts("mlp_only_layers"))
+
+
 QWEN2 = Family("Qwen2ForCausalLM", model_type="qwen2", read_config=read_qwen2_config)
 QWEN3 = Family("Qwen3ForCausalLM", model_type="qwen3", read_config=read_qwen3_config)
+QWEN2_MOE = Family("Qwen2MoeForCausalLM", model_type="qwen2_moe", read_config=read_qwen2_moe_config)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", model_type="qwen3_moe", read_config=read_qwen3_moe_config)

@@ -4,6 +4,7 @@ Reference: model/reference.py.
 """
 
 import math
+from typing import get_args
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from twostroke.model.backend import HeadNorms, RowNorms
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import Activation
+from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
@@ -29,6 +30,7 @@ from twostroke.model.cpu.kernels.program import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
 LOGITS = 4096  # as many, where one row can be more
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # of twice what tanh is taken of (Hendrycks & Gimpel 2016)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
@@ -220,15 +222,26 @@ def _gate_by_gelu(gate, up, out):
         store(out, i, value / (np.float32(1) + exponential(-twice)) * widen(up[i]))
 
 
+@compiled
+def _gate_clamped(gate, up, out):
+    for i in range(out.shape[0]):
+        value = min(widen(gate[i]), np.float32(GLU_LIMIT))
+        other = min(max(widen(up[i]), np.float32(-GLU_LIMIT)), np.float32(GLU_LIMIT))
+        active = value / (np.float32(1) + exponential(np.float32(-GLU_ALPHA) * value))
+        store(out, i, active * (other + np.float32(1)))
+
+
 @Kernels
 def _gate(words):
-    """words: gate_up, out, inner size, whether by GELU."""
-    rows, inner, by_gelu = words[1], words[5], words[6] != 0
+    """words: gate_up, out, inner size, the activation's place in ACTIVATIONS."""
+    rows, inner, activation = words[1], words[5], words[6]
     gate_up = carray(as_stored(words, words[3]), (rows, 2, inner))
     out = carray(as_stored(words, words[4]), (rows, inner))
     for row in taken(words, rows):
-        if by_gelu:
+        if activation == 1:
             _gate_by_gelu(gate_up[row, 0], gate_up[row, 1], out[row])
+        elif activation == 2:
+            _gate_clamped(gate_up[row, 0], gate_up[row, 1], out[row])
         else:
             _gate_by_silu(gate_up[row, 0], gate_up[row, 1], out[row])
 
@@ -355,8 +368,8 @@ def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up contiguous [T, 2 I] -> [T, I]."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = launcher.empty((rows, inner), gate_up.dtype)
-    by_gelu = int(activation == "gelu_tanh")
-    launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, by_gelu)
+    number = ACTIVATIONS.index(activation)
+    launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, number)
     return out
 
 

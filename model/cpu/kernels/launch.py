@@ -124,7 +124,7 @@ def _cache_of_these_sources() -> Iterator[None]:
     functions are compiled into it. So each state of all CPU kernels' sources gets a cache folder of its own."""
     folder = Path(__file__).parent
     sources = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         sources.update(path.read_bytes())
     before = numba.config.CACHE_DIR
     base = Path(before) if before else folder / "__pycache__"

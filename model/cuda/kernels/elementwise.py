@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.backend import HeadNorms, RowNorms
-from twostroke.model.config import Activation
+from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight
 from twostroke.model.cuda.kernels.launch import power_of_two
 
@@ -27,6 +27,7 @@ _MOST_ROW_WARPS = 16
 _BLOCK = 1024  # elements a program: 8 a lane at 4 warps, one 16-byte access of a 16-bit type
 _BLOCK_WARPS = 4
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
+_GLU_ALPHA, _GLU_LIMIT = tl.constexpr(GLU_ALPHA), tl.constexpr(GLU_LIMIT)
 _TWO_SQRT_2_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 
 
@@ -159,24 +160,35 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 @triton.jit
-def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """One program a row and BLOCK columns. Both activations are gate * sigmoid(x): SiLU's x is the gate itself.
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up, of fp32. All activations are gate * sigmoid(x): SiLU's x is the gate itself.
 
     GELU by its approximation with tanh: 0.5 (1 + tanh(u)) = sigmoid(2 u).
     """
+    x = gate
+    if ACTIVATION == "gelu_tanh":
+        x = _TWO_SQRT_2_PI * gate * (1.0 + 0.044715 * gate * gate)
+    if ACTIVATION == "clamped":
+        # By comparisons, which leave a NaN what it is.
+        gate = tl.where(gate > _GLU_LIMIT, _GLU_LIMIT, gate)
+        up = tl.where(up > _GLU_LIMIT, _GLU_LIMIT, tl.where(up < -_GLU_LIMIT, -_GLU_LIMIT, up)) + 1.0
+        x = gate * _GLU_ALPHA
+    # Of both signs the exponential that can't overflow.
+    shrunk = tl.exp(-tl.abs(x))
+    sigmoid = tl.where(x >= 0, 1.0, shrunk) / (1.0 + shrunk)
+    return gate * sigmoid * up
+
+
+@triton.jit
+def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """One program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     gate_at = gate_up + row * (2 * WIDTH) + columns
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    x = gate
-    if GELU:
-        x = _TWO_SQRT_2_PI * gate * (1.0 + 0.044715 * gate * gate)
-    # Of both signs the exponential that can't overflow.
-    shrunk = tl.exp(-tl.abs(x))
-    sigmoid = tl.where(x >= 0, 1.0, shrunk) / (1.0 + shrunk)
-    tl.store(out + row * WIDTH + columns, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + columns, activate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -185,7 +197,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         gate_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, WIDTH=width, BLOCK=_BLOCK, GELU=activation == "gelu_tanh", num_warps=_BLOCK_WARPS
+            gate_up, out, WIDTH=width, BLOCK=_BLOCK, ACTIVATION=activation, num_warps=_BLOCK_WARPS
         )
     return out
 

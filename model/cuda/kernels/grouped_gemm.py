@@ -6,8 +6,9 @@ take, which scale sums; those stay the ones for what is quantised here. Columns 
 enough for all multiprocessors where an output has some thousand features.
 
 Bytes of a row: int8 as v + 128; FP8 (e4m3) as it is; of int4, column 2 j low and 2 j + 1 high, each as v + 8. Rows end
-with columns of scale 0, up to a multiple of 128. No table and no conversion instruction is needed: FP8's sign, exponent
-and mantissa moved to their places in an fp32 number are 2^-120 times the value, which also sm_80 can do.
+with columns of scale 0, up to a multiple of 128. FP4 (e2m1) lies as int4 does. No table and no conversion instruction
+is needed: FP8's sign, exponent and mantissa moved to their places in an fp32 number are 2^-120 times the value, FP4's
+2^-126 times, which also sm_80 can do.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.checkpoint.quantization import QuantizedWeight, two_byte_scales
+from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_codes, two_byte_scales
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, NIBBLE_ZERO, load_x, widen
 from twostroke.model.cuda.kernels.launch import dot_precision
 
-Kind = Literal["int8", "int4", "fp8"]
+Kind = Literal["int8", "int4", "fp8", "fp4"]
 
 _STEP = 128  # columns that rows are a multiple of
 _LEAST_GROUP = 16
@@ -54,13 +55,15 @@ def pack_groups(weight: QuantizedWeight) -> GroupedWeight:
         raise ValueError(f"kernels take groups of {_LEAST_GROUP} columns or more, not of {weight.group_size}")
     beyond = -columns % _STEP
     kind: Kind = "int8" if weight.bits == 8 else "int4"
-    if weight.values.dtype == torch.float8_e4m3fn:
+    if weight.is_fp4:
+        kind, codes = "fp4", functional.pad(fp4_codes(weight.values), (0, beyond))
+    elif weight.values.dtype == torch.float8_e4m3fn:
         kind, codes = "fp8", functional.pad(weight.values.view(torch.uint8), (0, beyond))
     else:
         zero = BYTE_ZERO if kind == "int8" else NIBBLE_ZERO
         codes = functional.pad((weight.values.to(torch.int16) + zero).to(torch.uint8), (0, beyond), value=zero)
-        if kind == "int4":
-            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    if kind in ("int4", "fp4"):
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
     factors, *numbers = two_byte_scales(weight)
     more = (columns + beyond) // weight.group_size - weight.num_groups
     scales, offsets = (None if each is None else functional.pad(each, (0, more)).T.contiguous() for each in numbers)
@@ -117,6 +120,49 @@ def of_columns(scales_at, factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     return scales.reshape(BLOCK_N, BLOCK_K)
 
 
+@triton.jit
+def widen_nibble(code, KIND: tl.constexpr):
+    """uint8 of whose low half is an int4 or FP4 weight -> fp32, exact."""
+    if KIND == "fp4":
+        bits = code.to(tl.uint32)
+        return (((bits & 0x8) << 28) | ((bits & 0x7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:
+        return widen(code, 0x0F, _NIBBLE_ZERO)
+
+
+@triton.jit
+def load_weights(
+    weight,
+    scales,
+    offsets,
+    factors,
+    rows,
+    start,
+    num_rows,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
+    """BLOCK_N rows of a packed weight at the columns from `start` on, which begin a group, fp32 [BLOCK_N, BLOCK_K]."""
+    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    weight_rows = weight + rows.to(tl.int64)[:, None] * STRIDE
+    of_rows = tl.load(factors + rows)[:, None]
+    if KIND == "int4" or KIND == "fp4":
+        both = tl.load(weight_rows + (start // 2 + tl.arange(0, BLOCK_K // 2))[None, :])
+        low, high = widen_nibble(both, KIND), widen_nibble(both >> 4, KIND)
+        w = tl.join(low, high).reshape(BLOCK_N, BLOCK_K)
+    else:
+        w = widen_code(tl.load(weight_rows + (start + tl.arange(0, BLOCK_K))[None, :]), KIND)
+    groups = (start // GROUP + tl.arange(0, GROUPS))[None, :] * num_rows + rows[:, None]
+    w *= of_columns(scales + groups, of_rows, BLOCK_N, BLOCK_K, GROUPS)
+    if HAS_OFFSETS:
+        w += of_columns(offsets + groups, of_rows, BLOCK_N, BLOCK_K, GROUPS)
+    return w
+
+
 # The number of tokens changes from step to step: specialised on it, the kernel would be compiled again while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_gemm_kernel(
@@ -146,22 +192,13 @@ def grouped_gemm_kernel(
     real_rows = tl.minimum(rows, num_rows - 1)
     real = (tokens < num_tokens)[None, :]
     x_rows = x + tokens.to(tl.int64)[None, :] * num_columns
-    weight_rows = weight + real_rows.to(tl.int64)[:, None] * STRIDE
-    of_rows = tl.load(factors + real_rows)[:, None]
-    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, num_columns, BLOCK_K):
+        w = load_weights(
+            weight, scales, offsets, factors, real_rows, start, num_rows,
+            KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
+        )  # fmt: skip
         columns = start + tl.arange(0, BLOCK_K)
-        if KIND == "int4":
-            both = tl.load(weight_rows + (start // 2 + tl.arange(0, BLOCK_K // 2))[None, :])
-            low, high = widen(both, 0x0F, _NIBBLE_ZERO), widen(both >> 4, 0x0F, _NIBBLE_ZERO)
-            w = tl.join(low, high).reshape(BLOCK_N, BLOCK_K)
-        else:
-            w = widen_code(tl.load(weight_rows + columns[None, :]), KIND)
-        groups = (start // GROUP + tl.arange(0, GROUPS))[None, :] * num_rows + real_rows[:, None]
-        w *= of_columns(scales + groups, of_rows, BLOCK_N, BLOCK_K, GROUPS)
-        if HAS_OFFSETS:
-            w += of_columns(offsets + groups, of_rows, BLOCK_N, BLOCK_K, GROUPS)
         x_tile = load_x(x_rows, real, columns, num_columns, False)
         acc = tl.dot(w.to(x_tile.dtype), x_tile, acc=acc, input_precision=PRECISION)
     if HAS_BIAS:
@@ -211,9 +248,9 @@ def grouped_embedding_kernel(
     row = tl.load(token_ids + token) - first
     is_ours = (row >= 0) & (row < num_rows)
     inside = (columns < num_columns) & is_ours
-    if KIND == "int4":
+    if KIND == "int4" or KIND == "fp4":
         both = tl.load(weight + row * STRIDE + columns // 2, mask=inside, other=0)
-        value = widen(both >> (columns % 2 * 4).to(tl.uint8), 0x0F, _NIBBLE_ZERO)
+        value = widen_nibble(both >> (columns % 2 * 4).to(tl.uint8), KIND)
     else:
         value = widen_code(tl.load(weight + row * STRIDE + columns, mask=inside, other=0), KIND)
     group = columns // GROUP * num_rows + row

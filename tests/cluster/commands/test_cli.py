@@ -41,7 +41,7 @@ NO_URL = "write http://HOST:PORT or https://HOST:PORT"
         ([*SERVE, "--host", "192.0.2.77"], "can't listen on 192.0.2.77:18123: Cannot assign requested address"),
         (["drain", "--grace", "-1"], "--grace -1: seconds, from 0 to 86400"),
         (["drain", "--grace", "nan"], "--grace nan: seconds, from 0 to 86400"),
-        (["await", "--seconds", "nan"], "--seconds nan: more than 0, up to 86400"),
+        (["await", "--timeout", "nan"], "--timeout nan: seconds, more than 0, up to 86400"),
         (["status", "--url", "ftp://localhost"], f"--url ftp://localhost: {NO_URL}"),
         (["doctor", "--url", "http://"], f"--url http://: {NO_URL}"),
         (["loadtest", "run"], "--arrivals poisson needs --rate"),
@@ -59,6 +59,35 @@ def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tm
     path.write_text("decode:\n  replcas: 2\n")
     assert main(["serve", "--config", str(path), "--port", "18123"]) == 2
     assert one_line(capsys) == "twostroke: decode.replcas: there is no such setting; did you mean replicas?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serve", "m", "--max-modl-len", "8"], "did you mean --max-model-len?"),
+        (["serve", "m", "--max_model_len=8"], "vLLM's max_model_len is model.max_context here"),
+        (
+            ["serve", "m", "--scheduling-policy", "fcfs"],
+            "vLLM's scheduling_policy is prefill.queue and decode.queue here",
+        ),
+        (
+            ["serve", "m", "--enable-prefix-caching"],
+            "vLLM's enable_prefix_caching: prefixes are always cached: leave it out",
+        ),
+        (["loadtest", "run", "--secnds", "3"], "did you mean --seconds?"),
+        (["status", "--watchh"], "did you mean --watch?"),
+        (["status", "--nothing-like-it"], ""),
+        (["status", "more"], ""),
+    ],
+)
+def test_an_unknown_flag_gets_the_subcommands_usage_and_the_nearest_of_ours(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    usage, _, told = capsys.readouterr().err.partition("error: unrecognized arguments: ")
+    assert usage.startswith(f"usage: twostroke {' '.join(arguments[: 1 + (arguments[0] == 'loadtest')])} [-h]")
+    assert told.partition("\n")[2].strip() == hint
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""`twostroke await`, `twostroke key new` and `twostroke config schema`."""
+"""`twostroke await`, `key new`, `config check` and `config schema`."""
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,67 @@ def test_a_new_key_is_shown_once_with_the_line_that_makes_it_known(capsys: pytes
 def test_a_name_that_can_not_be_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "new", "a\nb"]) == 2
     assert "printable" in capsys.readouterr().err
+
+
+WRONG = """\
+model:
+  path: bundled
+  max_contxt: 4
+prefill:
+  replicas: many
+  kv_cache_gib: 1
+kv_cache_gib: 2
+decode:
+  max_batch: 0
+  token_channel: {lease_s: 20}
+slo:
+  classes:
+  - name: fast
+    ttft: 1
+"""
+TOLD = [
+    (3, "model.max_contxt: there is no such setting; did you mean max_context?"),
+    (5, "prefill.replicas: 'many' should be a valid integer"),
+    (7, "kv_cache_gib: there is no such setting; it belongs elsewhere: prefill.kv_cache_gib or decode.kv_cache_gib"),
+    (9, "decode.max_batch: 0 should be greater than or equal to 1"),
+    (14, "slo.classes[0].ttft: there is no such setting; did you mean ttft_s?"),
+]
+
+
+@pytest.mark.parametrize("is_serves", [False, True])
+def test_all_that_is_wrong_in_a_file_is_told_with_its_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, is_serves: bool
+) -> None:
+    file, above, path = tmp_path / "file.yaml", 0, ""
+    file.write_text(WRONG)
+    if is_serves:
+        head = "applications:\n- name: x\n  args:\n"
+        file.write_text(head + "".join(f"    {line}\n" for line in WRONG.splitlines()))
+        above, path = 3, "applications[0].args."
+    assert main(["config", "check", str(file)]) == 2
+    told = sorted(capsys.readouterr().out.splitlines(), key=lambda line: int(line.split(":")[1]))
+    assert told == [f"{file}:{line + above}: {path}{text}" for line, text in TOLD]
+
+
+def test_what_settings_say_together_is_told_where_the_first_of_them_stands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("model: {path: bundled}\nprefill:\n  dtype: float32\n")
+    assert main(["config", "check", str(file)]) == 2
+    assert capsys.readouterr().out.startswith(f"{file}:3: prefill.dtype: float32 beside decode.dtype auto")
+
+
+def test_a_file_without_faults_is_told_so_and_one_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["config", "check", "deploy/serve.yaml"]) == 0
+    assert capsys.readouterr().out == "deploy/serve.yaml: nothing is wrong\n"
+    file = tmp_path / "file.yaml"
+    for text in ("model: [", "applications: []"):
+        file.write_text(text)
+        assert main(["config", "check", str(file)]) == 2
+        assert str(file) in capsys.readouterr().err
 
 
 def test_the_schema_has_every_section_with_its_bounds_and_says_what_settings_are(

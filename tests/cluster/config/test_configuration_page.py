@@ -59,6 +59,14 @@ def test_every_setting_is_on_the_page_and_no_other() -> None:
     assert len(list(rows())) == len(ROWS)
 
 
+def test_the_dozen_that_come_first_are_settings() -> None:
+    part = PAGE.read_text(encoding="utf-8").split("## The dozen that matter")[1].split("\n## ")[0]
+    names = [name for line in part.splitlines() if line.startswith("| `") for name in re.findall("`([^`]+)`", line)]
+    assert set(names) - {"slo.classes"} <= set(SETTINGS)
+    assert "slo.classes[].name" in SETTINGS
+    assert 10 <= len(part.splitlines()) <= 20
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_told_with_its_default_and_unit(name: str) -> None:
     row, setting = ROWS[name], SETTINGS[name]

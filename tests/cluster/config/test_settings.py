@@ -10,7 +10,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config, with_keys_of_file
+from twostroke.cluster.config.config import ClusterConfig, check_keys, keys_of, lay_over, read_config
 from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import parse_cores
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -19,6 +19,8 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
 from twostroke.router.http.tenants import KeyConfig
 from twostroke.router.slo.classes import SLOClass
+
+NO_SECTION = "stands where a section should: write `name: value` lines under it"
 
 
 class Inner(Section):
@@ -72,7 +74,7 @@ def test_values_land_in_their_sections_and_a_part_is_told_its_own() -> None:
         ({"name": "x", "inner": {"speed": -0.5}}, "inner.speed: -0.5 should be greater than or equal to 0"),
         ({"name": "x", "inner": {"speed": 13}}, "inner: speed 13 can't be meant"),
         ({"name": "x", "many": {"speed": 3}}, "many: {'speed': 3} should be a valid tuple"),
-        ({"name": "x", "many": [{"speed": 3}, 4]}, "many[1]: 4 should be a valid dictionary or instance of Inner"),
+        ({"name": "x", "many": [{"speed": 3}, 4]}, f"many[1]: 4 {NO_SECTION}"),
         ({"name": "x", "inner": {"speed": 14}}, "inner.speed: 14 can't be meant"),
         (
             {"name": "x", "many": [{"speed": 3}, {"speed": -1}]},
@@ -85,8 +87,8 @@ def test_values_land_in_their_sections_and_a_part_is_told_its_own() -> None:
         ({"name": "x", "labels": [4]}, "labels: [4] should be a valid dictionary"),
         ({"name": "x", 3: 4}, "3: there is no such setting; known are count, inner, labels, many, mode, name, weight"),
         ({"name": "x", "many": [{"spede": 3}]}, "many[0].spede: there is no such setting; did you mean speed?"),
-        ({"name": "x", "inner": [1]}, "inner: [1] should be a valid dictionary or instance of Inner"),
-        ("text", "the configuration: 'text' should be a valid dictionary or instance of Outer"),
+        ({"name": "x", "inner": [1]}, f"inner: [1] {NO_SECTION}"),
+        ("text", f"the configuration: 'text' {NO_SECTION}"),
     ],
 )
 def test_what_is_wrong_is_told_by_its_path(raw: object, message: str) -> None:
@@ -387,13 +389,13 @@ def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> No
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n- {{name: b, sha256: {'cd' * 32}}}\n")
     config = read_config({"auth": {"keys": [KEY], "keys_file": str(path)}})
-    assert [key.name for key in with_keys_of_file(config).auth.keys] == ["a", "b"]
+    assert [key.name for key in keys_of(check_keys(config))] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("keys: []", "has no keys, and so would let everybody in"),
+        ("keys: []", "has no keys, so nobody could get in"),
         ("keys: [{name: b}]", "keys[0].sha256: is required"),
         (f"keys: [{{name: a, sha256: {'cd' * 32}}}]", "keys: name a is there twice"),
     ],
@@ -404,7 +406,7 @@ def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) 
     own = [] if "no keys" in message else [KEY]
     config = read_config({"auth": {"keys": own, "keys_file": str(path)}})
     with pytest.raises(ConfigError, match=re.escape(f"auth.keys_file: {path}: {message}")):
-        with_keys_of_file(config)
+        check_keys(config)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.cluster.config.config import read_config, with_keys_of_file
+from twostroke.cluster.config.config import check_keys, keys_of, read_config
 from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.cluster.local.deploy import arguments_of
 from twostroke.cluster.local.preflight import check_model
@@ -53,18 +53,24 @@ def test_how_each_role_holds_the_model_is_told() -> None:
     assert check_model(alike, BUNDLED_MODEL_DIR)[0].endswith("parameters, float32 on cpu")
 
 
-def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path) -> None:
+def test_the_file_of_keys_and_the_servers_own_key_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{name: bob, sha256: {'cd' * 32}, requests_per_minute: 60}}]")
+    monkeypatch.chdir(tmp_path)
     settings = {
         "decode": {"replicas": 2},
-        "auth": {"keys": [{"name": "alice", "sha256": "ab" * 32}], "keys_file": str(keys)},
+        "auth": {"keys": [{"name": "alice", "sha256": "ab" * 32}], "keys_file": "keys.yaml"},
     }
-    config, _ = with_own_key(with_keys_of_file(read_config(settings)))
-    assert [key.name for key in config.auth.keys] == ["alice", "bob", "twostroke serve"]
+    config, _ = with_own_key(check_keys(read_config(settings)))
+    monkeypatch.chdir("/")  # as routers are elsewhere
+    assert [key.name for key in keys_of(config)] == ["alice", "twostroke serve", "bob"]
     assert read_config(arguments_of(config, settings)) == config
+    assert RouterSettings.of(config).auth == config.auth
     with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
         with_own_key(config)
+    keys.write_text(f"keys: [{{name: twostroke serve, sha256: {'cd' * 32}}}]")
+    with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
+        with_own_key(check_keys(read_config({"auth": {"keys_file": str(keys)}})))
 
 
 def test_a_chat_template_goes_along_as_text_and_is_tried_before_anything_starts(tmp_path: Path) -> None:

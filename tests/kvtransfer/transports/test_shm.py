@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, mappings, two
 from tests.rigs.kv_pair import open_descriptors
 from twostroke.kvtransfer.rules.layout import Segment
-from twostroke.kvtransfer.transports import local, sockets
+from twostroke.kvtransfer.transports import local, shm, sockets
 from twostroke.kvtransfer.transports.shm import ShmPool, receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
@@ -108,6 +109,34 @@ async def test_a_transport_lets_go_of_links_that_nobody_awaits() -> None:
         await receiving.close()
         with pytest.raises(ConnectionLost):
             await joining
+
+
+async def test_a_link_that_can_not_be_opened_is_closed_though_its_connection_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_closing, may_close = threading.Event(), threading.Event()
+
+    def refuse(*_: Any) -> None:
+        raise OSError("refused")
+
+    def unmap(_: shm.ShmTarget) -> None:
+        is_closing.set()
+        may_close.wait()
+
+    monkeypatch.setattr(shm, "send_pool", refuse)
+    monkeypatch.setattr(shm.ShmTarget, "unmap", unmap)
+    store = SharedBytesStore()
+    async with two("shm", store, store) as (sending, receiving):
+        pending = await receiving.prepare("", blocks(store))
+        establishing = asyncio.create_task(pending.established())
+        with pytest.raises(ConnectionLost, match="refused"):
+            await sending.join(pending.params, blocks(store))
+        await asyncio.to_thread(is_closing.wait)
+        establishing.cancel()
+        may_close.set()
+        with pytest.raises(asyncio.CancelledError):
+            await establishing
+        assert not receiving.links
 
 
 async def test_encoded_kv_is_refused_at_both_ends() -> None:

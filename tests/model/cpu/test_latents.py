@@ -33,6 +33,16 @@ def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, shape: dict[
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_can_be_recorded(dtype: torch.dtype) -> None:
+    case, launcher = latent_case(DECODES, dtype=dtype), Launcher()
+    attention = latents.CpuLatentAttention(case.heads, launcher)
+    with torch.inference_mode(), launcher.recording() as program:
+        out = launcher.arena.borrow(attention(case.q, case.cos_sin, case.kv_layer, case.layout))
+    program.replay()
+    torch.testing.assert_close(out, attention(case.q, case.cos_sin, case.kv_layer, case.layout), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_a_context_are_merged(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents, "PART_TOKENS", 32)
     check(latent_case([(60, 60), (50, 131), (40, 192)], dtype=dtype))

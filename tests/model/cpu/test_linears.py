@@ -16,9 +16,10 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.cpu.kernels import attention, decode, elementwise, gemm, prefill, quant
+from twostroke.model.cpu.kernels import attention, decode, elementwise, prefill
 from twostroke.model.cpu.kernels.launch import Kernel, Kernels, Words, compiled
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections import gemm, packing, quant
 from twostroke.model.cpu.linears import CpuLinear, CpuQuantizedLinear, TorchQuantizedLinear, make_linear
 
 needs_packing = pytest.mark.skipif(
@@ -146,7 +147,7 @@ def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, q
     assert torch.equal(linear(x), before)
 
 
-@pytest.mark.parametrize("module", [attention, decode, elementwise, gemm, prefill, quant])
+@pytest.mark.parametrize("module", [attention, decode, elementwise, gemm, packing, prefill, quant])
 def test_a_start_finds_the_machine_code_of_the_last_one(module: ModuleType) -> None:
     kernels = [value for value in vars(module).values() if isinstance(value, Kernel)]
     kernels += [value.of(torch.float32) for value in vars(module).values() if isinstance(value, Kernels)]
@@ -191,7 +192,7 @@ def test_projections_compute_with_the_dequantised_weight(
     generator = torch.Generator().manual_seed(inputs)
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16() if has_bias else None
-    linear = CpuQuantizedLinear(quant.quantize_and_pack(weight, bits), bias, Launcher())
+    linear = CpuQuantizedLinear(packing.quantize_and_pack(weight, bits), bias, Launcher())
     meant = quantize(weight, bits).dequantized(torch.float32).double()
     for tokens in (1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 257):
         x = torch.randn(tokens, inputs, generator=generator).bfloat16()
@@ -205,7 +206,7 @@ def test_projections_compute_with_the_dequantised_weight(
 def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4]) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(100, 600, generator=generator).bfloat16()
-    linear = CpuQuantizedLinear(quant.quantize_and_pack(weight, bits), None, Launcher())
+    linear = CpuQuantizedLinear(packing.quantize_and_pack(weight, bits), None, Launcher())
     x = torch.randn(40, 600, generator=generator).bfloat16()
     together = linear(x, torch.float32)
     for first, count in ((0, 1), (3, 2), (5, 4), (2, 7), (10, 9), (20, 17)):
@@ -283,7 +284,7 @@ def test_any_cpu_computes_with_any_form(form: str) -> None:
 @needs_avx512_bf16
 def test_an_int8_head_serves_as_embedding() -> None:
     weight = torch.randn(150, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = CpuQuantizedLinear(quant.quantize_and_pack(weight, 8), None, Launcher())
+    linear = CpuQuantizedLinear(packing.quantize_and_pack(weight, 8), None, Launcher())
     expected = quantize(weight, 8).dequantized(torch.bfloat16)
     assert torch.equal(linear.embed(torch.arange(150), 0, torch.bfloat16), expected)
     found = linear.embed(torch.tensor([99, 100, 249, 250]), 100, torch.bfloat16)
@@ -312,10 +313,10 @@ def test_any_cpu_computes_with_the_dequantised_weight(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_first_product_of_a_process_can_be_recorded(bits: Literal[8, 4]) -> None:
     """A step that had torch make a table would run eagerly for good."""
-    for cached in (quant._table, quant.values_of_codes):
+    for cached in (packing.table_of, packing.values_of_codes):
         cached.cache_clear()
     launcher = Launcher()
-    linear = CpuQuantizedLinear(quant.quantize_and_pack(torch.randn(64, 128).bfloat16(), bits), None, launcher)
+    linear = CpuQuantizedLinear(packing.quantize_and_pack(torch.randn(64, 128).bfloat16(), bits), None, launcher)
     x, token_ids = torch.randn(1, 128).bfloat16(), torch.tensor([3])
     with torch.inference_mode(), launcher.recording():
         linear(x)

@@ -52,6 +52,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "norms of heads": FAMILY_SHAPES["qwen3"],
     "windows, two ways to turn": FAMILY_SHAPES["gemma3"]
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "experts": FAMILY_SHAPES["qwen3_moe"],
+    "experts and one that all tokens take": FAMILY_SHAPES["qwen2_moe"],
+    "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
@@ -108,7 +111,8 @@ def held_bytes(weights: DecoderWeights) -> int:
     assert isinstance(embedding, torch.Tensor)
     linears = [weights.lm_head]
     for layer in weights.layers:
-        linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        assert layer.mlp is not None
+        linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
     held = [linear.embed(torch.arange(linear.out_features), 0, torch.float32) for linear in linears]
     return sum(tensor.numel() * 4 for tensor in (embedding, *held))
 

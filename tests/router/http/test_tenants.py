@@ -1,6 +1,7 @@
 """API keys: who is known, what tells tenants apart, and a key's limits on a clock that a test sets."""
 
 import hashlib
+from datetime import UTC, date, datetime
 
 import pytest
 
@@ -96,6 +97,50 @@ def test_a_fresh_key_is_known_by_its_hash_and_never_twice_the_same() -> None:
     assert new_key()[0] != key
     new = KeyConfig(name="new", sha256=sha256)
     assert Tenants([new], secret=SECRET, clock=lambda: 0.0).of(f"Bearer {key}").name == "new"
+
+
+@pytest.mark.parametrize(
+    ("given", "moment"),
+    [
+        (date(2026, 12, 31), "2026-12-31T00:00:00+00:00"),
+        (datetime(2026, 12, 31, 18, tzinfo=UTC), "2026-12-31T18:00:00+00:00"),
+        ("2026-12-31T18:00:00+02:00", "2026-12-31T16:00:00+00:00"),
+        ("2026-12-31", "2026-12-31T00:00:00+00:00"),
+    ],
+)
+def test_a_key_is_refused_from_the_moment_on_at_which_it_expires(given: object, moment: str) -> None:
+    key = KeyConfig(name="alice", sha256=ALICE.sha256, expires=given)  # type: ignore[arg-type]
+    assert key.expires == moment
+    assert KeyConfig.model_validate(key.model_dump(mode="json")) == key
+    clock = Clock()
+    clock.now = key.expires_at - 1
+    known = Tenants([key], secret=SECRET, clock=lambda: 0.0, wall_clock=clock)
+    assert known.of("Bearer key-a").name == "alice"
+    clock.now += 1
+    with pytest.raises(RequestError, match="has expired") as caught:
+        known.of("Bearer key-a")
+    assert caught.value.status == 401
+
+
+@pytest.mark.parametrize("given", ["soon", "2026-13-01", 7, True])
+def test_what_is_no_moment_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="is no date like 2026-12-31"):
+        KeyConfig(name="alice", sha256=ALICE.sha256, expires=given)  # type: ignore[arg-type]
+
+
+def test_keys_that_stay_keep_what_they_have_used_up_and_others_start_anew() -> None:
+    known = tenants()
+    for _ in range(60):
+        known.of("Bearer key-a").count_request()
+    known.replace([ALICE])
+    with pytest.raises(RateLimited):
+        known.of("Bearer key-a").count_request()
+    with pytest.raises(RequestError, match="not known"):
+        known.of("Bearer key-b")
+    known.replace([KeyConfig(name="alice", sha256=ALICE.sha256, requests_per_minute=120)])
+    known.of("Bearer key-a").count_request()
+    known.replace([])
+    assert known, "without any key nobody gets in, not everybody"
 
 
 def test_keys_that_are_alike_are_refused() -> None:

@@ -47,6 +47,17 @@ async def test_without_a_key_nothing_answers_but_health_and_ready(site_of, until
         assert body["error"]["type"] == "invalid_request_error"
 
 
+async def test_keys_change_while_the_server_runs(site_of) -> None:
+    later, sha256 = new_key()
+    known = tenants()
+    async with site_of(1, 1, tenants=known) as site:
+        known.replace([KeyConfig(name="later", sha256=sha256)])
+        for key, status in ((KEY, 401), (later, 200)):
+            assert (await site.http.post("/v1/completions", json=ASK, headers=bearer(key))).status_code == status
+        known.replace([])
+        assert (await site.http.post("/v1/completions", json=ASK)).status_code == 401  # nobody, not everybody
+
+
 async def test_what_is_about_the_server_needs_an_admins_key(site_of) -> None:
     async with site_of(1, 1, tenants=tenants()) as site:
         for path in ("/metrics", "/status"):

@@ -170,9 +170,31 @@ def _multiply_block_by_amx(words, rows, a, a_stride, b, steps, c, add, ahead):
     amx.multiply(rows, a, a_stride, b, STEP_BYTES, steps, c, STEP_BYTES, PANEL_COLUMNS, add)
 
 
-def _make_multiply(multiply_block: Any) -> Any:
+def _make_panel(multiply_block: Any) -> Any:
     """`multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead)`: c[rows, 64] (+)= a b, all by address."""
 
+    @compiled
+    def multiply_panel(words, count, x, x_stride, inner, panel, steps, block_steps, next_panel, sums, last_halves):
+        """sums[count, 64] = x[count, inner] times a panel; asks for the next one meanwhile. Addresses; `last_halves` is
+        memory for a pair of each row."""
+        whole_steps = x_stride // 4
+        for start in range(0, whole_steps, block_steps):
+            block = min(block_steps, whole_steps - start)
+            b = panel + start * STEP_BYTES
+            ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
+            multiply_block(words, count, x + 4 * start, x_stride, b, block, sums, start > 0, ahead)
+        if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
+            pairs = carray(as_halves(last_halves), (count, 2))
+            for row in range(count):
+                end_of_row = as_halves(x + row * x_stride)
+                pairs[row, 0], pairs[row, 1] = end_of_row[inner - 1], 0
+            b = panel + whole_steps * STEP_BYTES
+            multiply_block(words, count, last_halves, 4, b, 1, sums, whole_steps > 0, b)
+
+    return multiply_panel
+
+
+def _make_multiply(multiply_panel: Any) -> Any:
     @compiled
     def multiply(words):
         """words: x, packed W, bias, out, rows, in, bytes of a row of x, out, steps, block steps, row block, whether
@@ -182,11 +204,8 @@ def _make_multiply(multiply_block: Any) -> Any:
         block_steps, row_block = words[12], words[13]
         panels = (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
         memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
-        skipped = -memory.ctypes.data % LINE_BYTES // 4
-        sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
-        sums_at = sums.ctypes.data
-        whole_steps = x_stride // 4
-        last_halves = np.zeros((row_block, 2), np.uint16)
+        skipped = -memory.ctypes.data % LINE_BYTES
+        last_halves = np.empty((row_block, 2), np.uint16)
         begin = take_items(words)
         while begin < items:
             following = take_items(words)
@@ -197,27 +216,65 @@ def _make_multiply(multiply_block: Any) -> Any:
                 next_panel = words[4] + upcoming % panels * steps * STEP_BYTES
                 first_row, first_column = item // panels * row_block, item % panels * PANEL_COLUMNS
                 count = min(row_block, rows - first_row)
-                x = words[3] + first_row * x_stride
-                for start in range(0, whole_steps, block_steps):
-                    block = min(block_steps, whole_steps - start)
-                    b = panel + start * STEP_BYTES
-                    ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
-                    multiply_block(words, count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
-                if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
-                    for row in range(count):
-                        end_of_row = as_halves(x + row * x_stride)
-                        last_halves[row, 0] = end_of_row[inner - 1]
-                    b = panel + whole_steps * STEP_BYTES
-                    multiply_block(words, count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
+                x, last = words[3] + first_row * x_stride, last_halves.ctypes.data
+                sums = memory.ctypes.data + skipped  # of the array, which so lives as long as the loop
+                multiply_panel(words, count, x, x_stride, inner, panel, steps, block_steps, next_panel, sums, last)
                 for row in range(count):
-                    place = sums[row].ctypes.data
+                    place = sums + row * STEP_BYTES
                     finish_row(place, words[5], words[6], words[14], columns, first_row + row, first_column)
             begin = following
 
     return multiply
 
 
-_multiply_in_registers, _multiply_in_matrices = _make_multiply(_multiply_block), _make_multiply(_multiply_block_by_amx)
+def _make_multiply_tasks(multiply_panel: Any, by_amx: bool) -> Any:
+    most_rows = AMX_ROW_BLOCK if by_amx else ROW_BLOCK
+
+    @compiled
+    def multiply_tasks(words):
+        """words: x, packed W of all experts, bias, out, tasks, in, bytes of a row of x, out, steps, whether out is
+        bf16."""
+        inner, x_stride, columns, steps = words[8], words[9], words[10], words[11]
+        tasks, panels = as_integers(words[7]), (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+        items = tasks[0] * panels
+        memory = np.empty(most_rows * PANEL_COLUMNS + 16, np.float32)
+        skipped = -memory.ctypes.data % LINE_BYTES
+        last_halves = np.empty((most_rows, 2), np.uint16)
+        item = take_items(words)
+        while item < items:
+            following = take_items(words)
+            upcoming = min(following, items - 1)
+            task, next_task = item // panels * 3, upcoming // panels * 3
+            number, next_number = tasks[task + 1] * panels + item % panels, tasks[next_task + 1] * panels
+            panel = words[4] + number * steps * STEP_BYTES
+            next_panel = words[4] + (next_number + upcoming % panels) * steps * STEP_BYTES
+            first_row, count, first_column = tasks[task + 2], tasks[task + 3], item % panels * PANEL_COLUMNS
+            block_steps = steps if by_amx else block_steps_of(count)
+            bias = words[5] + 4 * (number * PANEL_COLUMNS - first_column)
+            x, last, sums = words[3] + first_row * x_stride, last_halves.ctypes.data, memory.ctypes.data + skipped
+            multiply_panel(words, count, x, x_stride, inner, panel, steps, block_steps, next_panel, sums, last)
+            for row in range(count):
+                place = sums + row * STEP_BYTES
+                finish_row(place, bias, words[6], words[12], columns, first_row + row, first_column)
+            item = following
+
+    return multiply_tasks
+
+
+@compiled
+def block_steps_of(rows):
+    """For register tiles. The block's 256 bytes a step and the next block's should fit the L1 cache, and the tiles'
+    sums, which are written and read once a block, cost little beside it: these were the best of 24 to 1024, measured.
+    """
+    if rows <= TILE_ROWS:
+        return 512
+    return 48 if rows <= 2 * TILE_ROWS else 128
+
+
+_panel_in_registers, _panel_in_matrices = _make_panel(_multiply_block), _make_panel(_multiply_block_by_amx)
+_multiply_in_registers, _multiply_in_matrices = _make_multiply(_panel_in_registers), _make_multiply(_panel_in_matrices)
+_tasks_in_registers = _make_multiply_tasks(_panel_in_registers, by_amx=False)
+_tasks_in_matrices = _make_multiply_tasks(_panel_in_matrices, by_amx=True)
 
 
 @Kernels
@@ -231,19 +288,34 @@ def _multiply_by_amx(words):
     amx.release_tiles()
 
 
+@Kernels
+def _multiply_tasks_by_registers(words):
+    _tasks_in_registers(words)
+
+
+@Kernel
+def _multiply_tasks_by_amx(words):
+    _tasks_in_matrices(words)
+    amx.release_tiles()
+
+
 def _blocks(rows: int, steps: int, by_amx: bool) -> tuple[int, int]:
     """Steps of a block, and most rows of one.
 
-    For register tiles the block's 256 bytes a step and the next block's should fit the L1 cache, and the tiles' sums,
-    which are written and read once a block, cost little beside it: these were the best of 24 to 1024 steps, measured.
     On AMX sums cost more to write and read than a panel to come from the L2 cache: it is a single block, which passes
     over more rows for each time that it comes from memory.
     """
-    if by_amx:
-        return steps, AMX_ROW_BLOCK
-    if rows <= TILE_ROWS:
-        return 512, ROW_BLOCK
-    return 48 if rows <= 2 * TILE_ROWS else 128, ROW_BLOCK
+    return (steps, AMX_ROW_BLOCK) if by_amx else (block_steps_of.py_func(rows), ROW_BLOCK)
+
+
+def is_by_amx(dtype: torch.dtype) -> bool:
+    """Whether activations of this type are multiplied by AMX."""
+    return dtype == torch.bfloat16 and amx.is_usable()
+
+
+def most_task_rows(dtype: torch.dtype) -> int:
+    """That a task may have."""
+    return AMX_ROW_BLOCK if is_by_amx(dtype) else ROW_BLOCK
 
 
 def multiply(
@@ -252,7 +324,7 @@ def multiply(
     """x bf16 or fp32 [T, in], contiguous; packed by `pack`; bias by `bias_of_panels`. Returns [T, columns]."""
     rows, inner = x.shape
     panels, steps, _ = packed.shape
-    by_amx = x.dtype == torch.bfloat16 and amx.is_usable()
+    by_amx = is_by_amx(x.dtype)
     block_steps, row_block = _blocks(rows, steps, by_amx)
     out = launcher.empty((rows, columns), out_dtype)
     launcher.run(
@@ -329,6 +401,28 @@ def pack_heads(weight: Tensor) -> Tensor:
     """weight [H, out, in] -> int32 [H, panels, steps, 64], each head's as `pack` does it."""
     packed = [pack(of_head.contiguous()) for of_head in weight]
     return torch.stack(packed, out=zeros_on_huge_pages((len(packed), *packed[0].shape), torch.int32))
+
+
+def multiply_tasks(
+    launcher: Launcher, x: Tensor, tasks: Tensor, packed: Tensor, bias: Tensor, columns: int, out_dtype: torch.dtype
+) -> Tensor:
+    """Each expert's rows of x times its weight; returns [rows, columns].
+
+    x [rows, in] contiguous, an expert's rows one behind the other. tasks int64: how many there are, then of each the
+    expert, its first row and its rows, ROWS_AN_ITEM of quant.py and `most_task_rows` at most; all are read as the
+    kernel runs. packed by `pack` and bias of all experts, each with whole panels of its own.
+    """
+    rows, inner = x.shape
+    _, steps, _ = packed.shape
+    out = launcher.empty((rows, columns), out_dtype)
+    launcher.run(
+        _multiply_tasks_by_amx if is_by_amx(x.dtype) else _multiply_tasks_by_registers.of(x.dtype),
+        len(packed),
+        1,
+        *(x, packed, bias, out, tasks),
+        *(inner, inner * x.itemsize, columns, steps, out_dtype == torch.bfloat16),
+    )
+    return out
 
 
 def bias_of_panels(bias: Tensor | None, columns: int) -> Tensor:

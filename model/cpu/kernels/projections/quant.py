@@ -5,32 +5,20 @@ once into a scratch of bf16 that stays in the L1 cache, and multiplied from ther
 row's result does not depend on the rows beside it. Scales multiply fp32 sums: those of groups of input columns each
 group's, and one factor the sum of all. A group's offset multiplies the sum of its activations, which is made before.
 
-A panel of 64 output columns is a row of steps of 256 bytes, 64 bytes for each 16 output columns l. Of four bits such a
-vector covers 8 input columns: 16-bit word 2 l + e holds, lowest bits first, columns e, 2 + e, 4 + e and 6 + e of output
-l, each with 8 added. Of eight bits it covers 4: column 2 j + e of output l in byte 16 (l // 4) + 8 j + 2 (l % 4) + e, a
-sign and seven bits, which are the magnitude of an integer, or the exponent and mantissa of an FP8 number. Looking codes
-up in a table (`vpermw`; `vpermi2b` for the low and for the high bytes, which are then interleaved) makes bf16 of them,
-exactly, in the pairs along the input that `vdpbf16ps` multiplies: integers and FP8 differ in nothing but the table.
-
-Reference: `QuantizedWeight.dequantized`.
+How weights lie says packing.py. Reference: `QuantizedWeight.dequantized`.
 """
 
-import functools
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba import carray, njit
+from numba import carray
 from numba.core import cgutils
 from torch import Tensor
-from torch.nn import functional
 
-from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight, two_byte_scales
 from twostroke.model.cpu.kernels import floats
 from twostroke.model.cpu.kernels.elementwise import reorder, sum_groups
 from twostroke.model.cpu.kernels.floats import (
@@ -43,19 +31,9 @@ from twostroke.model.cpu.kernels.floats import (
     call,
     dot_pairs,
     for_each_height,
-    largest,
     multiply_add,
     spread,
     store,
-    widen,
-)
-from twostroke.model.cpu.kernels.gemm import (
-    PANEL_COLUMNS,
-    STEP_BYTES,
-    TILE_ROWS,
-    VECTORS,
-    finish_row,
-    zeros_on_huge_pages,
 )
 from twostroke.model.cpu.kernels.launch import (
     WIDE,
@@ -71,16 +49,19 @@ from twostroke.model.cpu.kernels.launch import (
     written_in_llvm,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections.gemm import (
+    PANEL_COLUMNS,
+    STEP_BYTES,
+    TILE_ROWS,
+    VECTORS,
+    finish_row,
+)
+from twostroke.model.cpu.kernels.projections.packing import CHUNK, PackedWeight, table_of, values_of_codes
 
 DIRECT_ROWS = 4  # of a tile that unpacks; more need registers that the unpacking takes
 DIRECT_MOST_ROWS = 8
 ROWS_AN_ITEM = 256
-CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpacked at a time
 _PREFETCH_BYTES = 4096  # from what is multiplied to what is asked for
-
-LEAST_GROUP = 16  # input columns
-Kind = Literal["int8", "int8 + 1/2", "int4", "fp8"]
-"""What codes stand for. A sign and seven bits don't count down to -128, but one half more than an integer they do."""
 
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -91,28 +72,6 @@ _ORDER = ir.VectorType(ir.IntType(32), 4 * LANES)
 def is_supported() -> bool:
     """Whether this CPU has `vdpbf16ps` and looks bytes up among 128."""
     return floats.is_supported() and bool(binding.get_host_cpu_features().get("avx512vbmi"))
-
-
-@functools.cache
-def values_of_codes(kind: Kind) -> Tensor:
-    """What each code stands for, fp32 [256], of four bits [16]."""
-    if kind == "int4":
-        return torch.arange(16.0) - 8
-    codes = torch.arange(256, dtype=torch.uint8)
-    if kind == "fp8":
-        return codes.view(torch.float8_e4m3fn).float()
-    magnitudes = torch.arange(128.0) + (0.5 if kind == "int8 + 1/2" else 0.0)
-    return torch.cat((magnitudes, -magnitudes))
-
-
-@functools.cache
-def _table(kind: Kind) -> Tensor:
-    """The registers to look up in, bytes [vectors, 64]: of eight bits low bytes, then high bytes."""
-    bits = values_of_codes(kind).bfloat16().view(torch.int16)
-    if kind == "int4":  # bit 4 of an index is the neighbour's: the table says the same for both
-        return bits.repeat(2).view(torch.uint8).view(1, 64)
-    low, high = bits.view(torch.uint8).view(256, 2).unbind(1)
-    return torch.cat((low[:128], high[:128])).view(4, 64)
 
 
 def _constant(kind: Any, values: Sequence[float]) -> Any:
@@ -310,83 +269,91 @@ def _unpack(words, packed, columns, pairs):
 
 
 @compiled
-def _write(words, sums, first_row, rows, panel):
+def _write(words, sums, first_row, rows, panel, first_column):
     """Round sums [rows, PANEL_COLUMNS], times their outputs' factors and with the bias, into their place."""
     factors, first = carray(as_floats(words[9]), (words[15] * PANEL_COLUMNS,)), panel * PANEL_COLUMNS
+    bias = words[10] + 4 * (first - first_column)
     for row in range(rows):
         for i in range(PANEL_COLUMNS):
             sums[row, i] *= factors[first + i]
-        finish_row(sums[row].ctypes.data, words[10], words[11], words[14], words[13], first_row + row, first)
+        finish_row(sums[row].ctypes.data, bias, words[11], words[14], words[13], first_row + row, first_column)
+
+
+@compiled
+def _rows_direct(words, panel, first_column, first_row, rows, sums):
+    """Rows from `first_row` on times a panel, whose weights are unpacked for every few of them; into the columns from
+    `first_column` on."""
+    columns, group = words[12], words[18]
+    whole = columns // group * group
+    for row in range(first_row, first_row + rows, DIRECT_ROWS):
+        count, c = min(DIRECT_ROWS, first_row + rows - row), sums.ctypes.data
+        sums[:DIRECT_ROWS] = np.float32(0)
+        _direct(words, panel, row, count, 0, whole, group, c)
+        if whole < columns:
+            _direct(words, panel, row, count, whole, columns - whole, columns - whole, c)
+        _write(words, sums, row, count, panel, first_column)
+
+
+@compiled
+def _rows_from_pairs(words, panel, first_column, first_row, rows, sums, pairs):
+    """As _rows_direct, of up to ROWS_AN_ITEM rows, with weights that are unpacked once, at the address `pairs`."""
+    columns, group = words[12], words[18]
+    panel_bytes = PANEL_COLUMNS * words[17] // 8
+    height = (rows + TILE_ROWS - 1) // TILE_ROWS  # as even as tiles can be
+    height = (rows + height - 1) // height
+    packed = words[4] + panel * columns * panel_bytes
+    sums[:] = np.float32(0)
+    for column in range(0, columns, CHUNK):
+        width = min(CHUNK, columns - column)
+        _unpack(words, packed + column * panel_bytes, width, pairs)
+        ahead, whole = packed + (column + width) * panel_bytes, width // group * group
+        for row in range(0, rows, height):
+            count, c = min(height, rows - row), sums.ctypes.data + row * STEP_BYTES
+            asked = 0 if row else 2 * panel_bytes  # the first tile asks for all of the next chunk
+            of_x = first_row + row
+            _from_pairs(words, panel, of_x, count, column, whole, group, pairs, c, ahead, asked)
+            if whole < width:
+                end, rest = pairs + whole // 2 * STEP_BYTES, width - whole
+                _from_pairs(words, panel, of_x, count, column + whole, rest, rest, end, c, ahead, 0)
+    _write(words, sums, first_row, rows, panel, first_column)
 
 
 @Kernel
 def _multiply_direct(words):
     """words: x, packed, table, scales, offsets, x's sums, factors, bias, out, in, out, whether out is bf16, panels,
     rows, bits, columns of a group, groups."""
-    columns, rows, group = words[12], words[16], words[18]
-    whole = columns // group * group
     sums = np.empty((DIRECT_ROWS, PANEL_COLUMNS), np.float32)
     for panel in taken(words, words[1]):
-        for first_row in range(0, rows, DIRECT_ROWS):
-            count, c = min(DIRECT_ROWS, rows - first_row), sums.ctypes.data
-            sums[:] = np.float32(0)
-            _direct(words, panel, first_row, count, 0, whole, group, c)
-            if whole < columns:
-                _direct(words, panel, first_row, count, whole, columns - whole, columns - whole, c)
-            _write(words, sums, first_row, count, panel)
+        _rows_direct(words, panel, panel * PANEL_COLUMNS, 0, words[16], sums)
 
 
 @Kernel
 def _multiply_unpacked(words):
     """words: as those of _multiply_direct."""
-    columns, panels, group = words[12], words[15], words[18]
-    panel_bytes = PANEL_COLUMNS * words[17] // 8
+    panels = words[15]
     sums = np.empty((ROWS_AN_ITEM, PANEL_COLUMNS), np.float32)
     memory = np.empty((CHUNK // 2 + 1) * PANEL_COLUMNS, np.uint32)
     aligned = memory[-memory.ctypes.data % LINE_BYTES // 4 :]
     for item in taken(words, words[1]):
         panel, first_row = item % panels, item // panels * ROWS_AN_ITEM
         rows = min(ROWS_AN_ITEM, words[16] - first_row)
-        height = (rows + TILE_ROWS - 1) // TILE_ROWS  # as even as tiles can be
-        height = (rows + height - 1) // height
-        packed = words[4] + panel * columns * panel_bytes
-        sums[:] = np.float32(0)
-        for column in range(0, columns, CHUNK):
-            width, pairs = min(CHUNK, columns - column), aligned.ctypes.data
-            _unpack(words, packed + column * panel_bytes, width, pairs)
-            ahead, whole = packed + (column + width) * panel_bytes, width // group * group
-            for row in range(0, rows, height):
-                count, c = min(height, rows - row), sums.ctypes.data + row * STEP_BYTES
-                asked = 0 if row else 2 * panel_bytes  # the first tile asks for all of the next chunk
-                of_x = first_row + row
-                _from_pairs(words, panel, of_x, count, column, whole, group, pairs, c, ahead, asked)
-                if whole < width:
-                    end, rest = pairs + whole // 2 * STEP_BYTES, width - whole
-                    _from_pairs(words, panel, of_x, count, column + whole, rest, rest, end, c, ahead, 0)
-        _write(words, sums, first_row, rows, panel)
+        _rows_from_pairs(words, panel, panel * PANEL_COLUMNS, first_row, rows, sums, aligned.ctypes.data)
 
 
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight in the kernels' form."""
-
-    codes: Tensor  # bytes [panels, bytes of a panel]
-    kind: Kind
-    factors: Tensor  # fp32 [panels * 64], of outputs
-    scales: Tensor | None  # fp16 [panels, groups, 64]; None: only factors
-    offsets: Tensor | None  # as scales
-    group_size: int  # columns; CHUNK where there are no scales
-    order: Tensor | None  # int64 [in]: which input comes where
-    out_features: int
-    in_features: int
-
-    @property
-    def bits(self) -> int:
-        return 4 if self.kind == "int4" else 8
-
-    @property
-    def num_groups(self) -> int:
-        return -(-self.in_features // self.group_size)
+@Kernel
+def _multiply_tasks(words):
+    """words: as those of _multiply_direct, of all experts' panels; tasks, panels of an expert."""
+    tasks, panels = as_integers(words[20]), words[21]
+    sums = np.empty((ROWS_AN_ITEM, PANEL_COLUMNS), np.float32)
+    memory = np.empty((CHUNK // 2 + 1) * PANEL_COLUMNS, np.uint32)
+    aligned = memory[-memory.ctypes.data % LINE_BYTES // 4 :]
+    for item in taken(words, tasks[0] * panels):
+        task, first_column = item // panels * 3, item % panels * PANEL_COLUMNS
+        panel, first_row, rows = tasks[task + 1] * panels + item % panels, tasks[task + 2], tasks[task + 3]
+        if rows <= DIRECT_MOST_ROWS:
+            _rows_direct(words, panel, first_column, first_row, rows, sums)
+        else:
+            _rows_from_pairs(words, panel, first_column, first_row, rows, sums, aligned.ctypes.data)
 
 
 def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -402,9 +369,28 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, 
         _multiply_direct if direct else _multiply_unpacked,
         panels if direct else panels * -(-rows // ROWS_AN_ITEM),
         1,
-        *(x, weight.codes, _table(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
+        *(x, weight.codes, table_of(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
         *(inner, weight.out_features, out_dtype == torch.bfloat16, panels, rows),
         *(weight.bits, weight.group_size, groups),
+    )
+    return out
+
+
+def multiply_tasks(
+    launcher: Launcher, x: Tensor, tasks: Tensor, weight: PackedWeight, bias: Tensor, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """As gemm.multiply_tasks, of bf16 x and a weight whose inputs are in order."""
+    rows, inner = x.shape
+    x_sums = 0 if weight.offsets is None else sum_groups(launcher, x, weight.group_size)
+    out = launcher.empty((rows, columns), dtype)
+    scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
+    launcher.run(
+        _multiply_tasks,
+        len(weight.codes),
+        1,
+        *(x, weight.codes, table_of(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
+        *(inner, columns, dtype == torch.bfloat16, len(weight.codes), rows),
+        *(weight.bits, weight.group_size, weight.num_groups, tasks, -(-columns // PANEL_COLUMNS)),
     )
     return out
 
@@ -452,148 +438,3 @@ def look_up(launcher: Launcher, token_ids: Tensor, weight: PackedWeight, first: 
         *(first, weight.out_features, weight.in_features, weight.bits, weight.group_size, weight.num_groups),
     )
     return out
-
-
-# Divisions as torch does them. With the fast mathematics of kernels, which what they call inherits unless told
-# otherwise, they become products with an inverse.
-_divided = njit(nogil=True, fastmath={"nsz"}, error_model="numpy", forceinline=True)
-
-
-@_divided
-def _share(value, count):
-    return value / count
-
-
-@_divided
-def _round(values, count, step, lowest, highest, numbers):
-    for i in range(count):
-        numbers[i] = np.int32(min(max(np.rint(values[i] / step), lowest), highest))
-
-
-@Kernel
-def _quantize_int8(words):
-    """words: weight, codes bytes [rows, columns], scales fp32 [rows], columns."""
-    rows, columns = words[1], words[6]
-    weight, codes = carray(as_halves(words[3]), (rows, columns)), carray(as_bytes(words[4]), (rows, columns))
-    scales = carray(as_floats(words[5]), (rows,))
-    values, sizes = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    numbers = np.empty(columns, np.int32)
-    for row in taken(words, rows):
-        for i in range(columns):
-            values[i] = widen(weight[row, i])
-            sizes[i] = abs(values[i])
-        step = _share(largest(sizes, columns), np.float32(127))
-        if step == 0:
-            step = np.float32(1)
-        scales[row] = step
-        _round(values, columns, step, np.float32(-127), np.float32(127), numbers)
-        for i in range(columns):
-            codes[row, i] = np.uint8(abs(numbers[i]) | (numbers[i] >> 24 & 0x80))
-
-
-@Kernel
-def _quantize_int4(words):
-    """words: weight, codes bytes [rows, columns], scales bf16 [rows, groups], columns."""
-    rows, columns = words[1], words[6]
-    groups = (columns + INT4_GROUP - 1) // INT4_GROUP
-    weight, codes = carray(as_halves(words[3]), (rows, columns)), carray(as_bytes(words[4]), (rows, columns))
-    scales = carray(as_halves(words[5]), (rows, groups))
-    values, numbers = np.empty(INT4_GROUP, np.float32), np.empty(INT4_GROUP, np.int32)
-    negative = np.empty(INT4_GROUP, np.float32)
-    for row in taken(words, rows):
-        for group in range(groups):
-            first = group * INT4_GROUP
-            count = min(INT4_GROUP, columns - first)
-            for i in range(count):
-                values[i] = widen(weight[row, first + i])
-                negative[i] = -values[i]
-            high, low = largest(values, count), -largest(negative, count)
-            store(scales[row], group, _share(high if high > -low else low, np.float32(-8)))
-            step = widen(scales[row, group])
-            if step == 0:
-                step = np.float32(1)
-                store(scales[row], group, step)
-            _round(values, count, step, np.float32(-8), np.float32(7), numbers)
-            for i in range(count):
-                codes[row, first + i] = np.uint8(numbers[i] + 8)
-
-
-@Kernel
-def _pack(words):
-    """words: codes bytes [rows, columns], packed (zeros), rows, columns, bits."""
-    panels, rows, columns, bits = words[1], words[5], words[6], words[7]
-    codes = carray(as_bytes(words[3]), (rows, columns))
-    steps = columns * bits // 32
-    packed = carray(as_halves(words[4]), (panels, steps, STEP_BYTES // 2))
-    for panel in taken(words, panels):
-        for output in range(min(PANEL_COLUMNS, rows - panel * PANEL_COLUMNS)):
-            row = codes[panel * PANEL_COLUMNS + output]
-            place = output // 16 * 32 + output % 16 // 4 * 8 + output % 4
-            for i in range(steps):
-                if bits == 8:
-                    packed[panel, i, place] = np.uint16(row[4 * i] | row[4 * i + 1] << 8)
-                    packed[panel, i, place + 4] = np.uint16(row[4 * i + 2] | row[4 * i + 3] << 8)
-                else:
-                    for e in range(2):
-                        word = np.int32(0)
-                        for k in range(4):
-                            word |= np.int32(row[8 * i + 2 * k + e]) << 4 * k
-                        packed[panel, i, 2 * output + e] = np.uint16(word)
-
-
-def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether there are kernels for its columns and groups."""
-    columns = weight.values.shape[1]
-    return columns % 8 == 0 and (weight.num_groups == 1 or math.gcd(weight.group_size, CHUNK) >= LEAST_GROUP)
-
-
-def pack(weight: QuantizedWeight) -> PackedWeight:
-    """Of a weight that `can_pack`."""
-    if weight.values.dtype == torch.float8_e4m3fn:
-        return _packed("fp8", weight.values.view(torch.uint8), weight)
-    if weight.bits == 4:
-        return _packed("int4", (weight.values + 8).view(torch.uint8), weight)
-    signs = (weight.values < 0).byte() << 7
-    if not weight.values.numel() or int(weight.values.min()) > -128:
-        return _packed("int8", weight.values.abs().view(torch.uint8) | signs, weight)
-    less = weight.scales / -2  # what the half is too much
-    offsets = less if weight.offsets is None else weight.offsets + less
-    magnitudes = torch.where(weight.values < 0, ~weight.values, weight.values)
-    return _packed("int8 + 1/2", magnitudes.view(torch.uint8) | signs, replace(weight, offsets=offsets))
-
-
-def quantize_and_pack(weight: Tensor, bits: Literal[8, 4]) -> PackedWeight:
-    """weight bf16 [out, in], contiguous, `in` a multiple of 8: `pack` of what `quantize` makes of it."""
-    rows, columns = weight.shape
-    codes = torch.empty((rows, columns), dtype=torch.uint8)
-    if bits == 8:
-        steps = torch.empty((rows, 1))
-        _quantize_int8.run(rows, 16, weight, codes, steps, columns)
-        return _packed("int8", codes, QuantizedWeight(codes, steps, columns, 8))
-    steps = torch.empty((rows, -(-columns // INT4_GROUP)), dtype=torch.bfloat16)
-    _quantize_int4.run(rows, 16, weight, codes, steps, columns)
-    return _packed("int4", codes, QuantizedWeight(codes, steps.float(), min(INT4_GROUP, columns), 4))
-
-
-def _packed(kind: Kind, codes: Tensor, weight: QuantizedWeight) -> PackedWeight:
-    """`codes` [out, in] with the weight's scales."""
-    _table(kind)  # made before any step: recorded ones may not have torch compute
-    rows, columns = codes.shape
-    panels, bits = -(-rows // PANEL_COLUMNS), weight.bits
-    packed = zeros_on_huge_pages((panels, PANEL_COLUMNS * columns * bits // 8), torch.uint8)
-    _pack.run(panels, 1, codes.contiguous(), packed, rows, columns, bits)
-    beyond = panels * PANEL_COLUMNS - rows
-    if kind != "int4" and weight.num_groups == 1 and weight.offsets is None:
-        factors = functional.pad(weight.scales[:, 0], (0, beyond))
-        return PackedWeight(packed, kind, factors, None, None, CHUNK, weight.order, rows, columns)
-    weight = weight.with_groups_within(CHUNK)
-    factors, *numbers = two_byte_scales(weight)
-
-    def of_panels(scales: Tensor | None) -> Tensor | None:
-        if scales is None:
-            return None
-        return functional.pad(scales, (0, 0, 0, beyond)).view(panels, PANEL_COLUMNS, -1).transpose(1, 2).contiguous()
-
-    scales, offsets = map(of_panels, numbers)
-    factors = functional.pad(factors, (0, beyond))
-    return PackedWeight(packed, kind, factors, scales, offsets, weight.group_size, weight.order, rows, columns)

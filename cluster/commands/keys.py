@@ -1,0 +1,134 @@
+"""`twostroke key new`, `list` and `revoke`: API keys, in the file that `auth.keys_file` names or for the configuration.
+
+Routers read the file again when it changes, so nothing is deployed anew.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from twostroke.cluster.config.reading import load_yaml, read_settings
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.http.tenants import AuthConfig, KeyConfig, new_key
+
+_SPAN = re.compile(r"(\d{1,5})([dhm])")
+_UNITS: Mapping[str, Callable[[int], timedelta]] = {
+    "d": lambda count: timedelta(days=count),
+    "h": lambda count: timedelta(hours=count),
+    "m": lambda count: timedelta(minutes=count),
+}
+
+
+def add_new_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="whose key it is")
+    parser.add_argument("--slo-class", metavar="CLASS", help="of requests that name none")
+    parser.add_argument("--admin", action="store_true", help="may also ask for /metrics, /status and /doctor")
+    parser.add_argument(
+        "--expires", metavar="WHEN", help="90d, 12h, 30m from now, or a date or moment of ISO 8601 (UTC)"
+    )
+    parser.add_argument("--file", type=Path, metavar="FILE", help="of keys, to which its line is added")
+
+
+def run_new(arguments: argparse.Namespace) -> int:
+    """Print the key and its line; returns 0. Raises ConfigError for what can't be a key, or a file that is wrong."""
+    key, sha256 = new_key()
+    raw: dict[str, Any] = {"name": arguments.name, "sha256": sha256}
+    if arguments.slo_class is not None:
+        raw["slo_class"] = arguments.slo_class
+    if arguments.admin:
+        raw["admin"] = True
+    if arguments.expires is not None:
+        raw["expires"] = _moment(arguments.expires)
+    made = read_settings(KeyConfig, raw)
+    if arguments.file is not None:
+        _write(arguments.file, [*(_keys(arguments.file) if arguments.file.exists() else ()), made])
+    print(f"The key, which is shown this once:\n\n    {key}\n")
+    if arguments.file is not None:
+        print(f"{arguments.file} has it: routers that read that file know it within seconds.")
+    else:
+        print("Under `auth: keys:` of the server's configuration, or `keys:` of its `auth.keys_file`:\n")
+        print(f"    {_line(made)}")
+    return 0
+
+
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="of keys")
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print a line for each key; returns 0. Raises ConfigError for a file that is wrong."""
+    rows = [("NAME", "SHA256", "CLASS", "ADMIN", "EXPIRES")]
+    for key in _keys(arguments.file):
+        expires = "never" if key.expires is None else key.expires
+        if time.time() >= key.expires_at:
+            expires += " (expired)"
+        rows.append((key.name, f"{key.sha256[:8]}...", key.slo_class or "-", "yes" if key.admin else "-", expires))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def add_revoke_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="whose key is taken back")
+    parser.add_argument(
+        "--file", type=Path, required=True, metavar="FILE", help="of keys, from which its line is taken"
+    )
+
+
+def run_revoke(arguments: argparse.Namespace) -> int:
+    """Take the key out of the file; returns 0. Raises ConfigError where it isn't there."""
+    keys = _keys(arguments.file)
+    left = [key for key in keys if key.name != arguments.name]
+    if len(left) == len(keys):
+        known = ", ".join(key.name for key in keys) or "none"
+        raise ConfigError(f"{arguments.file}: has no key {arguments.name}; it has {known}")
+    _write(arguments.file, left)
+    print(f"{arguments.file} has it no more: routers that read that file refuse it within seconds.")
+    if not left:
+        print("No key is left there: nobody gets in.")
+    return 0
+
+
+def _keys(path: Path) -> tuple[KeyConfig, ...]:
+    try:
+        return read_settings(AuthConfig, load_yaml(path)).keys
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+
+
+def _write(path: Path, keys: Sequence[KeyConfig]) -> None:
+    """In one step, for those who read it meanwhile. Raises ConfigError."""
+    read_settings(AuthConfig, {"keys": keys})
+    text = "".join(f"{_line(key)}\n" for key in keys)
+    try:
+        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False) as file:
+            file.write(f"keys:\n{text}" if keys else "keys: []\n")
+        if path.exists():  # the routers, which may be another user's, must still be able to read it
+            shutil.copymode(path, file.name)
+            found = path.stat()
+            if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+                os.chown(file.name, found.st_uid, found.st_gid)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}") from error
+
+
+def _line(key: KeyConfig) -> str:
+    fields = key.model_dump(exclude_defaults=True)
+    return f"- {{{', '.join(f'{name}: {json.dumps(value, ensure_ascii=False)}' for name, value in fields.items())}}}"
+
+
+def _moment(text: str) -> str:
+    match = _SPAN.fullmatch(text)
+    if match is None:
+        return text
+    return (datetime.now(UTC) + _UNITS[match[2]](int(match[1]))).isoformat(timespec="seconds")

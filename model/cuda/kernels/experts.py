@@ -1,0 +1,382 @@
+"""Experts on GPUs: which a token takes, and their products as grouped GEMMs. Reference: model/reference.py.
+
+Tokens' choices are put in the order of their experts. A tile of rows belongs to one expert; the last of an expert's is
+padded, and where an expert has no rows its programs end at once. How many rows each has stands in memory alone, so a
+launch depends on the number of tokens and can be captured: its grid has room for all tokens at one expert, since a
+token takes none twice. The first product multiplies gate and up together and ends with the activation; the second one
+ends with the choice's weight, and a sum over a token's choices follows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.model.backend import Chosen
+from twostroke.model.config import Activation, Routing
+from twostroke.model.cuda.kernels.elementwise import activate
+from twostroke.model.cuda.kernels.gemm import load_x
+from twostroke.model.cuda.kernels.grouped_gemm import GroupedWeight, load_weights
+from twostroke.model.cuda.kernels.launch import dot_precision, power_of_two
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    correction,
+    experts,
+    weights,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program a token, its experts as [BLOCK_G, BLOCK_W], a group a row."""
+    row = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = NUM_EXPERTS // GROUPS
+    NOTHING: tl.constexpr = float("-inf")
+    group, within = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_W)[None, :]
+    number = group * WIDTH + within
+    is_real = (group < GROUPS) & (within < WIDTH)
+    found = tl.load(logits + row * NUM_EXPERTS + number, mask=is_real, other=NOTHING)
+    if SIGMOID:
+        shrunk = tl.exp(-tl.abs(found))
+        scores = tl.where(found >= 0, 1.0, shrunk) / (1.0 + shrunk)
+    else:
+        scores = tl.exp(found - tl.max(tl.max(found, 1), 0))
+        scores = scores / tl.sum(tl.sum(tl.where(is_real, scores, 0.0), 1), 0)
+    choosing = scores
+    if HAS_CORRECTION:
+        choosing += tl.load(correction + number, mask=is_real, other=0.0)
+    # NaN is the least of what can be chosen: who is chosen must be an expert.
+    choosing = tl.where(choosing == choosing, choosing, -3.0e38)
+    choosing = tl.where(is_real, choosing, NOTHING)
+    if GROUPS > 1:
+        left = choosing
+        sums = tl.zeros([BLOCK_G], tl.float32)
+        for _ in tl.static_range(SUMMED):
+            sums += tl.max(left, 1)
+            left = tl.where(within == tl.argmax(left, 1)[:, None], NOTHING, left)
+        groups = tl.arange(0, BLOCK_G)
+        sums = tl.where(groups < GROUPS, sums, NOTHING)
+        is_open = tl.zeros([BLOCK_G], tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            best = tl.argmax(sums, 0)
+            is_open = tl.where(groups == best, 1, is_open)
+            sums = tl.where(groups == best, NOTHING, sums)
+        choosing = tl.where(is_open[:, None] > 0, choosing, NOTHING)
+    choosing = tl.reshape(choosing, [BLOCK_G * BLOCK_W])
+    scores = tl.reshape(scores, [BLOCK_G * BLOCK_W])
+    lanes, places = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_K)
+    chosen, chosen_scores = tl.zeros([BLOCK_K], tl.int32), tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.argmax(choosing, 0)
+        score = tl.sum(tl.where(lanes == best, scores, 0.0), 0)
+        choosing = tl.where(lanes == best, NOTHING, choosing)
+        chosen = tl.where(places == k, best // BLOCK_W * WIDTH + best % BLOCK_W, chosen)
+        chosen_scores = tl.where(places == k, score, chosen_scores)
+    if NORMALISES:
+        chosen_scores = chosen_scores / tl.sum(chosen_scores, 0)
+    at = row * TOP_K + places
+    tl.store(experts + at, chosen, mask=places < TOP_K)
+    tl.store(weights + at, chosen_scores * scale, mask=places < TOP_K)
+
+
+def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+    """As Backend.route."""
+    tokens, count = logits.shape
+    experts = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    if tokens:
+        route_kernel[(tokens,)](
+            logits, logits if correction is None else correction, experts, weights, routing.scale,
+            NUM_EXPERTS=count, TOP_K=routing.top_k, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
+            SUMMED=routing.summed, SIGMOID=routing.scoring == "sigmoid", NORMALISES=routing.normalises,
+            HAS_CORRECTION=correction is not None, BLOCK_G=power_of_two(routing.groups),
+            BLOCK_W=power_of_two(count // routing.groups), BLOCK_K=power_of_two(routing.top_k), num_warps=1,
+        )  # fmt: skip
+    return Chosen(experts, weights)
+
+
+@triton.jit(do_not_specialize=["count"])
+def order_kernel(experts, starts, choices, count, BLOCK: tl.constexpr):
+    """One program an expert, and one behind the last: where its choices start, and which they are, in their order."""
+    expert = tl.program_id(0)
+    place = 0
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        found = tl.load(experts + at, mask=at < count, other=2147483647)
+        place += tl.sum((found < expert).to(tl.int32), 0)
+    tl.store(starts + expert, place)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        is_mine = tl.load(experts + at, mask=at < count, other=2147483647) == expert
+        ranks = tl.cumsum(is_mine.to(tl.int32), 0)
+        tl.store(choices + place + ranks - 1, at, mask=is_mine)
+        place += tl.sum(is_mine.to(tl.int32), 0)
+
+
+def order(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """experts int32 [T, top_k] -> starts int32 [number + 1], and choices int32 [T top_k] in the order of experts."""
+    starts = torch.empty(number + 1, dtype=torch.int32, device=experts.device)
+    choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
+    order_kernel[(number + 1,)](experts, starts, choices, experts.numel(), BLOCK=1024, num_warps=4)
+    return starts, choices
+
+
+@triton.jit
+def load_rows(
+    weight,
+    scales,
+    offsets,
+    factors,
+    rows,
+    start,
+    num_rows,
+    num_columns,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
+    """Rows of a weight in any form at the columns from `start` on, [BLOCK_N, BLOCK_K]."""
+    if KIND == "plain":
+        columns = start + tl.arange(0, BLOCK_K)
+        at = weight + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+        return tl.load(at, mask=(columns < num_columns)[None, :], other=0.0)
+    else:
+        return load_weights(
+            weight, scales, offsets, factors, rows, start, num_rows,
+            KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
+        )  # fmt: skip
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    weight,
+    scales,
+    offsets,
+    factors,
+    bias,
+    starts,
+    choices,
+    out,
+    num_rows,
+    num_columns,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program BLOCK_N of an expert's SIZE features, and BLOCK_T of its rows: out [place, SIZE]."""
+    expert = tl.program_id(1)
+    end = tl.load(starts + expert + 1)
+    places = tl.load(starts + expert) + tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if tl.min(places, 0) < end:
+        real = (places < end)[None, :]
+        tokens = tl.load(choices + places, mask=places < end, other=0) // TOP_K
+        features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = expert * (2 * SIZE) + tl.minimum(features, SIZE - 1)
+        x_rows = x + tokens.to(tl.int64)[None, :] * num_columns
+        gate = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(0, num_columns, BLOCK_K):
+            x_tile = load_x(x_rows, real, start + tl.arange(0, BLOCK_K), num_columns, False)
+            w = load_rows(
+                weight, scales, offsets, factors, rows, start, num_rows, num_columns,
+                KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
+            )  # fmt: skip
+            gate = tl.dot(w.to(x_tile.dtype), x_tile, acc=gate, input_precision=PRECISION)
+            w = load_rows(
+                weight, scales, offsets, factors, rows + SIZE, start, num_rows, num_columns,
+                KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
+            )  # fmt: skip
+            up = tl.dot(w.to(x_tile.dtype), x_tile, acc=up, input_precision=PRECISION)
+        if HAS_BIAS:
+            gate += tl.load(bias + rows).to(tl.float32)[:, None]
+            up += tl.load(bias + rows + SIZE).to(tl.float32)[:, None]
+        at = places.to(tl.int64)[None, :] * SIZE + features[:, None]
+        inside = (features < SIZE)[:, None] & real
+        tl.store(out + at, activate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def down_kernel(
+    x,
+    weight,
+    scales,
+    offsets,
+    factors,
+    bias,
+    starts,
+    choices,
+    weights,
+    out,
+    num_rows,
+    num_columns,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As gate_up_kernel, of rows x [place, columns]: weighted, out [choice, SIZE]."""
+    expert = tl.program_id(1)
+    end = tl.load(starts + expert + 1)
+    places = tl.load(starts + expert) + tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if tl.min(places, 0) < end:
+        real = (places < end)[None, :]
+        mine = tl.load(choices + places, mask=places < end, other=0)
+        features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = expert * SIZE + tl.minimum(features, SIZE - 1)
+        x_rows = x + places.to(tl.int64)[None, :] * num_columns
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(0, num_columns, BLOCK_K):
+            x_tile = load_x(x_rows, real, start + tl.arange(0, BLOCK_K), num_columns, False)
+            w = load_rows(
+                weight, scales, offsets, factors, rows, start, num_rows, num_columns,
+                KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
+            )  # fmt: skip
+            acc = tl.dot(w.to(x_tile.dtype), x_tile, acc=acc, input_precision=PRECISION)
+        if HAS_BIAS:
+            acc += tl.load(bias + rows).to(tl.float32)[:, None]
+        acc *= tl.load(weights + mine, mask=places < end, other=0.0)[None, :]
+        at = mine.to(tl.int64)[None, :] * SIZE + features[:, None]
+        tl.store(out + at, acc, mask=(features < SIZE)[:, None] & real)
+
+
+@triton.jit
+def sum_kernel(y, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a token and BLOCK columns: the sum of its choices' rows, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(TOP_K):
+        total += tl.load(y + (row * TOP_K + k) * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+    tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """How the products are tiled, in steps of block_k columns."""
+
+    block_t: int  # rows
+    block_n: int  # features
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS = 16
+# By rows of an expert, if all had as many: a step of decodes, and a prompt.
+_CONFIGS = (ExpertsConfig(FEW_ROWS, 32, 128, num_warps=4, num_stages=3), ExpertsConfig(64, 64, 64, 4, 3))
+_FP32_CONFIGS = (ExpertsConfig(FEW_ROWS, 16, 64, num_warps=4, num_stages=2), ExpertsConfig(32, 16, 64, 4, 2))
+
+
+def experts_config(dtype: torch.dtype, num_choices: int, number: int) -> ExpertsConfig:
+    """For so many choices among so many experts."""
+    few, many = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS
+    return few if num_choices <= number * FEW_ROWS else many
+
+
+@dataclass(frozen=True)
+class ExpertsWeight:
+    """One projection of all experts, one below the other."""
+
+    weight: Tensor | GroupedWeight  # [number * out, in], contiguous
+    bias: Tensor | None  # [number * out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        weight = self.weight
+        return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.rows, weight.columns)
+
+    def launched(self, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+        """The kernels' tensors, x in the place of those that there are not, and their constants."""
+        weight, bias = self.weight, x if self.bias is None else self.bias
+        common = {"HAS_BIAS": self.bias is not None, "PRECISION": dot_precision(x.dtype)}
+        if isinstance(weight, Tensor):
+            form = {"KIND": "plain", "GROUP": 0, "STRIDE": weight.shape[1], "HAS_OFFSETS": False}
+            return (weight, x, x, x, bias), {**form, **common}
+        form = {"KIND": weight.kind, "GROUP": weight.group_size, "STRIDE": weight.packed.shape[1]}
+        offsets = x if weight.offsets is None else weight.offsets
+        tensors = (weight.packed, weight.scales, offsets, weight.factors, bias)
+        return tensors, {**form, "HAS_OFFSETS": weight.offsets is not None, **common}
+
+
+def compute(
+    x: Tensor,
+    chosen: Chosen,
+    gate_up: ExpertsWeight,
+    down: ExpertsWeight,
+    number: int,
+    activation: Activation,
+    config: ExpertsConfig,
+) -> Tensor:
+    """As Experts, for contiguous x; sums are fp32. Returns a new tensor."""
+    (tokens, top_k), hidden = chosen.experts.shape, x.shape[1]
+    starts, choices = order(chosen.experts, number)
+    tiles = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    tiles |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    size = gate_up.shape[0] // (2 * number)
+    inner = torch.empty((tokens * top_k, size), dtype=x.dtype, device=x.device)
+    row_tiles = triton.cdiv(tokens, config.block_t)
+    tensors, constants = gate_up.launched(x)
+    gate_up_kernel[(triton.cdiv(size, config.block_n), number, row_tiles)](
+        x, *tensors, starts, choices, inner, *gate_up.shape,
+        SIZE=size, TOP_K=top_k, ACTIVATION=activation, **constants, **tiles,
+    )  # fmt: skip
+    y = torch.empty((tokens * top_k, hidden), dtype=torch.float32, device=x.device)
+    tensors, constants = down.launched(inner)
+    down_kernel[(triton.cdiv(hidden, config.block_n), number, row_tiles)](
+        inner, *tensors, starts, choices, chosen.weights, y, *down.shape, SIZE=hidden, **constants, **tiles
+    )
+    out = torch.empty_like(x)
+    sum_kernel[(tokens, triton.cdiv(hidden, 1024))](y, out, WIDTH=hidden, TOP_K=top_k, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def gate_by_sigmoid_kernel(x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row and BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row)
+    shrunk = tl.exp(-tl.abs(logit))
+    factor = tl.where(logit >= 0, 1.0, shrunk) / (1.0 + shrunk)
+    found = tl.load(x + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + columns, (found * factor).to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
+    """As Backend.gate_by_sigmoid, in place."""
+    rows, width = x.shape
+    if rows:
+        gate_by_sigmoid_kernel[(rows, triton.cdiv(width, 1024))](x, logits, x, WIDTH=width, BLOCK=1024, num_warps=4)
+    return x

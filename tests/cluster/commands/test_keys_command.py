@@ -1,0 +1,79 @@
+"""`twostroke key new`, `list` and `revoke`: keys come, are shown and go, in a file that routers read."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.command_line import one_line
+from twostroke.cluster.cli import main
+from twostroke.cluster.config.config import keys_of, read_config
+from twostroke.router.http.tenants import Tenants
+
+
+def keys_in(file: Path) -> Tenants:
+    config = read_config({"auth": {"keys_file": str(file)}})
+    return Tenants(keys_of(config), secret=b"s", clock=lambda: 0.0)
+
+
+def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["key", "new", *arguments]) == 0
+    return re.findall(r"ts-\S+", capsys.readouterr().out)[0]
+
+
+def test_a_key_is_added_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.yaml"
+    alice = drawn(capsys, "alice", "--file", str(file), "--admin")
+    os.chmod(file, 0o640)
+    bob = drawn(capsys, 'Bob "B"', "--file", str(file), "--slo-class", "standard", "--expires", "2020-01-01")
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert alice not in file.read_text()
+    known = keys_in(file)
+    assert known.of(f"Bearer {alice}").is_admin
+    assert known.names == {"alice", 'Bob "B"'}
+    assert main(["key", "list", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"\s{2,}", line)[::2] for line in lines[1:]] == [
+        ["alice", "-", "never"],
+        ['Bob "B"', "standard", "2020-01-01T00:00:00+00:00 (expired)"],
+    ]
+    assert main(["key", "revoke", 'Bob "B"', "--file", str(file)]) == 0
+    assert keys_in(file).names == {"alice"}
+    assert main(["key", "revoke", "alice", "--file", str(file)]) == 0
+    assert "nobody gets in" in capsys.readouterr().out
+    assert yaml.safe_load(file.read_text()) == {"keys": []}
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.yaml"]
+    assert bob.startswith("ts-")
+
+
+def test_a_span_is_counted_from_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for span in ("1m", "12h", "90d"):
+        drawn(capsys, span, "--file", str(tmp_path / "keys.yaml"), "--expires", span)
+    keys = keys_of(read_config({"auth": {"keys_file": str(tmp_path / "keys.yaml")}}))
+    first, second, third = (key.expires_at for key in keys)
+    assert second - first == pytest.approx(12 * 3600 - 60, abs=60)
+    assert third - first == pytest.approx(90 * 86400 - 60, abs=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["revoke", "carol", "--file", "{file}"], "{file}: has no key carol; it has alice"),
+        (["new", "alice", "--file", "{file}"], "keys: name alice is there twice"),
+        (["new", "x", "--expires", "soon"], "expires: 'soon' is no date like 2026-12-31 or 2026-12-31T18:00:00Z"),
+        (["list", "{file}.none"], "{file}.none: can't be read: No such file or directory"),
+        (["revoke", "alice", "--file", "{wrong}"], "{wrong}: keys[0].sha256: is required"),
+    ],
+)
+def test_what_can_not_be_done_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    file, wrong = tmp_path / "keys.yaml", tmp_path / "wrong.yaml"
+    file.write_text(before := f"keys: [{{name: alice, sha256: {'ab' * 32}}}]  # a comment")
+    wrong.write_text("keys: [{name: alice}]")
+    names = {"file": file, "wrong": wrong}
+    assert main(["key", *(argument.format(**names) for argument in arguments)]) == 2
+    assert one_line(capsys) == f"twostroke: {told.format(**names)}"
+    assert file.read_text() == before
