@@ -132,6 +132,10 @@ class Routing:
     top_groups: int = 1  # so many groups' experts can be chosen: those with the highest sums
     summed: int = 1  # of each group's highest scores (DeepSeek-V2: 1; V3: 2)
 
+    def expected_hit(self, tokens: int) -> float:
+        """How many experts so many tokens take together, if each took any with the same probability."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
+
 
 @dataclass(frozen=True)
 class ExpertsSpec:
@@ -267,6 +271,10 @@ class ModelConfig(ModelShape):
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """None: this layer has no experts."""
         return None if layer in self.dense_layers else self.spec.layer.experts
+
+    @property
+    def num_routed_layers(self) -> int:
+        return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
 
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """What all tokens take, beside the experts where there are any."""

@@ -222,7 +222,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
     choosing = scores if correction is None else scores + correction
     if routing.groups > 1:
         groups = choosing.view(len(logits), routing.groups, -1)
-        sums = groups.sort(2, descending=True, stable=True).values[:, :, : routing.summed].sum(2)
+        sums = groups.sort(stable=True, dim=2, descending=True).values[:, :, : routing.summed].sum(2)
         closed = torch.ones_like(sums, dtype=torch.bool).scatter_(1, _first_best(sums, routing.top_groups), False)
         choosing = groups.masked_fill(closed[:, :, None], -math.inf).flatten(1)
     experts = _first_best(choosing, routing.top_k)
@@ -234,7 +234,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
 
 def _first_best(scores: Tensor, count: int) -> Tensor:
     """The indices of each row's highest scores, of equal ones the first."""
-    return scores.sort(1, descending=True, stable=True).indices[:, :count]
+    return torch.sort(scores, stable=True, dim=1, descending=True).indices[:, :count]
 
 
 def experts(x: Tensor, chosen: Chosen, weights: ExpertWeights, activation: Activation) -> Tensor:

@@ -127,7 +127,7 @@ class PlainExperts:
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts."""
         out = torch.zeros(x.shape)
-        for expert in chosen.experts.unique().tolist():
+        for expert in torch.unique(chosen.experts).tolist():
             tokens, places = (chosen.experts == expert).nonzero(as_tuple=True)
             gate_up = self._gate_up[expert](x[tokens])
             inner = elementwise.gate(self._launcher, gate_up, self._activation)

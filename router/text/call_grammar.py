@@ -46,6 +46,10 @@ class AnswerGrammar:
         rules.append(f"calls: {trigger} {self._literal(how.first)} call {more} {self._literal(how.last)}")
         return "\n".join(rules)
 
+    def marks_calls(self, how: CallSyntax) -> bool:
+        """Whether calls begin with a token that nothing else begins with, so that they are told from text."""
+        return how.trigger in self._controls
+
     def ends_thoughts(self, how: ThinkingSyntax) -> bool:
         """Whether thoughts end with a token of its own, so that they can be cut off by their number of tokens."""
         return any(how.end.startswith(token) for token in self._controls)
@@ -83,5 +87,13 @@ class AnswerGrammar:
     @property
     def anything(self) -> str:
         """The rule of `rest` that takes whatever a model writes."""
-        tokens = "".join(f" | <[{token_id}]>" for token_id in self._controls.values())
-        return f"rest: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"
+        return f"rest: free\n{self._free()}"
+
+    def until_calls(self, how: CallSyntax) -> str:
+        """The rule of `rest` that takes text, and behind it `calls`, or none; of calls that it `marks_calls` of."""
+        return f"rest: free calls?\n{self._free(how.trigger)}"
+
+    def _free(self, without: str = "") -> str:
+        """The rule `free`: text, and control tokens but that one."""
+        tokens = "".join(f" | <[{token_id}]>" for token, token_id in self._controls.items() if token != without)
+        return f"free: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 CALLS = "tool_calls"
 MARKS = "marks"  # a field of our own files: what stands around calls, and says nothing
+HEADERS = "headers"  # likewise: what stands before content, in formats where content without it is a mistake
+ENDS = "ends"  # likewise: what stands between all else
 REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
@@ -118,6 +120,7 @@ class ResponseParser:
         self._reasoning = _Trimmed()
         self._is_bare = True  # content alone so far
         self._ends_with_content = True
+        self._lacks_header = HEADERS in spec.fields
         self._follow(self._regions.initial_events, Parsed())
 
     @property
@@ -170,6 +173,7 @@ class ResponseParser:
         found = mark.search(self._text, self._at)
         self._region, self._region_begin, self._at = name, found.start(), found.end()
         self._is_bare = self._ends_with_content = False
+        self._lacks_header = HEADERS in self._spec.fields and name != HEADERS
         if name == CALLS and self._calls_as is not None:
             self._calls = WrittenCalls(self._calls_as, found.groupdict(), self._tools)
             self._called(self._calls.begin(), parsed)
@@ -179,7 +183,9 @@ class ResponseParser:
             parsed.reasoning += self._reasoning.add(self._shown(begin, end), trims_begin=True)
         elif self._calls is not None:
             self._called(self._calls.add(self._shown(begin, end)), parsed)
-        elif name != MARKS and not (name == CALLS and self._calls_as is None):
+        elif name not in (MARKS, HEADERS, ENDS) and not (name == CALLS and self._calls_as is None):
+            self.num_unread += self._lacks_header
+            self._lacks_header = False
             self._say(begin, end, parsed)
 
     def _close(self, name: str, parsed: Parsed) -> None:
