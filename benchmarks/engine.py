@@ -105,6 +105,24 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         "tie_word_embeddings": True,
     },
+    "mla-small": {  # the attention of DeepSeek-V2-Lite, in fewer layers, all of them dense: 520 million parameters
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 8,
+        "num_attention_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
     "moe-small": {  # as Qwen3-MoE, narrow: 860 million parameters, of which a token takes 160
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -171,12 +189,12 @@ def prefill_work(config: ModelShape, tokens: int, quantization: Quantization) ->
     """A prompt in one chunk that draws one token: only one row needs the last layer's output and the logits."""
     attention, head = _matrix_sizes(config)
     mlp = _mlp_size(config, 1)
-    kv = config.hidden_size * 2 * config.kv_size
-    last_layer = tokens * (kv + config.hidden_size * config.q_size) + (attention - kv + mlp)
+    queries, kv, of_pair = _input_sizes(config)
+    last_layer = tokens * (kv + queries) + (attention - kv + mlp)
     products = tokens * (config.num_layers - 1) * (attention + mlp) + last_layer + head
     # Each token attends to those before it and itself, in a layer with a window to so many of them at most.
     pairs = sum(_causal_pairs(tokens, config.window(layer)) for layer in range(config.num_layers))
-    return Work(tokens, 2.0 * products + 2.0 * 2 * config.q_size * pairs, _weight_bytes(config, quantization, tokens))
+    return Work(tokens, 2.0 * products + 2.0 * of_pair * pairs, _weight_bytes(config, quantization, tokens))
 
 
 def decode_work(config: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
@@ -185,8 +203,10 @@ def decode_work(config: ModelShape, batch: int, context: float, quantization: Qu
     mlp = _mlp_size(config, 1)
     products = batch * (config.num_layers * (attention + mlp) + head)
     keys = batch * sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
-    scores = 2 * config.q_size * keys
-    kv_bytes = 2 * config.kv_size * keys * 2
+    # Heads that attend to latents score all of a row, and mix what of it is the latent.
+    rotary = 0 if config.latent is None else config.latent.rotary
+    scores = (2 * config.q_size - config.num_heads * rotary) * keys
+    kv_bytes = config.kv_kinds * config.kv_size * keys * 2
     return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization, batch) + kv_bytes)
 
 
@@ -198,8 +218,23 @@ def _causal_pairs(tokens: int, window: int) -> float:
 
 def _matrix_sizes(config: ModelShape) -> tuple[int, int]:
     """Weights of a layer's attention, and of the LM head."""
-    attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
+    queries, kv, _ = _input_sizes(config)
+    if (sizes := config.latent) is None:
+        attention = queries + kv + config.hidden_size * config.q_size
+    else:
+        made, mixed = sizes.key + sizes.value, config.hidden_size * sizes.value
+        attention = queries + kv + config.num_heads * (made * sizes.rank + mixed)
     return attention, config.hidden_size * config.vocab_size
+
+
+def _input_sizes(config: ModelShape) -> tuple[int, int, int]:
+    """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
+    hidden, heads, sizes = config.hidden_size, config.num_heads, config.latent
+    if sizes is None:
+        return hidden * config.q_size, hidden * 2 * config.kv_size, 2 * config.q_size
+    down = hidden * sizes.query_rank
+    queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    return queries, hidden * config.kv_size, heads * (sizes.query + sizes.value)
 
 
 def _mlp_size(config: ModelShape, tokens: int) -> float:
@@ -244,7 +279,9 @@ class Machine:
 def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
-    shapes = [(tokens, hidden, config.q_size + 2 * config.kv_size), (tokens, config.q_size, hidden)]
+    queries, kv, of_pair = _input_sizes(config)
+    mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
     experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
     size, copies, rows = config.intermediate_size, 1, tokens
     if experts is not None:  # each with its share of the tokens' choices

@@ -28,10 +28,11 @@ def weights_of(config: ModelConfig) -> int:
 @pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
 def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_for_each_row(name: str) -> None:
     config = config_of(name)
-    weights, kv = weights_of(config), 8 * 300 * 2 * config.kv_size * config.num_layers
+    weights, kv = weights_of(config), 8 * 300 * config.kv_kinds * config.kv_size * config.num_layers
+    of_pair = 16 * (512 + 64 + 512) if name == "mla-small" else 2 * config.q_size
     work = decode_work(config, 8, 300, "none")
     assert work.bytes == 2 * (weights + kv)
-    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * 2 * config.q_size * config.num_layers
+    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * config.num_layers
     head = config.hidden_size * config.vocab_size
     assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv
     assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv

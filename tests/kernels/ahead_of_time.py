@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, RowNorms
+from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, LatentHeads, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
@@ -111,6 +111,22 @@ def elementwise(capability: int) -> None:
     qkv = empty(tokens, (32 + 2 * groups) * 128)
     backend.norm_rows(qkv, backend.square_sums(qkv, row_norms), row_norms)
     backend.soft_cap(empty(64, 256_000, dtype=torch.float32), 30.0)
+
+
+def latents(capability: int) -> None:
+    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128."""
+    block_size = 64
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    layout, kv_layer = _layout(1003, block_size), empty(4096, 1, 1, block_size, 576)
+    cos_sin = empty(8192, 64, dtype=torch.float32)
+    backend = CudaBackend(TARGETS[capability])
+    backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
+    for heads in (16, 128):
+        attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
+        attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)
 
 
 def _layout(tokens: int, block_size: int) -> BatchLayout:
@@ -240,6 +256,7 @@ def sampling(capability: int) -> None:
 
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
+    "latents": latents,
     "elementwise": elementwise,
     "projections": projections,
     "grouped_projections": grouped_projections,
