@@ -214,6 +214,7 @@ def test_a_loaded_engine_serves_it(phi: Path) -> None:
 def test_check_tells_the_way_and_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIG_MAPPING["dots1"](
         **{"num_hidden_layers": 2, "first_k_dense_replace": 0, "n_routed_experts": 8, "num_experts_per_tok": 2},
+        **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 96, "intermediate_size": 96},
         **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000},
     )
     config.architectures = ["Dots1ForCausalLM"]
