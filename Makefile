@@ -3,10 +3,10 @@
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
 # make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
-# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs
+# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
-# make test-gpu   the tests that need a CUDA device
+# make test-gpu   the tests that need a CUDA device; with PYTHON itself where that has all packages, so without a network
 # make bench      figures of this machine
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
 
@@ -106,9 +106,14 @@ chaos: $(STAMP)
 cluster-demo: $(STAMP)
 	@exec $(BIN)/twostroke cluster-demo $(DEMO_ARGS)
 
-test-gpu: $(STAMP)
+# Sets nothing up where the tests can be collected as things are: hosts with GPUs often have no network.
+test-gpu:
 	@echo "--> Tests that need a CUDA device"
-	@$(PYTEST) tests/gpu -m gpu
+	@mkdir -p build/types && ln -sfn ../.. build/types/twostroke
+	@export PYTHONPATH=build/types; for python in $(BIN)/python $(PYTHON); do \
+		$$python -m pytest -q --collect-only tests/gpu -m gpu >/dev/null 2>&1 \
+			&& exec $$python -m pytest -q $(PYTEST_ARGS) tests/gpu -m gpu; \
+	done; $(MAKE) --no-print-directory setup && exec $(PYTEST) tests/gpu -m gpu
 
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
@@ -128,8 +133,8 @@ $(CLIENTS)/.set-up: $(STAMP) tests/clients/requirements.txt
 	@touch $@
 
 test-wide: $(STAMP)
-	@echo "--> More seeds of the simulation, more GPUs to compile for"
-	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels -m wide
+	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read"
+	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text -m wide
 
 bench: $(STAMP)
 	@echo "--> Engine"

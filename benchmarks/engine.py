@@ -29,7 +29,7 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
 from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
-from twostroke.model.config import ModelShape, Quantization
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.served import Way
@@ -105,6 +105,42 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         "tie_word_embeddings": True,
     },
+    "mla-small": {  # the attention of DeepSeek-V2-Lite, in fewer layers, all of them dense: 520 million parameters
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 8,
+        "num_attention_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "moe-small": {  # as Qwen3-MoE, narrow: 860 million parameters, of which a token takes 160
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 512,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
 }
 _DISTINCT = 1 << 22  # values, repeated: drawing a billion takes longer than measuring
 
@@ -151,23 +187,27 @@ class Work:
 
 def prefill_work(config: ModelShape, tokens: int, quantization: Quantization) -> Work:
     """A prompt in one chunk that draws one token: only one row needs the last layer's output and the logits."""
-    attention, mlp, head = _matrix_sizes(config)
-    kv = config.hidden_size * 2 * config.kv_size
-    last_layer = tokens * (kv + config.hidden_size * config.q_size) + (attention - kv + mlp)
+    attention, head = _matrix_sizes(config)
+    mlp = _mlp_size(config, 1)
+    queries, kv, of_pair = _input_sizes(config)
+    last_layer = tokens * (kv + queries) + (attention - kv + mlp)
     products = tokens * (config.num_layers - 1) * (attention + mlp) + last_layer + head
     # Each token attends to those before it and itself, in a layer with a window to so many of them at most.
     pairs = sum(_causal_pairs(tokens, config.window(layer)) for layer in range(config.num_layers))
-    return Work(tokens, 2.0 * products + 2.0 * 2 * config.q_size * pairs, _weight_bytes(config, quantization))
+    return Work(tokens, 2.0 * products + 2.0 * of_pair * pairs, _weight_bytes(config, quantization, tokens))
 
 
 def decode_work(config: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
     """One decode step of `batch` sequences with `context` tokens each."""
-    attention, mlp, head = _matrix_sizes(config)
+    attention, head = _matrix_sizes(config)
+    mlp = _mlp_size(config, 1)
     products = batch * (config.num_layers * (attention + mlp) + head)
     keys = batch * sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
-    scores = 2 * config.q_size * keys
-    kv_bytes = 2 * config.kv_size * keys * 2
-    return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization) + kv_bytes)
+    # Heads that attend to latents score all of a row, and mix what of it is the latent.
+    rotary = 0 if config.latent is None else config.latent.rotary
+    scores = (2 * config.q_size - config.num_heads * rotary) * keys
+    kv_bytes = config.kv_kinds * config.kv_size * keys * 2
+    return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization, batch) + kv_bytes)
 
 
 def _causal_pairs(tokens: int, window: int) -> float:
@@ -176,15 +216,39 @@ def _causal_pairs(tokens: int, window: int) -> float:
     return (tokens * tokens - beyond * beyond) / 2
 
 
-def _matrix_sizes(config: ModelShape) -> tuple[int, int, int]:
-    """Weights of a layer's attention, of its MLP, and of the LM head."""
-    attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
-    return attention, 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
+def _matrix_sizes(config: ModelShape) -> tuple[int, int]:
+    """Weights of a layer's attention, and of the LM head."""
+    queries, kv, _ = _input_sizes(config)
+    if (sizes := config.latent) is None:
+        attention = queries + kv + config.hidden_size * config.q_size
+    else:
+        made, mixed = sizes.key + sizes.value, config.hidden_size * sizes.value
+        attention = queries + kv + config.num_heads * (made * sizes.rank + mixed)
+    return attention, config.hidden_size * config.vocab_size
 
 
-def _weight_bytes(config: ModelShape, quantization: Quantization) -> float:
-    attention, mlp, head = _matrix_sizes(config)
-    layers = config.num_layers * (attention + mlp)
+def _input_sizes(config: ModelShape) -> tuple[int, int, int]:
+    """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
+    hidden, heads, sizes = config.hidden_size, config.num_heads, config.latent
+    if sizes is None:
+        return hidden * config.q_size, hidden * 2 * config.kv_size, 2 * config.q_size
+    down = hidden * sizes.query_rank
+    queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    return queries, hidden * config.kv_size, heads * (sizes.query + sizes.value)
+
+
+def _mlp_size(config: ModelShape, tokens: int) -> float:
+    """Weights of a layer's MLP that so many tokens take: of experts, so many as they are expected to hit."""
+    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
+    if experts is None:
+        return 3 * config.hidden_size * config.intermediate_size
+    features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
+    return config.hidden_size * (3 * features + experts.routing.num_experts)
+
+
+def _weight_bytes(config: ModelShape, quantization: Quantization, tokens: int) -> float:
+    attention, head = _matrix_sizes(config)
+    layers = config.num_layers * (attention + _mlp_size(config, tokens))
     return BYTES_A_WEIGHT[quantization] * layers + BYTES_A_WEIGHT[of_lm_head(quantization)] * head
 
 
@@ -215,13 +279,15 @@ class Machine:
 def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
-    shapes = [
-        (hidden, config.q_size + 2 * config.kv_size),
-        (config.q_size, hidden),
-        (hidden, 2 * config.intermediate_size),
-        (config.intermediate_size, hidden),
-    ]
-    return Machine([(tokens, inner, outer) for inner, outer in shapes])
+    queries, kv, of_pair = _input_sizes(config)
+    mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
+    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
+    size, copies, rows = config.intermediate_size, 1, tokens
+    if experts is not None:  # each with its share of the tokens' choices
+        size, copies = experts.size, experts.routing.num_experts
+        rows = max(1, tokens * experts.routing.top_k // copies)
+    return Machine(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
 
 
 def _timed(function: Callable[[], object]) -> float:

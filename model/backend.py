@@ -75,6 +75,26 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
+class LatentHeads:
+    """What a layer's heads make of latents (model/config.py's LatentSizes): R of a latent, P that turn, N and V of a
+    head's key and value."""
+
+    keys: Tensor  # [H, N, R]
+    values: Tensor  # [H, R, V]
+    scale: float  # of scores
+
+
+class LatentAttention(Protocol):
+    """Attention to latents with its weights inside, laid out for the device."""
+
+    def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        """Rotate queries [T, H (N + P)], of each head what turns last, and attend causally. Returns [T, H V].
+
+        cos_sin and kv_layer as to Backend.write_latents.
+        """
+
+
+@dataclass(frozen=True)
 class Chosen:
     """The experts that each token takes, the one that was chosen first in front."""
 
@@ -84,7 +104,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All experts' of a layer, of this rank, one below the other."""
+    """All experts' of a layer, of this rank, one below the other; inputs are in order."""
 
     number: int
     gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up
@@ -173,6 +193,17 @@ class Backend(Protocol):
 
         Blocks that lie before the windows of all of a sequence's queries are never read: its table may name any there.
         """
+
+    def write_latents(
+        self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        """Normalise latents, rotate the keys' part that turns, and write both into the cache at `layout.slots`.
+
+        rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, R + P].
+        """
+
+    def make_latent_attention(self, heads: LatentHeads) -> LatentAttention:
+        """A layer's attention to latents, over these weights, which are copied."""
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """gate_up [T, 2 I], gate first -> activation(gate) * up, [T, I]."""

@@ -79,6 +79,37 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
+
+    A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
+    turns, which all heads share: one row of `rank + rotary`, and nothing else.
+    """
+
+    rank: int  # of the latent
+    rotary: int  # of a head's queries and keys, the part that turns
+    key: int  # of a head's queries and keys, the part that does not
+    value: int  # of a head
+    query_rank: int = 0  # of the queries' own latent, which is not cached; 0: they are made of the layer's input
+
+    @property
+    def query(self) -> int:
+        """Of a head's queries, as they are projected: the part that turns is the last."""
+        return self.key + self.rotary
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """What a layer has between its input and `q`, `k` and `v`, where it attends to latents."""
+
+    down: Projection  # to the latent and the keys' part that turns
+    norm: str  # of the latent
+    query_down: Projection | None  # None: `q` is of the layer's input
+    query_norm: str | None
+    norm_eps: float = 1e-6  # of both, whatever config.json says of norms
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """A gated MLP that all tokens take."""
 
@@ -100,6 +131,10 @@ class Routing:
     groups: int = 1  # of neighbours, as many in each
     top_groups: int = 1  # so many groups' experts can be chosen: those with the highest sums
     summed: int = 1  # of each group's highest scores (DeepSeek-V2: 1; V3: 2)
+
+    def expected_hit(self, tokens: int) -> float:
+        """How many experts so many tokens take together, if each took any with the same probability."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
 
 
 @dataclass(frozen=True)
@@ -141,6 +176,9 @@ class LayerSpec:
     k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
     output_norm: str | None = None  # of what the MLP adds
+    # Of a layer that attends to latents `k` and `v` are of the latent, and lie in one tensor: the first head's rows of
+    # `k`, then of `v`, and so on; `v.first_row` is where they begin within a head's.
+    latent: LatentSpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
 
@@ -172,6 +210,12 @@ class ModelShape:
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
     windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
+    latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
+
+    @property
+    def kv_kinds(self) -> int:
+        """Of rows in the cache: keys and values, or latents alone."""
+        return 2 if self.latent is None else 1
 
     def window(self, layer: int) -> int:
         """Tokens; 0: all."""
@@ -194,7 +238,7 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """Width of the queries of one token."""
+        """Width of the queries of one token, as they meet the cache's rows."""
         return self.num_heads * self.head_dim
 
     @property
@@ -214,7 +258,7 @@ class ModelConfig(ModelShape):
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
     local_rope: RopeConfig | None = None
     local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
-    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim), which no latents' is
     soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
     activation: Activation = "silu"
     embedding_scale: float = 1.0
@@ -228,10 +272,19 @@ class ModelConfig(ModelShape):
         """None: this layer has no experts."""
         return None if layer in self.dense_layers else self.spec.layer.experts
 
+    @property
+    def num_routed_layers(self) -> int:
+        return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
+
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """What all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
         return MlpSpec(spec.gate, spec.up, spec.down, self.intermediate_size) if experts is None else experts.shared
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of a head, or of its part that turns where it attends to latents."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """None: this layer turns nothing."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, RowNorms
+from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation, Routing
 
@@ -108,9 +108,9 @@ def paged_attention(
 ) -> Tensor:
     """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
 
-    q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; the last of a sequence's queries stands at the last
-    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and the
-    queries' windows are read.
+    q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D], or of one kind of rows, which are keys and values alike;
+    the last of a sequence's queries stands at the last position of its context. Returns [T, H * D], rounded once to q's
+    dtype. Only slots within the context and the queries' windows are read.
     """
     _, heads, _ = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -123,7 +123,8 @@ def paged_attention(
         first = max(0, context_len - (end - start) - form.window + 1) if form.window else 0
         keys = torch.arange(first, context_len, device=q.device)
         blocks = block_tables[sequence, keys // block_size].long()
-        k, v = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2).unbind(1)
+        kinds = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2)
+        k, v = kinds[:, 0], kinds[:, -1]
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * form.scale
         if form.soft_cap:
             scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
@@ -152,6 +153,55 @@ def decode_attention(
     return paged_attention(q, kv_layer, query_starts, context_lens, block_tables, form)
 
 
+def write_latents(
+    rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """rows [T, R + P] with the latents normalised and the rest rotated go into `kv_layer` [num_blocks, 1, 1,
+    block_size, R + P] at `slots`, but for negative ones."""
+    rank, block_size = len(norm), kv_layer.shape[3]
+    turned = rope(rows[:, None, rank:], positions, cos_sin)[:, 0]
+    kept = slots >= 0
+    written = torch.cat((rms_norm(rows[:, :rank], norm, eps), turned), dim=1)[kept]
+    kv_layer[slots[kept] // block_size, 0, 0, slots[kept] % block_size] = written
+
+
+def absorb(q: Tensor, heads: LatentHeads, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """q [T, H (N + P)] -> [T, H, R + P]: queries that meet latents as they lie in the cache."""
+    still, turning = _parts_of_queries(q, heads)
+    absorbed = torch.einsum("thn,hnr->thr", still.float(), heads.keys.float()).to(q.dtype)
+    return torch.cat((absorbed, rope(turning, positions, cos_sin)), dim=2)
+
+
+def attend_to_latents(q: Tensor, heads: LatentHeads, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    """q [T, H (N + P)] -> [T, H V]: attention to keys and values that are made of the context's latents (DeepSeek-AI
+    2024, equations 9 to 19), all in fp32, rounded once."""
+    still, turning = _parts_of_queries(q, heads)
+    queries = torch.cat((still.float(), rope(turning.float(), layout.positions, cos_sin)), dim=2)
+    rank, block_size = heads.keys.shape[2], kv_layer.shape[3]
+    count, _, width = len(q), *heads.values.shape[1:]
+    out = torch.zeros(count, heads.keys.shape[0], width, dtype=q.dtype, device=q.device)
+    starts = layout.query_starts.tolist()
+    for sequence, context in enumerate(layout.context_lens.tolist()):
+        start, end = starts[sequence], starts[sequence + 1]
+        tokens = torch.arange(context, device=q.device)
+        rows = kv_layer[layout.block_tables[sequence, tokens // block_size].long(), 0, 0, tokens % block_size].float()
+        k = torch.einsum("kr,hnr->khn", rows[:, :rank], heads.keys.float())
+        v = torch.einsum("kr,hrv->khv", rows[:, :rank], heads.values.float())
+        k = torch.cat((k, rows[:, None, rank:].expand(-1, k.shape[1], -1)), dim=2)
+        scores = torch.einsum("qhd,khd->hqk", queries[start:end], k) * heads.scale
+        hidden = tokens > torch.arange(context - (end - start), context, device=q.device).unsqueeze(1)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khv->qhv", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
+    """[T, H, N] and [T, H, P]."""
+    count, still, _ = heads.keys.shape
+    whole = q.view(len(q), count, -1)
+    return whole[..., :still], whole[..., still:]
+
+
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016)."""
     gates, up = gate_up.float().chunk(2, dim=-1)
@@ -172,7 +222,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
     choosing = scores if correction is None else scores + correction
     if routing.groups > 1:
         groups = choosing.view(len(logits), routing.groups, -1)
-        sums = groups.sort(2, descending=True, stable=True).values[:, :, : routing.summed].sum(2)
+        sums = groups.sort(stable=True, dim=2, descending=True).values[:, :, : routing.summed].sum(2)
         closed = torch.ones_like(sums, dtype=torch.bool).scatter_(1, _first_best(sums, routing.top_groups), False)
         choosing = groups.masked_fill(closed[:, :, None], -math.inf).flatten(1)
     experts = _first_best(choosing, routing.top_k)
@@ -184,7 +234,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
 
 def _first_best(scores: Tensor, count: int) -> Tensor:
     """The indices of each row's highest scores, of equal ones the first."""
-    return scores.sort(1, descending=True, stable=True).indices[:, :count]
+    return torch.sort(scores, stable=True, dim=1, descending=True).indices[:, :count]
 
 
 def experts(x: Tensor, chosen: Chosen, weights: ExpertWeights, activation: Activation) -> Tensor:

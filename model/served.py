@@ -85,7 +85,14 @@ class NativeModel:
 
     @property
     def num_active_parameters(self) -> int:
-        return self.num_parameters
+        experts = self.shape.spec.layer.experts
+        if experts is None:
+            return self.num_parameters
+        idle = experts.routing.num_experts - experts.routing.top_k
+        each = 3 * experts.size * self.shape.hidden_size
+        if experts.gate.has_bias:
+            each += 2 * experts.size + self.shape.hidden_size
+        return self.num_parameters - self.shape.num_routed_layers * idle * each
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:

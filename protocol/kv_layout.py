@@ -1,9 +1,12 @@
 """How a worker lays out its KV cache, and which layouts can exchange KV. Pure.
 
-A cache is some tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim] on each tensor-parallel
-rank, and a block is its part of all of them. Where all layers keep everything there is one tensor a layer. Where some
-keep a window, layers are cut into groups of equal size that keep alike, and a tensor is for one layer of each group:
-any block can be any group's, so no memory is set apart for either kind.
+A cache is some tensors of [num_blocks, kinds, heads of this rank, block_size, head_dim] on each tensor-parallel rank,
+and a block is its part of all of them. Of kinds there are two, keys and values, or one: rows of latents, of which both
+are made, for one head that all ranks hold (multi-head latent attention).
+
+Where all layers keep everything there is one tensor a layer. Where some keep a window, layers are cut into groups of
+equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
+set apart for either.
 
 A request has a block table with a row for each `block_size` tokens, and in each row one block id for every group, or
 NO_BLOCK where the group's window has left the row behind, or has not come to it. A table is one flat list, row by row.
@@ -134,6 +137,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     tp_size: int = 1
     version: int = 1  # of this very arrangement
     windows: tuple[int, ...] = ()  # of each layer, in tokens, 0: it keeps all; (): all keep all
+    kinds: int = 2  # of rows: keys and values; 1: latents
 
     @property
     def groups(self) -> KVGroups:
@@ -152,7 +156,12 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer on one rank."""
-        return 2 * self.heads_per_rank * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.kinds * self.heads_per_rank * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers and heads, heads that several ranks hold counted once."""
+        return self.kinds * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def first_head(self, rank: int) -> int:
         """The first of the model's KV heads that `rank` holds."""
@@ -162,7 +171,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return (
             f"model={self.model} dtype={self.dtype} layers={self.num_layers} kv_heads={self.num_kv_heads} "
             f"head_dim={self.head_dim} block_size={self.block_size} tp={self.tp_size} layout={self.version} "
-            f"windows={sorted(set(self.windows))}"
+            f"windows={sorted(set(self.windows))} kinds={self.kinds}"
         )
 
 
@@ -176,6 +185,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         ("num_layers", "number of layers"),
         ("num_kv_heads", "number of KV heads"),
         ("head_dim", "head dimension"),
+        ("kinds", "kinds of rows"),
         ("version", "layout version"),
         ("windows", "layers' windows"),
     ):
@@ -201,6 +211,8 @@ def _fault(layout: KVLayout) -> str | None:
         return f"there is no KV dtype {layout.dtype}"
     if min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size) < 1:
         return f"a size is not positive in {layout}"
+    if layout.kinds not in (1, 2):
+        return f"there are no caches of {layout.kinds} kinds of rows"
     if layout.windows and (len(layout.windows) != layout.num_layers or min(layout.windows) < 0):
         return f"the windows are not those of {layout.num_layers} layers"
     small, large = sorted((layout.tp_size, layout.num_kv_heads))

@@ -1,15 +1,20 @@
 """`twostroke bench gpu`: the engine on one GPU, as shares of what that GPU, or torch on it, does in the same run.
 
-Nothing is read from a file but by the last row: models are random and made on the GPU. All rows take about five minutes
-on an H100; those that have not begun after the time given are left out, and named.
+Nothing is read from a file but by the last row: models are random and made on the GPU. Each kind of rows has a share of
+the time, and what one leaves goes to those behind it. The last line is JSON whatever happens: a row that fails leaves
+the others, and where the time is up in the midst of one, the process says what it has, and ends.
 """
 
 import argparse
 import gc
 import json
+import os
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,85 +33,160 @@ from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.protocol.errors import ConfigError
 
-MEASURES: Mapping[str, Measure] = {
-    "attention": measure_prefill_attention,
-    "prefix": measure_prefix,
-    "decode-attention": measure_decode_attention,
-    "windows": measure_windows,
-    "packing": measure_packing,
-    "sampling": measure_sampling,
-    "steps": measure_steps,
-    "quantized": measure_quantized,
-    "start": measure_start,
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of rows."""
+
+    measure: Measure
+    share: float  # of the time, beside other kinds: about the seconds that it takes on an H100
+
+
+KINDS: Mapping[str, Kind] = {  # the most telling first
+    "steps": Kind(measure_steps, 130),
+    "attention": Kind(measure_prefill_attention, 40),
+    "decode-attention": Kind(measure_decode_attention, 30),
+    "sampling": Kind(measure_sampling, 20),
+    "quantized": Kind(measure_quantized, 90),
+    "packing": Kind(measure_packing, 30),
+    "prefix": Kind(measure_prefix, 20),
+    "windows": Kind(measure_windows, 40),
+    "start": Kind(measure_start, 60),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench gpu`."""
-    parser.add_argument("--only", default=",".join(MEASURES), help=f"of {','.join(MEASURES)}; default: all")
-    parser.add_argument("--seconds", type=float, default=420.0, help="after which no further kind of row is begun")
+    parser.add_argument("--only", default=",".join(KINDS), help=f"of {','.join(KINDS)}; default: all")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds that all rows may take; default: 480")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="launch every row's kernels in Triton's interpreter, on tiny sizes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; the last line of stdout is one JSON object. Returns the exit code: 1 where a row failed."""
     chosen = args.only.split(",")
-    if unknown := sorted(set(chosen) - set(MEASURES)):
-        raise ConfigError(f"--only: {', '.join(unknown)} is none of {', '.join(MEASURES)}")
+    if unknown := sorted(set(chosen) - set(KINDS)):
+        raise ConfigError(f"--only: {', '.join(unknown)} is none of {', '.join(KINDS)}")
+    if not args.budget > 0:
+        raise ConfigError(f"--budget: {args.budget:g} is no number of seconds above 0")
+    if args.dry_run:  # Triton reads the variable as it is imported
+        command = [sys.executable, "-m", "twostroke.benchmarks.gpu.dry_run", str(args.budget), *chosen]
+        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     if not torch.cuda.is_available():
-        raise ConfigError("bench gpu needs a CUDA device, and torch finds none here")
+        raise ConfigError("bench gpu needs a CUDA device, and torch finds none here; --dry-run needs none")
     device = torch.device("cuda", torch.cuda.current_device())
     place = GpuPlace(device, Target.of_device(device), CudaClock(), lambda: Recorder(device))
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    return measure_all(Sizes(), place, chosen, args.seconds)
+    return measure_all(Sizes(), place, chosen, args.budget)
 
 
-def measure_all(sizes: Sizes, place: GpuPlace, chosen: Sequence[str], seconds: float) -> int:
-    """As `run`, on whatever `place` is."""
+class Report:
+    """What is known so far. Whoever finishes it first, after the last row or when the time is up, prints it."""
+
+    def __init__(self) -> None:
+        self.limits: GpuLimits | None = None
+        self.rows: list[Row] = []
+        self.failed: dict[str, str] = {}
+        self.left_out: list[str] = []
+        self.under_way = "limits"
+        self._is_finished = False
+        self._printing = threading.Lock()
+
+    def add(self, row: Row) -> None:
+        aim = "" if row.aim is None else f"(aim {row.aim:g})"
+        predicted = "" if row.predicted is None else f", predicted {row.predicted:.2g}"
+        with self._printing:
+            if not self._is_finished:
+                self.rows.append(row)
+                print(f"{row.name:44}{row.ratio:>7.2f} of {row.against:18}{aim:11}{row.figure}{predicted}", flush=True)
+
+    def finish(self) -> int | None:
+        """Print the JSON; returns the exit code, None where somebody else has printed it."""
+        with self._printing:
+            if self._is_finished:
+                return None
+            self._is_finished = True
+            print(json.dumps(self._summary()), flush=True)
+        return 1 if self.failed else 0
+
+    def _summary(self) -> dict[str, object]:
+        limits = (
+            {}
+            if self.limits is None
+            else {
+                "read_tb_s": round(self.limits.read / 1e12, 3),
+                "copy_tb_s": round(self.limits.copy / 1e12, 3),
+                "gemm_tflop_s": round(self.limits.gemm / 1e12, 1),
+            }
+        )
+        return {
+            **limits,
+            "rows": len(self.rows),
+            "ratios": {row.name: round(row.ratio, 3) for row in self.rows},
+            "predicted": {row.name: row.predicted for row in self.rows if row.predicted is not None},
+            "missed": [row.name for row in self.rows if row.aim is not None and row.ratio < row.aim],
+            "left_out": list(self.left_out),
+            "failed": dict(self.failed),
+        }
+
+
+def measure_all(
+    sizes: Sizes, place: GpuPlace, chosen: Sequence[str], budget_s: float, leave: Callable[[int], object] = os._exit
+) -> int:
+    """As `run`, on whatever `place` is. `leave` ends the process when a row hangs beyond the time."""
     began = time.perf_counter()
+    report = Report()
 
+    def give_up() -> None:
+        report.failed[report.under_way] = "not ended in time"
+        if report.finish() is not None:
+            leave(1)
+
+    watch = threading.Timer(budget_s, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        _measure(sizes, place, [name for name in KINDS if name in chosen], report, began, began + budget_s)
+    finally:  # also where somebody interrupts it
+        watch.cancel()
+        code = report.finish()
+    return 1 if code is None else code
+
+
+def _measure(sizes: Sizes, place: GpuPlace, names: Sequence[str], report: Report, began: float, end: float) -> None:
     def say(what: str) -> None:
         print(f"{time.perf_counter() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
 
     say("limits")
-    limits = measure_limits(place.clock, place.device, sizes.read_bytes, sizes.gemm_size)
+    limits = report.limits = measure_limits(place.clock, place.device, sizes.read_bytes, sizes.gemm_size)
     print(
         f"reads {limits.read / 1e12:.2f} TB/s, copies {limits.copy / 1e12:.2f} TB/s, {limits.gemm / 1e12:.0f} TFLOP/s"
     )
-    rows: list[Row] = []
-    failed: dict[str, str] = {}
-    for name in (name for name in MEASURES if name in chosen):
-        if time.perf_counter() - began > seconds:
-            failed[name] = "not begun in time"
-            continue
+    for index, name in enumerate(names):
+        begin = time.perf_counter()
+        share = KINDS[name].share / sum(KINDS[later].share for later in names[index:])
+        report.under_way = name
         say(name)
         try:
-            measured = MEASURES[name](sizes, place, limits)
+            if not _add_rows(KINDS[name].measure(sizes, place, limits), report, begin + share * (end - begin)):
+                report.left_out.append(name)
+                say(f"{name}: the rest is left out, for its time is up")
         except Exception as error:  # other rows may still be had on a machine that is lent for minutes
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            say(f"{name} failed: {failed[name]}")
-        else:
-            _print(measured)
-            rows += measured
+            report.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            say(f"{name} failed: {report.failed[name]}")
         gc.collect()
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
     say("done")
-    print(json.dumps(_summary(limits, rows, failed)))
-    return 1 if failed else 0
 
 
-def _print(rows: Sequence[Row]) -> None:
-    for row in rows:
-        aim = "" if row.aim is None else f"(aim {row.aim:g})"
-        print(f"{row.name:44}{row.ratio:>7.2f} of {row.against:18}{aim:11}{row.figure}", flush=True)
-
-
-def _summary(limits: GpuLimits, rows: Sequence[Row], failed: Mapping[str, str]) -> dict[str, object]:
-    return {
-        "read_tb_s": round(limits.read / 1e12, 3),
-        "copy_tb_s": round(limits.copy / 1e12, 3),
-        "gemm_tflop_s": round(limits.gemm / 1e12, 1),
-        "ratios": {row.name: round(row.ratio, 3) for row in rows},
-        "missed": [row.name for row in rows if row.aim is not None and row.ratio < row.aim],
-        "failed": dict(failed),
-    }
+def _add_rows(rows: Iterator[Row], report: Report, until: float) -> bool:
+    """Whether there was time for all of them."""
+    while time.perf_counter() < until:
+        row = next(rows, None)
+        if row is None:
+            return True
+        report.add(row)
+    return False

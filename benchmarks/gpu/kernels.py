@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,36 +33,33 @@ from twostroke.protocol.requests import SamplingParams
 _PEERS = (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION), ("plain", SDPBackend.MATH))
 
 
-def measure_prefill_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_prefill_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """Causal, of whole prompts, with blocks one after the other; torch's has its heads repeated beforehand."""
-    return [_against_torch(sizes, place, length) for length in sizes.attention_lengths]
+    for length in sizes.attention_lengths:
+        yield _against_torch(sizes, place, length)
 
 
-def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """A chunk after a cached prefix, in blocks in any order, by the rate of a whole prompt in order."""
     whole = sizes.prefix + sizes.chunk
     in_order = _operations(sizes, 0, whole) / place.clock.seconds(_ours(sizes, place, [(whole, whole)], False))
-    rows = []
     for name, first in (("paged", 0), ("paged, after a prefix", sizes.prefix)):
         run = _ours(sizes, place, [(whole - first, whole)], True)
         rate = _operations(sizes, first, whole) / place.clock.seconds(run)
         figure = f"{rate / 1e12:.0f} TFLOP/s, {whole - first} of {whole} tokens"
-        rows.append(Row(f"prefill attention, {name}", rate / in_order, 0.95, figure, "contiguous"))
-    return rows
+        yield Row(f"prefill attention, {name}", rate / in_order, 0.95, figure, "contiguous")
 
 
-def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """One token a sequence: all that it must read is its context's keys and values."""
-    rows = []
     for batch, context in sizes.long_decodes:
         run = _ours(sizes, place, [(1, context)] * batch, True)
         read = batch * context * 2 * sizes.model.kv_size * 2 / place.clock.seconds(run)
         name = f"decode attention, batch {batch}, context {context}"
-        rows.append(Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth"))
-    return rows
+        yield Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth")
 
 
-def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """What a window leaves: of a prompt the rate of a whole one's, of decodes the time over contexts as short.
 
     A tile of 128 queries multiplies up to 255 keys more than count, so 0.8 to 0.89 of the rate is left at 1,024.
@@ -74,15 +71,14 @@ def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Ro
         operations -= _operations(sizes, 0, sizes.windowed_prompt - seen) if seen else 0.0
         rates.append(operations / place.clock.seconds(_ours(sizes, place, prompt, False, seen)))
     name, figure = f"prefill attention, {sizes.windowed_prompt}, window {window}", f"{rates[1] / 1e12:.0f} TFLOP/s"
-    rows = [Row(name, rates[1] / rates[0], 0.75, figure, "no window")]
+    yield Row(name, rates[1] / rates[0], 0.75, figure, "no window")
     for batch, context in sizes.windowed_decodes:
         ours_s = place.clock.seconds(_ours(sizes, place, [(1, context)] * batch, True, window))
         short_s = place.clock.seconds(_ours(sizes, place, [(1, window)] * batch, True))
         read = batch * window * 2 * sizes.model.kv_size * 2 / ours_s
         name = f"decode attention, {batch} x {context}, window {window}"
-        rows.append(Row(name, short_s / ours_s, 0.9, f"{read / 1e12:.2f} TB/s", f"contexts of {window}"))
-        rows.append(Row(f"{name}, bytes", read / limits.read, None, f"{ours_s * 1e6:.0f} us", "read bandwidth"))
-    return rows
+        yield Row(name, short_s / ours_s, 0.9, f"{read / 1e12:.2f} TB/s", f"contexts of {window}")
+        yield Row(f"{name}, bytes", read / limits.read, None, f"{ours_s * 1e6:.0f} us", "read bandwidth")
 
 
 def _against_torch(sizes: Sizes, place: GpuPlace, length: int) -> Row:
@@ -143,15 +139,15 @@ SAMPLINGS = {
 COLD_START_S = 20.0
 
 
-def measure_packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """Whole blocks in any order to one buffer and back, with their digest, against a plain copy."""
-    return [row for block_size in sizes.pack_blocks for row in _packing(sizes, place, limits, block_size)]
+    for block_size in sizes.pack_blocks:
+        yield from _packing(sizes, place, limits, block_size)
 
 
-def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """Drawing from logits of the whole vocabulary, against reading them once."""
     sampler = DeviceSampler(sizes.model.vocab_size, place.device)
-    rows = []
     for count in sizes.sampled_rows:
         logits = torch.randn(count, sizes.model.vocab_size, device=place.device)
         for name, sampling in SAMPLINGS.items():
@@ -159,26 +155,23 @@ def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[R
             launch()  # compiles
             taken_s = place.clock.queued_seconds(launch)
             share = logits.nbytes / limits.read / taken_s
-            rows.append(Row(f"sampling {count} rows, {name}", share, None, f"{taken_s * 1e6:.0f} us", "one read"))
-    return rows
+            yield Row(f"sampling {count} rows, {name}", share, None, f"{taken_s * 1e6:.0f} us", "one read")
 
 
-def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
-    """A process's way to an engine that has drawn a token, of the 1.2B shape; before and after kernels are compiled."""
-    rows = []
+def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    """A process's way to an engine that has drawn a token, before and after kernels are compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        write_random_model(Path(folder), "1.2b")
+        write_random_model(Path(folder), sizes.started)
         cache = Path(folder, "triton")
         for name in ("kernels to compile", "kernels compiled"):
             begin = time.perf_counter()
             command = [sys.executable, "-m", "twostroke.benchmarks.gpu.start", folder, place.device.type]
             subprocess.run(command, check=True, env={**os.environ, "TRITON_CACHE_DIR": str(cache)})
             taken_s = time.perf_counter() - begin
-            rows.append(Row(f"start, {name}", COLD_START_S / taken_s, 1.0, f"{taken_s:.1f} s", "20 s"))
-    return rows
+            yield Row(f"start, {name}", COLD_START_S / taken_s, 1.0, f"{taken_s:.1f} s", "20 s")
 
 
-def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) -> list[Row]:
+def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) -> Iterator[Row]:
     config, device = sizes.model, place.device
     paged = paged_places(
         row_bytes=config.head_dim * 2,
@@ -195,9 +188,7 @@ def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) 
     packed = address_tensor(flat.addresses(np.int64(buffer.data_ptr()), np.arange(units)), device)
     digest = torch.zeros(2, dtype=torch.int64, device=device)
     ways = {"pack": (paged, scattered, flat, packed), "unpack": (flat, packed, paged, scattered)}
-    rows = []
     for name, way in ways.items():
         rate = units * paged.unit_bytes / place.clock.seconds(partial(copy_and_digest_units, *way, SEAL, digest))
         figure = f"{rate / 1e12:.2f} TB/s"
-        rows.append(Row(f"KV {name}, blocks of {block_size}", rate / limits.copy, 0.85, figure, "copy rate"))
-    return rows
+        yield Row(f"KV {name}, blocks of {block_size}", rate / limits.copy, 0.85, figure, "copy rate")

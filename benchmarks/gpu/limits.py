@@ -1,7 +1,7 @@
 """How large the work of `twostroke bench gpu` is, where it is done, and what the GPU can do in the same run."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,6 +113,7 @@ class Sizes:
     decode_batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     decode_context: int = 1024
     decode_steps: int = 32
+    turns: int = 3  # of a step, the best of which counts
     long_decodes: tuple[tuple[int, int], ...] = ((32, 4096), (32, 16384), (128, 4096))  # batch, context
     window: int = 1024  # tokens; Gemma 3's
     windowed_prompt: int = 8192
@@ -123,6 +124,7 @@ class Sizes:
     sampled_rows: tuple[int, ...] = (1, 32, 256)
     pack_blocks: tuple[int, ...] = (16, 32, 64, 128)
     pack_bytes: int = 2**28
+    started: str = "1.2b"  # of `twostroke bench engine`'s shapes, which a process starts with
 
     @property
     def max_context(self) -> int:
@@ -150,6 +152,8 @@ class Row:
     aim: float | None  # of the ratio
     figure: str  # the absolute figure, with its unit
     against: str  # what the ratio is of
+    predicted: float | None = None  # the ratio that reasoning gives
 
 
-Measure = Callable[[Sizes, GpuPlace, GpuLimits], list[Row]]
+Measure = Callable[[Sizes, GpuPlace, GpuLimits], Iterator[Row]]
+"""Gives rows as they are measured, the most telling first."""

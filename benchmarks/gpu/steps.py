@@ -5,7 +5,7 @@ The model's weights are random and made on the GPU: no file is written or read, 
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,43 +109,40 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     return GpuModel(ModelRunner(decoder, sampler, cache, sizes.max_context, captured), sizes)
 
 
-TURNS = 3
 GAINS: dict[Quantization, float] = {"int8": 1.6, "int4": 2.3}
 
 
-def measure_steps(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_steps(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """Prompts first, then decodes from the smallest batch on."""
     model = make_model(sizes, place, "none", max(sizes.decode_batches))
-    rows = [_prefill(model, tokens, limits) for tokens in sizes.prompts]
+    for tokens in sizes.prompts:
+        yield _prefill(model, tokens, limits)
     for batch in sizes.decode_batches:
-        rows += _decode(model, place, batch, limits)
-    return rows
+        yield from _decode(model, place, batch, limits)
 
 
-def measure_quantized(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+def measure_quantized(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
     """Batch 1, in turns with bf16."""
     kinds: tuple[Quantization, ...] = ("none", *GAINS)
     models = {kind: make_model(sizes, place, kind, 1) for kind in kinds}
     times: dict[Quantization, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(TURNS + 1):
+    for turn in range(sizes.turns + 1):
         for kind, model in models.items():
             step_s = _step_s(model, 1)
             if turn:  # the first warms up
                 times[kind].append(step_s)
-    rows = []
     for kind, aim in GAINS.items():
         gain = statistics.median(bf16 / ours for bf16, ours in zip(times["none"], times[kind], strict=True))
         work = decode_work(sizes.model, 1, sizes.decode_context + sizes.decode_steps / 2, kind)
         share = work.bytes / limits.read / min(times[kind])
         figure = f"{1 / min(times[kind]):.0f} tokens/s, {share:.2f} of read bandwidth"
-        rows.append(Row(f"decode in {kind}, batch 1", gain, aim, figure, "bf16"))
-    return rows
+        yield Row(f"decode in {kind}, batch 1", gain, aim, figure, "bf16")
 
 
 def _prefill(model: GpuModel, tokens: int, limits: GpuLimits) -> Row:
     work = prefill_work(model.sizes.model, tokens, "none")
     model.prefill(tokens)
-    prefill_s = min(_elapsed_s(lambda: model.prefill(tokens)) for _ in range(TURNS))
+    prefill_s = min(_elapsed_s(lambda: model.prefill(tokens)) for _ in range(model.sizes.turns))
     share = work.operations / prefill_s / limits.gemm
     return Row(f"prefill, {tokens} tokens", share, 0.85, f"{tokens / prefill_s:.0f} tokens/s", "GEMM rate")
 
@@ -154,7 +151,7 @@ def _decode(model: GpuModel, place: GpuPlace, batch: int, limits: GpuLimits) -> 
     sizes = model.sizes
     work = decode_work(sizes.model, batch, sizes.decode_context + sizes.decode_steps / 2, "none")
     _step_s(model, batch)
-    step_s = min(_step_s(model, batch) for _ in range(TURNS))
+    step_s = min(_step_s(model, batch) for _ in range(sizes.turns))
     share = work.floor_s(Limits(limits.gemm, limits.read)) / step_s
     # What the host adds: the same two steps, when all of both has been launched before they begin.
     device_s = place.clock.queued_seconds(lambda: model.launch_two(batch)) / 2

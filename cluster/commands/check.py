@@ -162,8 +162,10 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
 
     through = " through transformers" if told["way"] == "transformers" else ""
     held = held_as(told["dtype"], told["weights"])
+    is_routed = told["active_parameters"] < told["parameters"]
+    active = f", of which a token takes {told['active_parameters'] / 1e6:,.1f} M" if is_routed else ""
     lines = [
-        f"{told['family']}{through}, {told['parameters'] / 1e6:,.1f} M parameters, in {held}",
+        f"{told['family']}{through}, {told['parameters'] / 1e6:,.1f} M parameters{active}, in {held}",
         taken(told),
     ]
     if (prefill := told.get("prefill")) is not None:

@@ -188,9 +188,11 @@ async def load_parts(
 
 def vocabulary_of(settings: WorkerSettings) -> "Vocabulary":
     """The tokens of the model, as its routers know them: reads the tokenizer. Raises ConfigError."""
+    from twostroke.router.text.output_format import NONE
     from twostroke.router.text.tokenizer import TextTokenizer
 
-    return TextTokenizer.load(resolve_model_folder(settings.model.path), chat_template="").vocabulary
+    folder = resolve_model_folder(settings.model.path)
+    return TextTokenizer.load(folder, chat_template="", response_template=NONE).vocabulary
 
 
 def check_step_size(settings: WorkerSettings, max_context: int, blocks_of_one: int, host_blocks: int) -> None:

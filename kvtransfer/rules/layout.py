@@ -3,10 +3,10 @@
 A lane joins one rank of the source worker to one rank of the target worker. All lanes of a transfer are independent:
 each has its own control connection, link, grant, digests and commit; the transfer is whole when all of them are.
 
-The piece that travels is the unit: the K and V of a lane's heads for `unit_tokens` tokens of one layer, on the wire
-[2, num_heads, unit_tokens, head_dim]. `unit_tokens` divides both sides' block sizes, so a unit lies within one block on
-either side. A unit's id in a store is `block id * units a block + its place in the block`; where a block is one unit,
-unit ids are block ids.
+The piece that travels is the unit: the K and V of a lane's heads, or the latents, for `unit_tokens` tokens of one
+layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides both sides' block sizes, so a unit
+lies within one block on either side. A unit's id in a store is `block id * units a block + its place in the block`;
+where a block is one unit, unit ids are block ids.
 """
 
 import math
@@ -18,7 +18,7 @@ from functools import cached_property
 from twostroke.protocol.kv_layout import DTYPE_BYTES, NO_BLOCK, Encoding, KVGroups, KVLayout, group_table
 from twostroke.protocol.messages import Run
 
-SCALE_BYTES = 2  # bf16, one for each (token, head) of K and of V
+SCALE_BYTES = 2  # bf16, one for each row: a (token, head) of K or of V, or a latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Cut:
 
     @property
     def _rows(self) -> int:
-        return 2 * self.num_heads * self.unit_tokens
+        return self.layout.kinds * self.num_heads * self.unit_tokens
 
     @cached_property
     def _groups(self) -> KVGroups:

@@ -60,8 +60,6 @@ class LayerHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     offset_bytes: int
     counter: bytes
     counter_offset: int
-    event: bytes
-    waits_for_event: bool
     layer_offset_bytes: int
 
 
@@ -74,13 +72,17 @@ class DevicePool(PoolDescription, frozen=True):
 def share_layer(tensor: torch.Tensor) -> LayerHandle:
     """A handle for one other process. Raises RuntimeError where the memory can't be shared."""
     storage: Any = tensor.untyped_storage()
-    _, handle, num_bytes, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+    _, handle, num_bytes, offset, counter, counter_offset, *_ = storage._share_cuda_()
     inside = int(tensor.storage_offset()) * tensor.element_size()
-    return LayerHandle(handle, num_bytes, offset, counter, counter_offset, event, waits, inside)
+    return LayerHandle(handle, num_bytes, offset, counter, counter_offset, inside)
 
 
 def open_layer(shared: LayerHandle, device: torch.device) -> torch.UntypedStorage:
-    """The peer's memory, mapped until the storage is dropped. Raises RuntimeError."""
+    """The peer's memory, mapped for our own device until the storage is dropped. Raises RuntimeError.
+
+    The peer's device need not be in sight of this process: CUDA opens handles of memory of any. Torch is told to
+    wait for no event, which would be that device's: what is read was computed before it was announced.
+    """
     opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0,
         shared.handle,
@@ -88,8 +90,8 @@ def open_layer(shared: LayerHandle, device: torch.device) -> torch.UntypedStorag
         shared.offset_bytes,
         shared.counter,
         shared.counter_offset,
-        shared.event,
-        shared.waits_for_event,
+        b"",
+        False,
     )
     return opened
 

@@ -145,6 +145,7 @@ def places_of(cut: Cut) -> UnitPlaces:
         first_head=cut.first_head,
         num_heads=cut.num_heads,
         unit_tokens=cut.unit_tokens,
+        kinds=layout.kinds,
     )
 
 

@@ -1,13 +1,15 @@
 """How the units of a lane lie in host memory, and their bytes on the way between there and a stream, batch by batch.
 
-A unit on the wire is [2 (K, V), heads of the lane, unit_tokens, head_dim]. Where units are whole blocks, their batches
-are the blocks' own memory; otherwise they are packed through bounded staging memory, and encoded where that was agreed.
+A unit on the wire is [kinds (K and V, or latents), heads of the lane, unit_tokens, head_dim]. Where units are whole
+blocks, their batches are the blocks' own memory; otherwise they are packed through bounded staging memory, and encoded
+where that was agreed.
 
 Encoded, KV has one byte a value on the wire, with a scale for each row; half the bytes of bf16. A row is the head_dim
-values of one token and one head, of K or of V. It becomes head_dim codes c and a bf16 scale s: a value is s * c, with c
-an int8 in [-127, 127], or an fp8 (e4m3: 4 bits of exponent, 3 of mantissa, up to 448). `s` is the row's largest
-magnitude / 127 (or 448), rounded up to bf16, so that no code is ever cut off, and at least 2**-126. A unit on the wire:
-the codes [2 (K, V), num_heads, unit_tokens, head_dim], then the scales [2, num_heads, unit_tokens], little-endian.
+values of one token and one head, of K or of V, or of its latent. It becomes head_dim codes c and a bf16 scale s: a
+value is s * c, with c an int8 in [-127, 127], or an fp8 (e4m3: 4 bits of exponent, 3 of mantissa, up to 448). `s` is
+the row's largest magnitude / 127 (or 448), rounded up to bf16, so that no code is ever cut off, and at least 2**-126. A
+unit on the wire: the codes [kinds, num_heads, unit_tokens, head_dim], then the scales [kinds, num_heads, unit_tokens],
+little-endian.
 
 Errors: int8 within s / 2; fp8 within 1/16 of the value, or s * 2**-10 for values below s * 2**-6. Then the target
 rounds to its own dtype. A row with NaN or infinity comes out as NaN altogether: broken KV stays recognisably so.
@@ -54,7 +56,8 @@ class HostUnits:
         self._parts = cut.units_per_block
         self._num_units = memory.num_blocks * self._parts
         self._layers = [memory.layer_bytes(layer) for layer in range(layout.num_tensors)]
-        shape = memory.num_blocks, 2, layout.heads_per_rank, self._parts, self.unit_bytes // (2 * cut.num_heads)
+        rows = layout.kinds * cut.num_heads  # of a unit: `unit_tokens` tokens each
+        shape = memory.num_blocks, layout.kinds, layout.heads_per_rank, self._parts, self.unit_bytes // rows
         heads = slice(cut.first_head, cut.first_head + cut.num_heads)
         self._arrays = [np.frombuffer(layer, np.uint8).reshape(shape)[:, :, heads] for layer in self._layers]
 
@@ -103,7 +106,7 @@ class HostUnits:
             array = self._arrays[segment.layer]
             blocks, parts = np.divmod(np.asarray(segment.unit_ids, np.int64), self._parts)
             end = at + blocks.size * self.unit_bytes
-            yield array, blocks, parts, flat[at:end].reshape(blocks.size, 2, array.shape[2], array.shape[4])
+            yield array, blocks, parts, flat[at:end].reshape(blocks.size, *array.shape[1:3], array.shape[4])
             at = end
 
     def _check(self, segment: Segment) -> None:

@@ -1,5 +1,5 @@
-"""The decoder of all families, over loaded weights: layers of grouped-query attention and a gated MLP, or experts, with
-norms before each of them, or behind, or both.
+"""The decoder of all families, over loaded weights: layers of grouped-query attention, or of attention to latents, and
+a gated MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend,
@@ -11,12 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, Linear, RowNorms
-from twostroke.model.batch import StepInput
+from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
+from twostroke.model.batch import BatchLayout, StepInput
 from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig, Routing
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import OnLayer
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """What makes latents, which all ranks hold, and queries of this rank's heads that attend to them. Norms are
+    fp32."""
+
+    down: Linear  # hidden -> latent, and the keys' part that turns
+    norm: Tensor  # of the latent
+    query_down: Linear | None  # hidden -> the queries' own latent; None: `query` is of the layer's input
+    query_norm: Tensor | None  # of the queries' latent
+    query: Linear
+    eps: float
+    attention: LatentAttention
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class LayerWeights:
     """One decoder layer; q, k, v are fused by rows. Norms are fp32."""
 
     input_norm: Tensor | None  # [hidden]; None: none
-    qkv: Linear  # hidden -> (H + 2 G) D of this rank
+    qkv: Linear | LatentWeights  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
     mlp_norm: Tensor | None  # [hidden]
     mlp: MlpWeights | None  # None: experts alone
@@ -111,11 +125,7 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             layout = step.layouts[self._groups.of_layer[index]]
             kv_layer = step.kv_tensors[self._groups.tensor_of_layer[index]]
-            qkv = layer.qkv(x)
-            if layer.row_norms is not None:
-                square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
-                qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
-            q = backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
+            q = self._write_kv(x, layer, kv_layer, layout)
             if on_layer is not None:
                 on_layer(index)
             if index == last and step.on_hidden is None and drawn.numel() < step.token_ids.numel():
@@ -124,7 +134,11 @@ class Decoder:
                     return None
                 q, residual = q[drawn], residual[drawn]
                 layout = layout.of_last_tokens(step.drawing)
-            x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout, layer.attention)))
+            if isinstance(layer.qkv, LatentWeights):
+                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
+            else:
+                x = backend.attention(q, kv_layer, layout, layer.attention)
+            x = parallel.all_reduce(layer.output(x))
             if layer.attention_norm is not None:
                 x = backend.rms_norm(x, layer.attention_norm, eps)
             x, residual = self._add_and_norm(x, residual, layer.mlp_norm)
@@ -139,6 +153,21 @@ class Decoder:
                 return None
             x = x[drawn]
         return self.logits(x)
+
+    def _write_kv(self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        """What of a layer's input goes into the cache. Returns the queries, a row a token."""
+        backend, parallel = self._backend, self._parallel
+        if isinstance(layer.qkv, LatentWeights):
+            latents = layer.qkv
+            backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
+            if latents.query_down is not None and latents.query_norm is not None:
+                x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
+            return latents.query(x)
+        qkv = layer.qkv(x)
+        if layer.row_norms is not None:
+            square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
+            qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
+        return backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """This rank's summand of what MLP and experts make of x."""

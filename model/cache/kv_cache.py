@@ -1,5 +1,5 @@
 """The paged KV cache: tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim], one a layer, or one
-for a layer of each group (protocol/kv_layout.py).
+for a layer of each group (protocol/kv_layout.py). Of latents they are [num_blocks, 1, 1, block_size, row].
 
 A block of a tensor is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
 Which block belongs to whom is the block pool's business, not ours.
@@ -130,8 +130,9 @@ def make_kv_cache(
         block_size,
         tp_size=tp_size,
         windows=config.windows,
+        kinds=config.kv_kinds,
     )
-    shape = (num_blocks, 2, layout.heads_per_rank, block_size, config.head_dim)
+    shape = (num_blocks, layout.kinds, layout.heads_per_rank, block_size, config.head_dim)
     layers, layer_bytes = range(layout.num_tensors), num_blocks * layout.block_bytes
     if device.type != "cpu":
         return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)
@@ -186,7 +187,7 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
 def kv_block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
     """Bytes that one block takes on a rank, in all tensors together."""
     heads = max(1, config.num_kv_heads // tp_size)
-    return 2 * config.kv_groups.num_tensors * heads * config.head_dim * block_size * dtype.itemsize
+    return config.kv_kinds * config.kv_groups.num_tensors * heads * config.head_dim * block_size * dtype.itemsize
 
 
 @contextlib.contextmanager

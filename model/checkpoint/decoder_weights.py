@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights, MlpWeights, RoutedWeights
+from twostroke.model.architectures.decoder import (
+    DecoderWeights,
+    LatentWeights,
+    LayerWeights,
+    MlpWeights,
+    RoutedWeights,
+)
 from twostroke.model.architectures.rope import cos_sin_table, head_order
 from twostroke.model.backend import (
     AttentionForm,
     Backend,
     ExpertWeights,
     HeadNorms,
+    LatentHeads,
     Linear,
     LoadOptions,
     RowNorms,
@@ -27,7 +34,16 @@ from twostroke.model.checkpoint.quantization import (
 )
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert
-from twostroke.model.config import ExpertsSpec, MlpSpec, ModelConfig, Projection, Quantization, WeightForm
+from twostroke.model.config import (
+    ExpertsSpec,
+    LatentSizes,
+    LatentSpec,
+    MlpSpec,
+    ModelConfig,
+    Projection,
+    Quantization,
+    WeightForm,
+)
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
 
 _Weight = Tensor | QuantizedWeight
@@ -58,18 +74,19 @@ def load_decoder_weights(
         return slice(part.first_row + rows.start, part.first_row + rows.stop)
 
     def rows_of(prefix: str, part: Projection, rows: slice) -> Tensor | QuantizedWeight:
-        """This rank's, those of queries and keys in the order that kernels turn."""
+        """This rank's, those that kernels turn in the order in which they do."""
         found = weight(f"{prefix}{part.name}.weight", rows_within(part, rows))
-        if order is None or part not in (parts.q, parts.k):
+        if part not in orders:
             return found
-        return in_order(found) if isinstance(found, Tensor) else found.rows(in_order(torch.arange(len(found.values))))
+        places = in_order(torch.arange(rows.stop - rows.start), orders[part])
+        return found[places] if isinstance(found, Tensor) else found.rows(places)
 
     def bias_of(prefix: str, part: Projection, rows: slice) -> Tensor:
-        found = kept(f"{prefix}{part.name}.bias", rows_within(part, rows))
-        return in_order(found) if part in (parts.q, parts.k) else found
+        return in_order(kept(f"{prefix}{part.name}.bias", rows_within(part, rows)), orders.get(part))
 
-    def in_order(rows: Tensor) -> Tensor:
-        return rows if order is None else rows.view(-1, config.head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+    def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
+        """Rows of heads, each head's in this order."""
+        return rows if of_head is None else rows.view(-1, len(of_head), *rows.shape[1:])[:, of_head].reshape(rows.shape)
 
     def linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, held: Quantization = quantization) -> Linear:
         return backend.make_linear(weight, bias, held, dtype)
@@ -98,29 +115,28 @@ def load_decoder_weights(
         bias = kept(f"{name}.bias") if projection.has_bias and shard.rank == 0 else None
         return linear(weight(f"{name}.weight", columns=columns), bias)
 
-    query_rows, kv_rows = (
-        slice(heads.start * config.head_dim, heads.stop * config.head_dim)
-        for heads in (shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads))
-    )
+    heads, groups = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
+    query_rows, kv_rows = (of_heads(part, config.head_dim) for part in (heads, groups))
     vocabulary = shard.vocabulary(config.vocab_size)
     spec, parts = config.spec, config.spec.layer
-    order = head_order(config.rope, config.head_dim)
+    order = head_order(config.rope, config.rotary_dim)
+    orders = {} if order is None else _orders(config, order)
     tables = {
-        rope: cos_sin_table(rope, config.head_dim, options.max_context).to(device)
+        rope: cos_sin_table(rope, config.rotary_dim, options.max_context).to(device)
         for rope in {config.rope_of(index) for index in range(config.num_layers)}
     }
 
     def head_norms(prefix: str) -> HeadNorms | None:
         if parts.q_norm is None:
             return None
-        q, k = (in_order(norm(f"{prefix}{name}")) for name in (parts.q_norm, parts.k_norm))
+        q, k = (in_order(norm(f"{prefix}{name}"), order) for name in (parts.q_norm, parts.k_norm))
         return HeadNorms(q, k, config.rms_norm_eps)
 
     def row_norms(prefix: str) -> RowNorms | None:
         if parts.q_row_norm is None or parts.k_row_norm is None:
             return None
         named = ((parts.q_row_norm, query_rows), (parts.k_row_norm, kv_rows))
-        q, k = (in_order(norm(f"{prefix}{name}", rows)) for name, rows in named)
+        q, k = (in_order(norm(f"{prefix}{name}", rows), order) for name, rows in named)
         return RowNorms(q, k, shard.size, config.rms_norm_eps)
 
     def table(name: str) -> Tensor | Linear:
@@ -130,6 +146,21 @@ def load_decoder_weights(
         return linear(found.to(device), None) if quantization == "auto" else found.dequantized(dtype).to(device)
 
     scale = config.attention_scale or config.head_dim**-0.5
+
+    def latent_weights(prefix: str, latent: LatentSpec, sizes: LatentSizes) -> LatentWeights:
+        down, query_down = latent.down, latent.query_down
+        up = weight(f"{prefix}{parts.k.name}.weight", of_heads(heads, sizes.key + sizes.value))
+        both = (up if isinstance(up, Tensor) else up.dequantized(dtype)).view(-1, sizes.key + sizes.value, sizes.rank)
+        keys, values = both[:, : sizes.key], both[:, parts.v.first_row :].transpose(1, 2)
+        return LatentWeights(
+            down=by_rows(prefix, {down: slice(0, sizes.rank + sizes.rotary)}),
+            norm=norm(f"{prefix}{latent.norm}"),
+            query_down=None if query_down is None else by_rows(prefix, {query_down: slice(0, sizes.query_rank)}),
+            query_norm=norm_if_any(prefix, latent.query_norm),
+            query=by_rows(prefix, {parts.q: of_heads(heads, sizes.query)}),
+            eps=latent.norm_eps,
+            attention=backend.make_latent_attention(LatentHeads(keys, values, config.attention_scale)),
+        )
 
     def fp32(name: str, rows: slice = WHOLE) -> Tensor:
         return checkpoint.tensor(name, rows).to(device=device, dtype=torch.float32, copy=True)
@@ -165,10 +196,15 @@ def load_decoder_weights(
 
     def layer(index: int) -> LayerWeights:
         prefix = f"{spec.layers}.{index}."
+        if parts.latent is None or config.latent is None:
+            qkv: Linear | LatentWeights = by_rows(prefix, {parts.q: query_rows, parts.k: kv_rows, parts.v: kv_rows})
+            mixed = query_rows
+        else:
+            qkv, mixed = latent_weights(prefix, parts.latent, config.latent), of_heads(heads, config.latent.value)
         return LayerWeights(
             input_norm=norm_if_any(prefix, parts.input_norm),
-            qkv=by_rows(prefix, {parts.q: query_rows, parts.k: kv_rows, parts.v: kv_rows}),
-            output=by_columns(prefix, parts.output, query_rows),
+            qkv=qkv,
+            output=by_columns(prefix, parts.output, mixed),
             mlp_norm=norm_if_any(prefix, parts.mlp_norm),
             mlp=mlp(prefix, config.mlp_of(index)),
             routed=routed(prefix, config.experts_of(index)),
@@ -193,6 +229,23 @@ def load_decoder_weights(
         final_norm=norm(spec.final_norm) * config.logits_scale,
         lm_head=lm_head,
     )
+
+
+def of_heads(heads: slice, width: int) -> slice:
+    """The rows, or columns, of these heads, each of which has `width`."""
+    return slice(heads.start * width, heads.stop * width)
+
+
+def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]]:
+    """Of the projections that are turned, the order of a head's rows in which `order` is that of those that turn."""
+    layer, sizes = config.spec.layer, config.latent
+    if sizes is None or layer.latent is None:
+        return {layer.q: order, layer.k: order}
+
+    def behind(still: int) -> list[int]:
+        return [*range(still), *(still + place for place in order)]
+
+    return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
 
 
 class _ExpertsReader:
@@ -247,7 +300,7 @@ class _ExpertsReader:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         if len(quantized) == len(weights) and self._options.quantization == "auto":
             together = one_below_the_other(quantized)
-            if together is not None:
+            if together is not None and together.order is None:  # which no kernel of experts knows
                 return together.to(self._options.device)
         dtype, device = self._options.dtype, self._options.device
         return torch.cat(
@@ -271,7 +324,8 @@ def weight_bytes(
     stored = stored_forms(config) if forms is None else forms
     layer, total = config.spec.layer, 0
     # What is computed by one projection is held in one form.
-    fused = {part.name: parts for parts in ((layer.q, layer.k, layer.v), (layer.gate, layer.up)) for part in parts}
+    together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
+    fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
     for name, shape in expected_shapes(config):
@@ -283,6 +337,9 @@ def weight_bytes(
             form = form_of("auto" if quantization == "auto" else "none", form)
         elif len(shape) == 2:
             prefix, part = _layer_and_name(config, name)
+            if layer.latent is not None and part == layer.k.name:  # what makes keys and values of latents is never
+                total += tensor_bytes(shape, dtype, None)
+                continue
             parts = fused.get(part, ())
             form = common_form([stored.get(f"{prefix}{each.name}.weight") for each in parts]) if parts else form
             form = form_of("none" if part in whole else quantization, form)

@@ -228,17 +228,12 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
+        *_latent_norms(config),
     )
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
     if layer.sinks is not None:
         shapes[layer.sinks] = (config.num_heads,)
-    projections = (
-        (layer.q, config.q_size, hidden),
-        (layer.k, config.kv_size, hidden),
-        (layer.v, config.kv_size, hidden),
-        (layer.output, hidden, config.q_size),
-    )
-    return shapes | _shapes_of(projections)
+    return shapes | _shapes_of(_attention_projections(config))
 
 
 def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
@@ -272,6 +267,34 @@ def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, .
 def of_expert(part: Projection, expert: int) -> Projection:
     """Of the experts' names that one's."""
     return replace(part, name=part.name.replace("*", str(expert)))
+
+
+def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
+    """The attention's projections, with rows and columns."""
+    layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
+    if sizes is None or layer.latent is None:
+        return (
+            (layer.q, config.q_size, hidden),
+            (layer.k, config.kv_size, hidden),
+            (layer.v, config.kv_size, hidden),
+            (layer.output, hidden, config.q_size),
+        )
+    heads, down = config.num_heads, layer.latent.query_down
+    return (
+        (layer.latent.down, sizes.rank + sizes.rotary, hidden),
+        *(() if down is None else ((down, sizes.query_rank, hidden),)),
+        (layer.q, heads * sizes.query, sizes.query_rank or hidden),
+        (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
+        (layer.output, hidden, heads * sizes.value),
+    )
+
+
+def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
+    """Norms of latents, with their widths."""
+    latent, sizes = config.spec.layer.latent, config.latent
+    if latent is None or sizes is None:
+        return ()
+    return (latent.norm, sizes.rank), (latent.query_norm, sizes.query_rank)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -3,11 +3,20 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import AttentionForm, Chosen, Experts, ExpertWeights, HeadNorms, Linear, RowNorms
+from twostroke.model.backend import (
+    AttentionForm,
+    Chosen,
+    Experts,
+    ExpertWeights,
+    HeadNorms,
+    LatentHeads,
+    Linear,
+    RowNorms,
+)
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization, Routing
-from twostroke.model.cpu import linears
+from twostroke.model.cpu import latents, linears
 from twostroke.model.cpu.experts import make_experts
 from twostroke.model.cpu.kernels import attention, elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
@@ -79,6 +88,16 @@ class CpuBackend:
         if layout.num_decodes < layout.context_lens.numel():
             attention.prefill_attention(q, kv_layer, layout, form, out)
         return out.view(rows, heads * dim)
+
+    def write_latents(
+        self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        """As Backend.write_latents."""
+        elementwise.write_latents(self.launcher, rows, norm, eps, cos_sin, kv_layer, layout)
+
+    def make_latent_attention(self, heads: LatentHeads) -> latents.CpuLatentAttention:
+        """As Backend.make_latent_attention."""
+        return latents.CpuLatentAttention(heads, self.launcher)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """As Backend.gate."""

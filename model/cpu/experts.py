@@ -31,8 +31,7 @@ def make_experts(
 def is_packed(weight: Tensor | QuantizedWeight, quantization: Quantization, dtype: torch.dtype) -> bool:
     """Whether this CPU has what the kernels are made of, for such weights."""
     if isinstance(weight, QuantizedWeight):
-        fits = packing.can_pack(weight) and weight.order is None
-        return fits and is_quantized_supported(dtype, weight.values.shape[1])
+        return packing.can_pack(weight) and is_quantized_supported(dtype, weight.values.shape[1])
     if quantization in ("auto", "none"):
         return is_supported(dtype)
     return is_quantized_supported(dtype, weight.shape[1])
@@ -127,7 +126,7 @@ class PlainExperts:
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts."""
         out = torch.zeros(x.shape)
-        for expert in chosen.experts.unique().tolist():
+        for expert in torch.unique(chosen.experts).tolist():
             tokens, places = (chosen.experts == expert).nonzero(as_tuple=True)
             gate_up = self._gate_up[expert](x[tokens])
             inner = elementwise.gate(self._launcher, gate_up, self._activation)

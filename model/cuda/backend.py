@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, Linear
+from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, Linear
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
@@ -32,6 +32,7 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
     grouped_gemm,
     pack_groups,
 )
+from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.kernels.tma_prefill import (
     LEAST_QUERY_LEN,
@@ -39,6 +40,7 @@ from twostroke.model.cuda.kernels.tma_prefill import (
     tma_prefill_attention,
     tma_prefill_config,
 )
+from twostroke.model.cuda.latents import CudaLatentAttention
 from twostroke.model.step import SequenceStep
 
 _log = logging.getLogger(__name__)
@@ -157,8 +159,6 @@ class CudaExperts:
         flat = None if bias is None else bias.reshape(-1)
         if isinstance(weight, Tensor):
             return experts.ExpertsWeight(weight.contiguous(), flat)
-        if weight.order is not None:
-            raise ValueError("experts whose inputs have an order of their own")
         return experts.ExpertsWeight(pack_groups(weight), flat)
 
 
@@ -230,6 +230,11 @@ class CudaBackend:
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
     ) -> Tensor:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
+
+    write_latents = staticmethod(write_latents)
+
+    def make_latent_attention(self, heads: LatentHeads) -> CudaLatentAttention:
+        return CudaLatentAttention(heads, self._target)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return elementwise.gate(gate_up, activation)

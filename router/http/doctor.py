@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
-from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, mint_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
@@ -85,7 +84,7 @@ class Doctor:
     async def _measure(self, source: WorkerInfo, target: WorkerInfo) -> dict[str, Any]:
         one_block = max(source.layout.block_size, target.layout.block_size)
         small = await self._trial(source, target, _NUM_SMALL, one_block)
-        token_bytes = _token_bytes(source.layout)
+        token_bytes = source.layout.token_bytes
         most = max(one_block, min(self._room(source), self._room(target), MAX_BYTES // token_bytes))
         num_tokens = min(most, max(one_block, _FIRST_BYTES // token_bytes))
         while True:
@@ -145,11 +144,6 @@ def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:
         sources = [info for info in workers if info.role == source_role]
         pairs += [(source, target) for source in sources for target in targets if source is not target]
     return pairs
-
-
-def _token_bytes(layout: KVLayout) -> int:
-    """Bytes of one token's KV in all layers and heads, heads that several ranks hold counted once."""
-    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
 def _line(value: dict[str, Any]) -> bytes:

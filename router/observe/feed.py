@@ -220,8 +220,7 @@ def _end(exchange: Exchange, stages: Stages) -> str:
 def _kv_bytes(info: WorkerInfo, num_tokens: int) -> int:
     """Of so many tokens' KV as it is stored; an encoding makes it less on the wire."""
     layout = info.layout
-    of_token = layout.block_bytes / layout.block_size * layout.tp_size * layout.num_layers
-    return round(of_token * num_tokens * layout.groups.share_sent(max(1, num_tokens)))
+    return round(layout.token_bytes * num_tokens * layout.groups.share_sent(max(1, num_tokens)))
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -21,9 +21,11 @@ from twostroke.router.openai.schemas import (
     TokenizeRequest,
 )
 from twostroke.router.openai.structured import grammar_of
+from twostroke.router.openai.tools import NamedChoice, Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import check, check_schema
+from twostroke.router.text.output_format import CallSyntax
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -133,46 +135,63 @@ class JobMaker:
 
     async def _whole_grammar(self, asked: ChatRequest, chat: ChatReading | None, grammar: str) -> str:
         """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
-        form, forced = self._tokenizer.output_format, asked.forced_tools
-        budget = asked.thinking_token_budget
-        if not (forced or budget or (grammar and form is not None and form.thinking is not None)):
-            return grammar
+        form, forced, budget = self._tokenizer.output_format, asked.forced_tools, asked.thinking_token_budget
+        rules = AnswerGrammar(self._tokenizer.controls)
+        thinking, call = (None, None) if form is None else (form.thinking, form.call)
         if forced and grammar:
             raise RequestError("tool_choice: an answer that must be a call has no other format", param="tool_choice")
-        if budget and (form is None or form.thinking is None):
+        if budget and thinking is None:
             raise RequestError("thinking_token_budget: this model does not think", param="thinking_token_budget")
-        assert form is not None
-        assert chat is not None
-        rules = AnswerGrammar(self._tokenizer.controls)
-        if budget and form.thinking is not None and not rules.ends_thoughts(form.thinking):
+        if budget and thinking is not None and not rules.ends_thoughts(thinking):
             raise RequestError(
                 "thinking_token_budget: the mark that ends thoughts is no token of this model",
                 param="thinking_token_budget",
             )
-        if forced and form.call is None:
+        if forced and form is not None and call is None:
             raise RequestError(
                 f"tool_choice: calls of the format {form.name} can't be enforced: use auto", param="tool_choice"
             )
-        if forced and form.call is not None:
-            functions = []
-            for tool in forced:
-                name, schema, is_strict = tool.function.name, tool.function.parameters or {}, bool(tool.function.strict)
-                param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
-                await check_schema(self._grammars, schema, param, lenient=not is_strict)
-                functions.append(Function(name, schema, is_strict))
+        offered = [] if call is None else asked.allowed_tools
+        is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
+        calls = ""
+        if call is not None and (forced or is_strict or (grammar and offered)):
+            functions = [await self._function(asked, tool, call) for tool in forced or offered]
             # Of a function by its name OpenAI, too, gives one call: small models would else call on to their limit.
-            is_parallel = asked.parallel_tool_calls is not False and asked.tool_choice == "required"
-            calls = rules.of_calls(form.call, functions, is_parallel=is_parallel)
+            is_parallel = asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, NamedChoice)
+            calls = rules.of_calls(call, functions, is_parallel=is_parallel)
+        if forced:
             rest, param = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools"
-        elif grammar:
-            rest, param = "rest: /\\s{0,8}/ @answer", "response_format"
-        else:
+        elif grammar and (calls or thinking is not None):
+            either = "(@answer | calls)" if calls else "@answer"
+            rest, param = f"{calls}\nrest: /\\s{{0,8}}/ {either}", "response_format"
+        elif calls and call is not None:
+            rest, param = f"{calls}\n{rules.until_calls(call)}", "tools"
+        elif budget:
             rest, param = rules.anything, "thinking_token_budget"
+        else:
+            return grammar
+        assert chat is not None  # there is a form
         opened = chat.language.opened_by(chat.prompt)
         is_open = chat.language.parser(chat.prompt, None).is_reasoning
-        thinking = form.thinking if is_open or not opened.strip() else None
+        if opened.strip() and not is_open:
+            thinking = None
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
         return await check(self._grammars, whole, param)
+
+    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax) -> Function:
+        """A tool, as it is to be called. Of one that may be called, and is not strict, arguments are any object.
+
+        Raises RequestError for a schema that can't be followed.
+        """
+        name, is_strict = tool.function.name, bool(tool.function.strict)
+        if not is_strict and not asked.forced_tools:
+            return Function(name, {}, is_strict)
+        schema = tool.function.parameters or {}
+        param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
+        await check_schema(self._grammars, schema, param, lenient=not is_strict)
+        if call.argument is not None and is_strict and schema and "properties" not in schema:
+            raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
+        return Function(name, schema, is_strict)
 
     async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
         """The token ids of a text, or those given; the last ones, where a prompt is to be cut.

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.router.text.grammar import WHITE_SPACE, of_lark
-from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax
+from twostroke.router.text.output_format import ArgumentSyntax, CallSyntax, ThinkingSyntax
 
 _TEXT = r"/(.|\n)*/"
+_NOTHING = '""'
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,48 @@ class AnswerGrammar:
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
         for i, one in enumerate(functions):
             begin = self._literal(how.begin.replace("{name}", one.name))
-            options = {"lenient": not one.is_strict, "whitespace_pattern": WHITE_SPACE}
-            schema = {**(one.parameters or {"type": "object"}), "x-guidance": options}
-            rules.append(f"call_{i}: {begin} %json {json.dumps(schema)} {self._literal(how.end)}")
+            if how.argument is None:
+                arguments = _json(one.parameters or {"type": "object"}, one)
+            else:
+                arguments = f"arguments_{i}"
+                rules += self._arguments(arguments, how.argument, one)
+            rules.append(f"call_{i}: {begin} {arguments} {self._literal(how.end)}")
         trigger, between = self._literal(how.trigger), self._literal(how.between)
         more = f"({between} {'' if how.last else trigger} call)*" if is_parallel and not how.is_single else ""
         rules.append(f"calls: {trigger} {self._literal(how.first)} call {more} {self._literal(how.last)}")
         return "\n".join(rules)
+
+    def _arguments(self, rule: str, how: ArgumentSyntax, function: Function) -> list[str]:
+        """The rules of arguments that stand one by one, in the schema's order; any, where it names none.
+
+        Texts are held to `enum` and `const` alone.
+        """
+        schema, end = function.parameters, self._literal(how.end)
+        if any(how.end.startswith(token) for token in self._controls):
+            rules = [f"{rule}_text: {rule}_any {end}", f"{rule}_any: {_TEXT}"]
+        else:
+            rules = [f"{rule}_text[lazy]: {_TEXT} {end}"]
+        if "properties" not in schema:
+            before, after = map(self._literal, how.begin.split("{key}"))
+            return [f"{rule}: ({before} /[^<>\\n]+/ {after} {rule}_text)*", *rules]
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        parts = []
+        for key, part in schema["properties"].items():
+            said = part if isinstance(part, dict) else {}
+            choices = [said["const"]] if "const" in said else said.get("enum")
+            if choices and all(isinstance(choice, str) for choice in choices):
+                value = f"({' | '.join(self._literal(choice) or _NOTHING for choice in choices)}) {end}"
+            elif said.get("type") == "string":
+                value = f"{rule}_text"
+            else:
+                value = f"{_json({**said, **shared}, function)} {end}"
+            argument = f"{self._literal(how.begin.replace('{key}', key))} {value}"
+            parts.append(argument if key in schema.get("required", ()) else f"({argument})?")
+        return [f"{rule}: {' '.join(parts) or _NOTHING}", *rules]
+
+    def marks_calls(self, how: CallSyntax) -> bool:
+        """Whether calls begin with a token that nothing else begins with, so that they are told from text."""
+        return how.trigger in self._controls
 
     def ends_thoughts(self, how: ThinkingSyntax) -> bool:
         """Whether thoughts end with a token of its own, so that they can be cut off by their number of tokens."""
@@ -83,5 +119,19 @@ class AnswerGrammar:
     @property
     def anything(self) -> str:
         """The rule of `rest` that takes whatever a model writes."""
-        tokens = "".join(f" | <[{token_id}]>" for token_id in self._controls.values())
-        return f"rest: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"
+        return f"rest: free\n{self._free()}"
+
+    def until_calls(self, how: CallSyntax) -> str:
+        """The rule of `rest` that takes text, and behind it `calls`, or none; of calls that it `marks_calls` of."""
+        return f"rest: free calls?\n{self._free(how.trigger)}"
+
+    def _free(self, without: str = "") -> str:
+        """The rule `free`: text, and control tokens but that one."""
+        tokens = "".join(f" | <[{token_id}]>" for token, token_id in self._controls.items() if token != without)
+        return f"free: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"
+
+
+def _json(schema: Mapping[str, Any], function: Function) -> str:
+    """JSON that the schema takes, in Lark."""
+    options = {"lenient": not function.is_strict, "whitespace_pattern": WHITE_SPACE}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"

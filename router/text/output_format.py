@@ -51,6 +51,14 @@ _THINKING_MARKS = (("think", ("</think>",)), ("think_mistral", ("[THINK]",)))
 
 
 @dataclass(frozen=True)
+class ArgumentSyntax:
+    """The marks around one argument; `begin` has its name where it says {key}. Texts stand there as they are."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True)
 class CallSyntax:
     """How calls are written, for grammars: `trigger`, `first`, and each call between `begin` and `end`, then `last`.
 
@@ -64,6 +72,7 @@ class CallSyntax:
     between: str = ""
     last: str = ""
     is_single: bool = False  # an answer has one call at most
+    argument: ArgumentSyntax | None = None  # each by itself; None: all of them are one JSON object
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,11 @@ def _ours(names: list[str]) -> OutputFormat:
     for name in names:
         said = json.loads(files(__package__).joinpath(_FOLDER, f"{name}.json").read_text(encoding="utf-8"))
         fields |= said["fields"]
-        call = CallSyntax(**said["call"]) if "call" in said else call
+        call = _call_syntax(**said["call"]) if "call" in said else call
         thinking = ThinkingSyntax(**said["thinking"]) if "thinking" in said else thinking
     template = {"start_anchor": list(_ANCHORS), "fields": fields}
     return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call, thinking)
+
+
+def _call_syntax(*, argument: Mapping[str, str] | None = None, **said: Any) -> CallSyntax:
+    return CallSyntax(**said, argument=None if argument is None else ArgumentSyntax(**argument))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 CALLS = "tool_calls"
 MARKS = "marks"  # a field of our own files: what stands around calls, and says nothing
+HEADERS = "headers"  # likewise: what stands before content, in formats where content without it is a mistake
+ENDS = "ends"  # likewise: what stands between all else
 REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
@@ -118,6 +120,7 @@ class ResponseParser:
         self._reasoning = _Trimmed()
         self._is_bare = True  # content alone so far
         self._ends_with_content = True
+        self._lacks_header = HEADERS in spec.fields
         self._follow(self._regions.initial_events, Parsed())
 
     @property
@@ -170,6 +173,7 @@ class ResponseParser:
         found = mark.search(self._text, self._at)
         self._region, self._region_begin, self._at = name, found.start(), found.end()
         self._is_bare = self._ends_with_content = False
+        self._lacks_header = HEADERS in self._spec.fields and name != HEADERS
         if name == CALLS and self._calls_as is not None:
             self._calls = WrittenCalls(self._calls_as, found.groupdict(), self._tools)
             self._called(self._calls.begin(), parsed)
@@ -179,7 +183,9 @@ class ResponseParser:
             parsed.reasoning += self._reasoning.add(self._shown(begin, end), trims_begin=True)
         elif self._calls is not None:
             self._called(self._calls.add(self._shown(begin, end)), parsed)
-        elif name != MARKS and not (name == CALLS and self._calls_as is None):
+        elif name not in (MARKS, HEADERS, ENDS) and not (name == CALLS and self._calls_as is None):
+            self.num_unread += self._lacks_header
+            self._lacks_header = False
             self._say(begin, end, parsed)
 
     def _close(self, name: str, parsed: Parsed) -> None:
@@ -212,7 +218,7 @@ class ResponseParser:
         """Read a region that has ended, by the template's own means, which cast arguments to their types."""
         from transformers.utils.chat_parsing import parse_response
 
-        tools = [{"name": name, "parameters": schema} for name, schema in self._tools.items()]
+        tools = [{"name": name, "parameters": _with_types(schema)} for name, schema in self._tools.items()]
         try:
             text = self._text[self._region_begin : self._at]
             read = parse_response(text, self._spec, prefix="", tools=tools).get(CALLS, [])
@@ -270,6 +276,24 @@ class _Trimmed:
         self.held = text[len(told) :]
         self.has_told |= bool(told)
         return told
+
+
+def _with_types(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's parameters, where each says its type itself: what casts them follows no `$ref`."""
+
+    def found(part: Any, hops: int = 8) -> Any:
+        if not isinstance(part, dict) or not isinstance(part.get("$ref"), str) or not hops:
+            return part
+        _, _, path = part["$ref"].partition("#/")
+        target: Any = schema
+        for name in path.split("/"):
+            target = target.get(name) if isinstance(target, Mapping) else None
+        return found(target, hops - 1)
+
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return schema
+    return {**schema, "properties": {name: found(part) for name, part in properties.items()}}
 
 
 def _as_json(arguments: Any) -> str:

@@ -87,14 +87,15 @@ class TextTokenizer:
         )
         config = folder / TOKENIZER_CONFIG
         own = read_json(config).get("response_template")
+        form = None if template is None else pick_output_format(response_template, own, str(config), template.source)
+        if form is not None:
+            _ = form.language  # compiled now: a first chat would hold up all others for a second or two
         return cls(
             tokenizer,
             vocab_size=_vocab_size(folder, tokenizer),
             eos_token_ids=_eos_token_ids(folder, tokenizer, special),
             chat_template=template,
-            output_format=None
-            if template is None
-            else pick_output_format(response_template, own, str(config), template.source),
+            output_format=form,
         )
 
     @property

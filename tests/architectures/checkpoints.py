@@ -21,6 +21,10 @@ _COMMON: dict[str, Any] = {
 FOUR_HEADS: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS: dict[str, Any] = {**FOUR_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _WINDOWS: dict[str, Any] = {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"]}
+_LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+}
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
 _FACTORS: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
@@ -43,22 +47,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_group": 1,
         "topk_group": 1,
-    },
-    "deepseek_v3": {
-        **FOUR_HEADS,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
     },
     "ernie4_5": {"head_dim": 8, "tie_word_embeddings": True},
     "exaone4": {**FOUR_HEADS, "sliding_window": 29, "sliding_window_pattern": 2, "num_hidden_layers": 3},
@@ -97,6 +85,13 @@ OURS: dict[str, dict[str, Any]] = {
         **FOUR_HEADS,
         **{"head_dim": 96, "num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 3},
         **{"rope_local_base_freq": 100.0, "query_pre_attn_scalar": 60, "tie_word_embeddings": False},
+    },
+    "deepseek_v2": {**FOUR_HEADS, **_LATENT, "first_k_dense_replace": 2, "q_lora_rank": None},
+    "deepseek_v3": {
+        **FOUR_HEADS,
+        **_LATENT,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "num_mtp_layers": 0},
     },
     "granite": {**FOUR_HEADS, **_FACTORS},
     "olmo2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},

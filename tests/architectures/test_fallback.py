@@ -212,18 +212,22 @@ def test_a_loaded_engine_serves_it(phi: Path) -> None:
 
 
 def test_check_tells_the_way_and_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, vocab_size=1000)
-    config.architectures = ["Qwen3MoeForCausalLM"]
+    config = CONFIG_MAPPING["dots1"](
+        **{"num_hidden_layers": 2, "first_k_dense_replace": 0, "n_routed_experts": 8, "num_experts_per_tok": 2},
+        **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 96, "intermediate_size": 96},
+        **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000},
+    )
+    config.architectures = ["Dots1ForCausalLM"]
     config.save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--json", "--dtype", "bfloat16"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["family"], told["way"], told["reason"]) == ("Qwen3MoeForCausalLM", "transformers", None)
+    assert (told["family"], told["way"], told["reason"]) == ("Dots1ForCausalLM", "transformers", None)
     experts = 2 * 8 * 3 * config.moe_intermediate_size * config.hidden_size
     assert told["parameters"] - told["active_parameters"] == experts * 6 // 8
     assert told["weight_bytes"] == 2 * told["parameters"]
     assert told["kv_bytes_per_token"] == 2 * 2 * config.num_key_value_heads * 64 * 2
     main(["check", str(tmp_path), "--dtype", "bfloat16"])
-    assert "Qwen3MoeForCausalLM through transformers" in capsys.readouterr().out
+    assert "Dots1ForCausalLM through transformers" in capsys.readouterr().out
     assert main(["check", str(tmp_path), "--json", "--dtype", "bfloat16", "--tensor-parallel", "2"]) == 0
     shared = json.loads(capsys.readouterr().out)
     assert 2 * shared["kv_bytes_per_token"] == told["kv_bytes_per_token"]
@@ -232,7 +236,7 @@ def test_check_tells_the_way_and_what_it_takes(tmp_path: Path, capsys: pytest.Ca
     )
 
 
-@pytest.mark.parametrize("name", ["vaultgemma", "starcoder2", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["vaultgemma", "starcoder2", "dots1"])
 def test_a_rank_is_said_to_hold_what_it_loads(name: str, tmp_path: Path) -> None:
     class Counting(CpuBackend):
         count = 0

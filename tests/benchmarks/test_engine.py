@@ -25,16 +25,29 @@ def weights_of(config: ModelConfig) -> int:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
 def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_for_each_row(name: str) -> None:
     config = config_of(name)
-    weights, kv = weights_of(config), 8 * 300 * 2 * config.kv_size * config.num_layers
+    weights, kv = weights_of(config), 8 * 300 * config.kv_kinds * config.kv_size * config.num_layers
+    of_pair = 16 * (512 + 64 + 512) if name == "mla-small" else 2 * config.q_size
     work = decode_work(config, 8, 300, "none")
     assert work.bytes == 2 * (weights + kv)
-    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * 2 * config.q_size * config.num_layers
+    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * config.num_layers
     head = config.hidden_size * config.vocab_size
     assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv
     assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv
+
+
+def test_a_decode_step_reads_the_experts_that_its_tokens_are_expected_to_hit() -> None:
+    config = config_of("moe-small")
+    experts = config.spec.layer.experts
+    assert experts is not None
+    of_one = 3 * experts.size * config.hidden_size * config.num_layers
+    others = weights_of(config) - 64 * of_one
+    for batch, hit in ((1, 8), (2, 8 + 8 * 56 / 64), (10_000, 64)):
+        work = decode_work(config, batch, 0, "none")
+        assert work.bytes == pytest.approx(2 * (others + hit * of_one), rel=1e-6)
+        assert work.operations == pytest.approx(2 * batch * (others + 8 * of_one))
 
 
 def test_a_prompt_leaves_out_of_the_last_layer_what_only_other_rows_would_read() -> None:

@@ -18,6 +18,17 @@ NUM_PREFIXES = 4
 PREFIX_TOKENS = 192
 SHORTEST, LONGEST = 20, 600  # prompts, in tokens
 LONG_ANSWER = 1200  # tokens: a few streams live through several faults
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["first", "second", None]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9999}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+MOST_RECORDS = 8  # some fit into their `max_tokens`, others don't
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,25 @@ class ClientRequest:
         choices: int = self.body["n"]
         return choices
 
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """What its answers are held to."""
+        return self.body.get("guided_json")
+
 
 def draw_requests(seed: int, count: int) -> list[ClientRequest]:
     """`count` different requests."""
     draw = random.Random(seed)
     prefixes = [_tokens(draw, PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
-    return [ClientRequest(key, _body(draw, prefixes, is_long=key % 15 == 14)) for key in range(count)]
+    requests = []
+    for key in range(count):
+        body = _body(draw, prefixes, is_long=key % 15 == 14)
+        if key % 5 == 3 or key % 30 == 14:
+            least = LONG_ANSWER if key % 30 == 14 else draw.randint(1, MOST_RECORDS)
+            schema = {"type": "array", "items": RECORD, "minItems": least, "maxItems": least + 1}
+            body |= {"guided_json": schema, "ignore_eos": False, "stop": []}
+        requests.append(ClientRequest(key, body))
+    return requests
 
 
 def _body(draw: random.Random, prefixes: list[list[int]], *, is_long: bool) -> dict[str, Any]:

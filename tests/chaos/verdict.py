@@ -1,6 +1,7 @@
 """What a chaos run amounts to: what must not be in its answers, how long clients waited, and one line of JSON.
 
-Every accepted answer must be the very answer that the request gets without faults. A wait is the time from sending to a
+Every accepted answer must be the very answer that the request gets without faults, and of the schema that it was asked
+for, if any. A wait is the time from sending to a
 choice's first token, or between two pieces of it. What the same request waits at most without faults, under the same
 load, is normal; the rest is stall. A wait is charged to the faults during which it went on, to each of the kind that
 may stall longest among them, but to none for longer than since it struck.
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tests.chaos.clients import Answer, Choice
+from tests.integration.schemas import takes
 from twostroke.loadtests.report.estimates import percentile
 
 LOGPROB_TOLERANCE = 5e-4  # fp32 sums differ in the last bits with the shape of a batch
 
-Flaw = Literal["lost", "mismatched", "duplicates"]
+Flaw = Literal["lost", "mismatched", "duplicates", "invalid"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ def check(answer: Answer, expected: Answer) -> list[Finding]:
         received = sum(len(choice.tokens) for choice in answer.choices)
         if told != (expected.usage or {}).get("completion_tokens") or told != received:
             findings.append(Finding("mismatched", key, answer.ended_at, f"usage tells {told} tokens, {received} came"))
+    if (schema := answer.request.schema) is not None:
+        findings += [
+            Finding("invalid", key, answer.ended_at, f"choice {index}: is not of its schema")
+            for index, choice in enumerate(answer.choices)
+            if choice.finish_reasons == ["stop"] and not takes(schema, choice.text)
+        ]
     return findings
 
 
@@ -253,6 +261,7 @@ def judge(
         "kills": len(backs),
         "requests": sum(answer.is_accepted for answer in answers),
         "tokens": sum(len(choice.tokens) for answer in answers for choice in answer.choices),
+        "constrained_through_kills": sum(_lived_through(answer, faults) for answer in judged),
         "refused": sum(answer.status == 429 for answer in answers),
         "cut_by_router": len(cut),
         "leaked_blocks": leaked_blocks,
@@ -260,6 +269,14 @@ def judge(
         "passed": not failures,
     }
     return Verdict(rows, findings, summary, failures)
+
+
+def _lived_through(answer: Answer, faults: Sequence[Injected]) -> bool:
+    """Whether one held to a schema had some of its tokens, and not all, when a decode worker was killed."""
+    kills = [fault.begin for fault in faults if fault.name == "kill decode"]
+    times = [at for choice in answer.choices for at, _ in choice.pieces]
+    is_held = answer.request.schema is not None and bool(times)
+    return is_held and any(min(times) < kill < max(times) for kill in kills)
 
 
 def _is_whole_or_left(answer: Answer) -> bool:

@@ -4,8 +4,12 @@ All are bounded, so that a model that draws at random comes to an end.
 """
 
 import itertools
+import json
 import random
 from typing import Any
+
+import jsonschema
+import jsonschema_rs
 
 Schema = dict[str, Any]
 
@@ -227,3 +231,14 @@ def all_schemas(count: int = 500) -> list[Schema]:
     kinds = (types, constants, strings, numbers, arrays, objects, unions, intersections, references, annotated)
     found = [schema for kind in kinds for schema in kind()]
     return found + combined(count - len(found))
+
+
+def takes(schema: Schema, text: str) -> bool:
+    """Whether it is JSON of the schema, as two libraries see it: one knows few formats, the other all that we do."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    one = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    other = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    return one.is_valid(value) and other.is_valid(value)

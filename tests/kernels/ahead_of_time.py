@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import AttentionForm, HeadNorms, RowNorms
+from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, LatentHeads, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
-from twostroke.model.config import Activation
+from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
@@ -113,6 +113,22 @@ def elementwise(capability: int) -> None:
     backend.soft_cap(empty(64, 256_000, dtype=torch.float32), 30.0)
 
 
+def latents(capability: int) -> None:
+    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128."""
+    block_size = 64
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    layout, kv_layer = _layout(1003, block_size), empty(4096, 1, 1, block_size, 576)
+    cos_sin = empty(8192, 64, dtype=torch.float32)
+    backend = CudaBackend(TARGETS[capability])
+    backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
+    for heads in (16, 128):
+        attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
+        attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)
+
+
 def _layout(tokens: int, block_size: int) -> BatchLayout:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -191,6 +207,33 @@ def grouped_projections(capability: int) -> None:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
+def experts(capability: int) -> None:
+    """Routers of several kinds; experts as they are, quantised and in MXFP4, in every tile."""
+    backend, number, size, hidden = CudaBackend(TARGETS[capability]), 4, 64, 256
+    logits = torch.zeros((3, 128))
+    grouped = Routing(128, 8, "sigmoid", True, groups=8, top_groups=4, summed=2)
+    for routing, correction in ((Routing(128, 8, normalises=True), None), (grouped, torch.zeros(128))):
+        chosen = backend.route(logits, correction, routing)
+    backend.gate_by_sigmoid(torch.zeros((3, hidden), dtype=torch.bfloat16), torch.zeros((3, 1)))
+    x = torch.zeros((3, hidden), dtype=torch.bfloat16)
+    plain = [
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((number * 2 * size, hidden), (number * hidden, size))
+    ]
+    biases = [torch.zeros((number, rows), dtype=torch.bfloat16) for rows in (2 * size, hidden)]
+    fp4 = [
+        QuantizedWeight(weight.to(torch.float8_e4m3fn), torch.ones(len(weight), weight.shape[1] // 32), 32, 4)
+        for weight in plain
+    ]
+    kinds: tuple[tuple[Any, Activation, Quantization], ...] = (
+        (ExpertWeights(number, *plain, None, None), "silu", "none"),
+        (ExpertWeights(number, *plain, None, None), "silu", "int8"),
+        (ExpertWeights(number, *plain, None, None), "silu", "int4"),
+        (ExpertWeights(number, *fp4, *biases), "clamped", "auto"),
+    )
+    for weights, activation, quantization in kinds:
+        backend.make_experts(weights, activation, quantization, torch.bfloat16)(x, chosen)
+
+
 def sampling(capability: int) -> None:
     """Drawing from a large vocabulary."""
     del capability
@@ -213,9 +256,11 @@ def sampling(capability: int) -> None:
 
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
+    "latents": latents,
     "elementwise": elementwise,
     "projections": projections,
     "grouped_projections": grouped_projections,
+    "experts": experts,
     "sampling": sampling,
     "transfer": transfer,
 }

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from twostroke.model import reference
-from twostroke.model.backend import AttentionForm, Experts, ExpertWeights, HeadNorms, Linear
+from twostroke.model.backend import (
+    AttentionForm,
+    Experts,
+    ExpertWeights,
+    HeadNorms,
+    LatentAttention,
+    LatentHeads,
+    Linear,
+)
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
@@ -96,6 +104,50 @@ def paged_case(
     return PagedCase(q.to(device), kv_layer.to(device), layout, AttentionForm(dim**-0.5, window, soft_cap, sinks))
 
 
+@dataclass(frozen=True)
+class LatentCase:
+    q: Tensor  # [T, H (N + P)]
+    heads: LatentHeads
+    kv_layer: Tensor  # [num_blocks, 1, 1, block_size, R + P]; NaN but for slots of a context
+    cos_sin: Tensor
+    layout: BatchLayout
+
+    def expected(self) -> Tensor:
+        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout)
+
+
+def latent_case(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    heads: int = 3,
+    rank: int = 48,
+    rotary: int = 16,
+    key: int = 20,
+    value: int = 24,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> LatentCase:
+    """Random queries, weights and latents, with scores of about 1."""
+    layout, num_blocks = make_layout(lengths, block_size)
+    generator = torch.Generator().manual_seed(rank)
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    kv_layer = torch.full((num_blocks, 1, 1, block_size, rank + rotary), float("nan"), dtype=dtype)
+    for row, (_, context) in enumerate(lengths):
+        tokens = torch.arange(context)
+        blocks = layout.block_tables[row][tokens // block_size].long()
+        kv_layer[blocks, 0, 0, tokens % block_size] = random(context, rank + rotary)
+    q = random(int(layout.query_starts[-1]), heads * (key + rotary))
+    weights = LatentHeads(
+        random(heads, key, rank, scale=rank**-0.5), random(heads, rank, value, scale=rank**-0.5), (key + rotary) ** -0.5
+    )
+    longest = max(context for _, context in lengths)
+    angles = torch.outer(torch.arange(longest), 0.7 ** torch.arange(rotary // 2))
+    return LatentCase(q, weights, kv_layer, torch.cat((angles.cos(), angles.sin()), dim=1), layout)
+
+
 class ReferenceBackend:
     """Implements `Backend` in plain torch, on any device."""
 
@@ -114,6 +166,17 @@ class ReferenceBackend:
         self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
     ) -> Tensor:
         return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
+
+    def write_latents(
+        self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
+
+    def make_latent_attention(self, heads: LatentHeads) -> LatentAttention:
+        def attend(q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+            return reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout)
+
+        return attend
 
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)

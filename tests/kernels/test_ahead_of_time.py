@@ -70,6 +70,19 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
     assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] in by_tma} == dims_by_tma
 
 
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("latents", capability, tmp_path)
+    attending = {"latent_decode_kernel", "latent_part_kernel"}
+    assert names(kernels) == attending | {"write_latents_kernel", "turn_queries_kernel", "merge_segments_kernel"}
+    for kernel in kernels:
+        # Without asynchronous copies the loop over the context would wait for memory at every step.
+        assert kernel["async_copies"] == (kernel["kernel"] in attending), kernel
+        of_prompts = kernel["kernel"] == "latent_part_kernel"
+        assert kernel["wgmma"] == (of_prompts and capability == 90), kernel
+        assert kernel["tcgen05"] == (of_prompts and capability == 100), kernel
+
+
 @pytest.mark.parametrize("capability", [wide(80), 90])
 def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
     kernels = compiled("elementwise", capability, tmp_path)
@@ -125,3 +138,16 @@ def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:
     for kernel in kernels:
         # These two read no logits: what is left of a row's parts, and a word for 32 tokens.
         assert kernel["wide_loads"] or kernel["kernel"] in ("settle_kernel", "mask_kernel"), kernel
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_experts_compile_to_products_whose_weights_are_copied_ahead(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("experts", capability, tmp_path)
+    products = {"gate_up_kernel", "down_kernel"}
+    assert names(kernels) == products | {"route_kernel", "order_kernel", "sum_kernel", "gate_by_sigmoid_kernel"}
+    for name in products:
+        of_it = [kernel for kernel in kernels if kernel["kernel"] == name]
+        assert {kernel["block_t"] for kernel in of_it} == {16, 64}
+        assert len(of_it) == 8  # of four forms
+        for kernel in of_it:
+            assert kernel["async_copies"], kernel

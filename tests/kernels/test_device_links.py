@@ -16,10 +16,11 @@ import torch
 from msgspec.structs import replace
 
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
+from twostroke.kvtransfer import transports
 from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
-from twostroke.kvtransfer.transports import cuda_ipc, device_units
-from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
+from twostroke.kvtransfer.transports import cuda_ipc, device_units, make_transports
+from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle, open_layer
 from twostroke.kvtransfer.transports.device_units import (
     CudaStaging,
     DeviceQueue,
@@ -71,6 +72,28 @@ def test_a_chunk_is_unpacked_where_its_digest_holds_and_else_touches_nothing(
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0 if encoding == "raw" else 0.15)
 
 
+def test_memory_is_opened_for_our_own_device_and_no_event_of_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker sees its own GPU alone, whose number is 0; the peer's may be another."""
+    opened: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *arguments: opened.append(arguments))
+    open_layer(LayerHandle(b"handle", 64, 8, b"counter", 3, 16), torch.device("cuda", 0))
+    assert opened == [(0, b"handle", 64, 8, b"counter", 3, b"", False)]
+
+
+def test_memory_of_another_stream_is_kept_until_this_ones_work_is_done() -> None:
+    class Noted:
+        def __init__(self) -> None:
+            self.used_on: list[object] = []
+
+        def record_stream(self, stream: object) -> None:
+            self.used_on.append(stream)
+
+    queue, memory, stream = DeviceQueue(torch.device("cpu")), Noted(), object()
+    queue._stream = stream  # type: ignore[assignment]
+    queue.keep(memory)  # type: ignore[arg-type]
+    assert memory.used_on == [stream]
+
+
 def test_units_that_the_store_has_not_are_refused() -> None:
     cut = Cut(layout_of(), 0, 4, 2, "raw")
     units = DeviceUnits(store_of(cut.layout), cut)
@@ -95,7 +118,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles of memory that hold its address."""
 
     def share(tensor: torch.Tensor) -> LayerHandle:
-        return LayerHandle(struct.pack("<Q", tensor.data_ptr()), tensor.nbytes, 0, b"", 0, b"", False, 0)
+        return LayerHandle(struct.pack("<Q", tensor.data_ptr()), tensor.nbytes, 0, b"", 0, 0)
 
     monkeypatch.setattr(cuda_ipc, "share_layer", share)
     monkeypatch.setattr(cuda_ipc, "open_layer", lambda handle, _: Address(struct.unpack("<Q", handle.handle)[0]))
@@ -149,7 +172,7 @@ async def test_a_pool_that_is_too_small_for_its_blocks_is_refused(
     shared: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lying(tensor: torch.Tensor) -> LayerHandle:
-        return LayerHandle(struct.pack("<Q", tensor.data_ptr()), tensor.nbytes - 1, 0, b"", 0, b"", False, 0)
+        return LayerHandle(struct.pack("<Q", tensor.data_ptr()), tensor.nbytes - 1, 0, b"", 0, 0)
 
     monkeypatch.setattr(cuda_ipc, "share_layer", lying)
     store = store_of(layout_of())
@@ -241,6 +264,18 @@ def test_a_worker_compiles_at_its_start_what_lanes_with_its_peers_need(compiled:
             warm_up_source(own, queue, device)
             warm_up_target(theirs, own, queue, device)
             CudaStaging(store, own).warm_up()
+    assert compiled == before
+
+
+def test_a_gpus_transports_are_there_once_their_kernels_are_compiled(
+    compiled: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "_device", lambda _: "a GPU")
+    store = store_of(layout_of())
+    make_transports("torch_distributed", store, peers=[store.layout], encoding="fp8")
+    before = set(compiled)
+    assert before
+    CudaStaging(store, Cut(store.layout, 0, 4, 4, "fp8")).warm_up()
     assert compiled == before
 
 

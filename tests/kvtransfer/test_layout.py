@@ -33,13 +33,13 @@ LAYERS = 2
 HEAD_DIM = 2
 
 
-def layout_of(tp_size: int, heads: int, block_size: int) -> KVLayout:
-    return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size)
+def layout_of(tp_size: int, heads: int, block_size: int, kinds: int = 2) -> KVLayout:
+    return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size, kinds=kinds)
 
 
 def truth_of(layout: KVLayout, num_tokens: int) -> Array:
-    """KV of a prompt, [layer, token, 2, head of the model, HEAD_DIM]: numbers of which no two are the same."""
-    shape = (LAYERS, num_tokens, 2, layout.num_kv_heads, HEAD_DIM)
+    """KV of a prompt, [layer, token, kinds, head of the model, HEAD_DIM]: numbers of which no two are the same."""
+    shape = (LAYERS, num_tokens, layout.kinds, layout.num_kv_heads, HEAD_DIM)
     return np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
 
 
@@ -81,8 +81,9 @@ def test_every_byte_arrives_once_where_it_belongs(
     source_tp: int, target_tp: int, heads: int, data: st.DataObject
 ) -> None:
     """Lanes, cuts, plans and segments, on arrays instead of links."""
-    source_layout = layout_of(source_tp, heads, data.draw(st.integers(1, 8)))
-    target_layout = layout_of(target_tp, heads, data.draw(st.integers(1, 8)))
+    kinds = data.draw(st.integers(1, 2))
+    source_layout = layout_of(source_tp, heads, data.draw(st.integers(1, 8)), kinds)
+    target_layout = layout_of(target_tp, heads, data.draw(st.integers(1, 8)), kinds)
     num_tokens = data.draw(st.integers(1, 24))
     num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
     if data.draw(st.booleans()) and num_tokens - num_skipped < target_layout.block_size:
@@ -160,22 +161,26 @@ class Fleet:
 
 
 @pytest.mark.parametrize(
-    ("source_tp", "target_tp", "heads", "source_block", "target_block"),
+    ("source_tp", "target_tp", "heads", "source_block", "target_block", "kinds"),
     [
-        (1, 1, 2, 4, 4),
-        (1, 4, 4, 4, 4),
-        (4, 1, 4, 4, 8),
-        (2, 4, 4, 6, 4),
-        (4, 2, 2, 3, 2),
-        (8, 8, 2, 4, 4),
-        (4, 8, 8, 8, 2),
+        (1, 1, 2, 4, 4, 2),
+        (1, 4, 4, 4, 4, 2),
+        (4, 1, 4, 4, 8, 2),
+        (2, 4, 4, 6, 4, 2),
+        (4, 2, 2, 3, 2, 2),
+        (8, 8, 2, 4, 4, 2),
+        (4, 8, 8, 8, 2, 2),
+        # Latents, which all ranks hold.
+        (1, 2, 1, 4, 4, 1),
+        (4, 2, 1, 4, 6, 1),
     ],
 )
 async def test_ranks_of_unequal_workers_exchange_a_prompt(
-    source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int
+    source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int, kinds: int
 ) -> None:
     num_tokens, num_skipped = 21, target_block
-    source, target = layout_of(source_tp, heads, source_block), layout_of(target_tp, heads, target_block)
+    source = layout_of(source_tp, heads, source_block, kinds)
+    target = layout_of(target_tp, heads, target_block, kinds)
     source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:

@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd": {"hidden_size": 200, "intermediate_size": 99, "head_dim": 72},
     "windows, caps, factors": {**FAMILY_SHAPES["gemma2"], **WIDE, "head_dim": 64, "sliding_window": 9},
     "norms of rows": {**FAMILY_SHAPES["olmo3"], **WIDE, "sliding_window": 13},
+    "experts, one for all tokens": {**FAMILY_SHAPES["qwen2_moe"], **WIDE, "moe_intermediate_size": 128},
 }
 
 

@@ -77,6 +77,15 @@ def family(model_type: str, name: str, **fields: Any) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, "pad_token_id": 0, **fields}
 
 
+# A prompt's queries absorb where they are few, and meet expanded keys and values where they are many.
+LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16},
+    **{"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+}
+EXPERT_GROUPS: dict[str, Any] = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    **{"routed_scaling_factor": 1.7, "num_hidden_layers": 3},
+}
 W, F = "sliding_attention", "full_attention"
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mistral": family("mistral", "Mistral", head_dim=24, sliding_window=None),
@@ -152,6 +161,31 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=50,
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
     ),
+    "deepseek_v2": family("deepseek_v2", "DeepseekV2", **LATENT, q_lora_rank=24, attention_bias=True, mlp_bias=True),
+    "deepseek_v2_yarn": family(
+        "deepseek_v2",
+        "DeepseekV2",
+        **LATENT,
+        q_lora_rank=None,
+        rope_scaling={
+            **{"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
+            **{"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": family("deepseek_v3", "DeepseekV3", **LATENT, q_lora_rank=40, num_nextn_predict_layers=1),
+    "deepseek_v2_experts": family(
+        "deepseek_v2",
+        "DeepseekV2",
+        **LATENT | EXPERT_GROUPS,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        n_shared_experts=2,
+        moe_intermediate_size=20,
+    ),
+    "deepseek_v3_experts": family(
+        "deepseek_v3", "DeepseekV3", **LATENT | EXPERT_GROUPS, q_lora_rank=24, moe_intermediate_size=20
+    ),
+    "deepseek_v3_halves": family("deepseek_v3", "DeepseekV3", **LATENT, q_lora_rank=40, rope_interleave=False),
     "glm": family("glm", "Glm", head_dim=16),
     "glm4": family("glm4", "Glm4", head_dim=24, num_key_value_heads=1, attention_bias=False),
     "mixtral": family("mixtral", "Mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=50),

@@ -50,8 +50,11 @@ class BytesStore:
         tp_size: int = 1,
         rank: int = 0,
         windows: tuple[int, ...] = (),
+        kinds: int = 2,
     ):
-        self.layout = KVLayout(model, dtype, num_layers, num_kv_heads, head_dim, block_size, tp_size, windows=windows)
+        self.layout = KVLayout(
+            model, dtype, num_layers, num_kv_heads, head_dim, block_size, tp_size, windows=windows, kinds=kinds
+        )
         self.rank = rank
         self.num_blocks = num_blocks
         self.block_bytes = self.layout.block_bytes

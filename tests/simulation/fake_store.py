@@ -45,7 +45,7 @@ class FakeStore:
         self.is_owned: Callable[[int], bool] | None = None
         self.protected: set[int] = set()  # blocks whose KV is there already: nobody writes into them
         self.violations: list[str] = []
-        shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.block_size, layout.head_dim)
         self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(layout.num_tensors)]
         self._groups = layout.groups
         self._allocations = [0] * num_blocks  # how often each block has been allocated
@@ -157,7 +157,8 @@ class FakeStore:
         views = self._units.get(cut)
         if views is None:
             layout, last = self.layout, cut.first_head + cut.num_heads
-            shape = (self.num_blocks, 2, layout.heads_per_rank, cut.units_per_block, cut.unit_tokens, layout.head_dim)
+            heads, parts, tokens = layout.heads_per_rank, cut.units_per_block, cut.unit_tokens
+            shape = (self.num_blocks, layout.kinds, heads, parts, tokens, layout.head_dim)
             views = self._units[cut] = [
                 memory.reshape(shape).transpose(0, 3, 1, 2, 4, 5)[:, :, :, cut.first_head : last]
                 for memory in self.layers

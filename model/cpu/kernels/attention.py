@@ -55,8 +55,8 @@ def _read(tokens, count, rounded, wide):
 
 @compiled
 def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, best, weight_sum):
-    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32; tokens `begin` to `context`; `cap` is
-    0 where there is none. Results fp32: sums [R, D], maxima and sums of weights [R].
+    """queries fp32 [R, D], scaled; kv [blocks, kinds, G, block_size, D]; table int32; tokens `begin` to `context`;
+    `cap` is 0 where there is none. Results fp32: sums [R, D], maxima and sums of weights [R].
 
     Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
     """
@@ -66,16 +66,16 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
     mixed[:] = np.float32(0)
     scores = np.zeros((group, block_size + 3), np.float32)
     wide = np.empty((block_size + 3, dim), np.float32)  # keys, then values, of one block in fp32
-    blocks = (context + block_size - 1) // block_size
+    blocks, kinds = (context + block_size - 1) // block_size, kv.shape[1]
     run_bytes = block_size * dim * kv.itemsize
     for index in range(begin // block_size, blocks):
         block = table[index]
         if index + 1 < blocks:
             # A head's part of a block is too short for the hardware to see a stream in it.
-            following = kv.ctypes.data + (np.int64(table[index + 1]) * 2 * kv.shape[2] + head) * run_bytes
+            following = kv.ctypes.data + (np.int64(table[index + 1]) * kinds * kv.shape[2] + head) * run_bytes
             for line in range(0, run_bytes, 64):
                 prefetch(following + line)
-                prefetch(following + kv.shape[2] * run_bytes + line)
+                prefetch(following + (kinds - 1) * kv.shape[2] * run_bytes + line)
         outside = max(0, begin - index * block_size)
         count = min(block_size, context - index * block_size)
         rounded = (count + 3) // 4 * 4
@@ -116,7 +116,7 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
                 scores[query, token] = np.float32(0)
             for token in range(count, rounded):
                 scores[query, token] = np.float32(0)
-        _read(kv[block, 1, head], count, rounded, wide)
+        _read(kv[block, kinds - 1, head], count, rounded, wide)
         for query in range(group):
             for token in range(0, rounded, 4):
                 first, second = scores[query, token], scores[query, token + 1]
@@ -137,7 +137,7 @@ def _decode(words):
     tokens, most, window, group = words[16], words[17], words[19], heads // kv_heads
     scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
     q = carray(as_stored(words, words[3]), (sequences, heads, dim))
-    kv = carray(as_stored(words, words[4]), (words[12], 2, kv_heads, block_size, dim))
+    kv = carray(as_stored(words, words[4]), (words[12], words[21], kv_heads, block_size, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     queries, mixed = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
@@ -158,8 +158,11 @@ def _decode(words):
 def decode_attention(
     launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
 ) -> None:
-    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous."""
-    num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
+    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous.
+
+    kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys and values alike.
+    """
+    num_blocks, kinds, kv_heads, block_size, dim = kv_layer.shape
     count, heads = layout.num_decodes, q.shape[1]
     tokens = segment_tokens(block_size)
     segments = most_segments(layout.max_context_len, form.window, tokens)
@@ -174,32 +177,37 @@ def decode_attention(
         1,
         *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
         *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.scale),
-        *(count, tokens, segments, heads_together, window, form.soft_cap),
+        *(count, tokens, segments, heads_together, window, form.soft_cap, kinds),
     )
     combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form.sinks, out[:count])
 
 
 def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
     """The rows of q [T, H, D] after the decodes into those of out, one prefill chunk after the other."""
-    _, _, kv_heads, block_size, dim = kv_layer.shape
     starts = layout.query_starts[layout.num_decodes :].tolist()
     contexts = layout.context_lens[layout.num_decodes :].tolist()
     tables = layout.block_tables[layout.num_decodes :]
-    use_tiles = q.dtype == torch.bfloat16 and fits_tiles(dim, block_size)
     for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
-        # To a chunk the context begins with the block in which its first query's window does.
-        outside = max(0, context - (end - begin) + 1 - form.window) // block_size if form.window else 0
-        seen, tokens = table[outside : -(-context // block_size)], context - outside * block_size
-        if use_tiles:
-            tiled_prefill.attend(q[begin:end], kv_layer, seen, tokens, form, out[begin:end])
-            continue
-        # [blocks, 2, G, block_size, D] -> [2, G, tokens, D]
-        blocks = kv_layer[seen.long()].permute(1, 2, 0, 3, 4)
-        keys, values = blocks.reshape(2, kv_heads, -1, dim)[:, :, :tokens]
-        if form.soft_cap or form.sinks is not None:
-            _attend_plainly(q[begin:end], keys, values, form, out[begin:end])
-        else:
-            _attend_by_torch(q[begin:end], keys, values, form, out[begin:end])
+        attend_chunk(q[begin:end], kv_layer, table, context, form, out[begin:end])
+
+
+def attend_chunk(q: Tensor, kv_layer: Tensor, table: Tensor, context: int, form: AttentionForm, out: Tensor) -> None:
+    """The last rows of a sequence's context: q and out [rows, H, D]. The layer is as `decode_attention`'s."""
+    _, _, kv_heads, block_size, dim = kv_layer.shape
+    # To a chunk the context begins with the block in which its first query's window does.
+    outside = max(0, context - len(q) + 1 - form.window) // block_size if form.window else 0
+    seen, tokens = table[outside : -(-context // block_size)], context - outside * block_size
+    if q.dtype == torch.bfloat16 and fits_tiles(dim, block_size):
+        tiled_prefill.attend(q, kv_layer, seen, tokens, form, out)
+        return
+    # [blocks, kinds, G, block_size, D] -> [kinds, G, tokens, D]
+    blocks = kv_layer[seen.long()].permute(1, 2, 0, 3, 4)
+    kinds = blocks.reshape(len(blocks), kv_heads, -1, dim)[:, :, :tokens]
+    keys, values = kinds[0], kinds[-1]
+    if form.soft_cap or form.sinks is not None:
+        _attend_plainly(q, keys, values, form, out)
+    else:
+        _attend_by_torch(q, keys, values, form, out)
 
 
 def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:

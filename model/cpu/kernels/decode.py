@@ -143,9 +143,9 @@ SEQUENCES_A_THREAD = 4  # of these each thread takes whole sequences: shares the
 @compiled
 def _place(words, table, head, token):
     """The address of the keys of the 16 tokens that `token` is among."""
-    kv_heads, dim, block_size = words[9], words[10], words[11]
+    kv_heads, dim, block_size, kinds = words[9], words[10], words[11], words[21]
     block, offset = np.int64(table[token // block_size]), token % block_size // LANES * LANES
-    return words[4] + (((block * 2 * kv_heads) + head) * block_size + offset) * dim * 2
+    return words[4] + (((block * kinds * kv_heads) + head) * block_size + offset) * dim * 2
 
 
 @compiled
@@ -165,7 +165,7 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
     queries: the address of the first head's. With a head at a time, 2 KiB here and 2 KiB there, the CPU sees no stream.
     """
     kv_heads, dim, block_size = words[9], words[10], words[11]
-    head_bytes, group = block_size * dim * 2, scores.shape[1]
+    to_values, group = (words[21] - 1) * kv_heads * block_size * dim * 2, scores.shape[1]
     token = start
     while token < end:
         stop = min(end, token + block_size - token % block_size)  # where the block ends
@@ -175,14 +175,14 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
                 keys = _place(words, table, first_head + part, first)
                 following = _place(words, table, first_head + part, min(first + block_size, end - 1))
                 for line in range(0, LANES * 2 * dim, 64):
-                    prefetch(keys + kv_heads * head_bytes + line)
+                    prefetch(keys + to_values + line)
                     prefetch(following + line)
                 place = scores[part].ctypes.data + 4 * (first - start)
                 for row in range(group):
                     dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * row)
         for part in range(num_heads):
             for first in range(token, stop, LANES):
-                values = _place(words, table, first_head + part, first) + kv_heads * head_bytes
+                values = _place(words, table, first_head + part, first) + to_values
                 place = packed[part].ctypes.data + (first - start) * 2 * dim
                 _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, place)
         token = stop
@@ -231,7 +231,8 @@ def _attend(words, tables, item, begin, end, scratch, state):
 @Kernel
 def decode(words):
     """words: q, KV layer, partials, tables, contexts, heads, KV heads, head dim, block size, blocks, table width,
-    scale, sequences, segment tokens, segments that there is room for, KV heads of an item, window, cap or 0."""
+    scale, sequences, segment tokens, segments that there is room for, KV heads of an item, window, cap or 0, kinds of
+    rows: where there is but one, each is a key and a value."""
     heads, kv_heads, dim, sequences, tokens = words[8], words[9], words[10], words[15], words[16]
     most, together, window, group = words[17], words[18], words[19], heads // kv_heads
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))

@@ -44,7 +44,8 @@ def _square_sum(x):
 
 
 @compiled
-def _normalise(x, weight, eps, out):
+def normalise(x, weight, eps, out):
+    """out = x / sqrt(mean(x^2) + eps) * weight."""
     total = _square_sum(x)
     scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[0]) + eps)
     for i in range(x.shape[0]):
@@ -58,7 +59,7 @@ def _rms_norm(words):
     x, weight = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_floats(words[4]), (hidden,))
     out = carray(as_stored(words, words[5]), (rows, hidden))
     for row in taken(words, rows):
-        _normalise(x[row], weight, eps, out[row])
+        normalise(x[row], weight, eps, out[row])
 
 
 @Kernels
@@ -70,7 +71,7 @@ def _add_rms_norm(words):
     for row in taken(words, rows):
         for i in range(hidden):
             store(residual[row], i, widen(x[row, i]) + widen(residual[row, i]))
-        _normalise(residual[row], weight, eps, x[row])
+        normalise(residual[row], weight, eps, x[row])
 
 
 @Kernels
@@ -139,7 +140,8 @@ def _soft_cap(words):
 
 
 @compiled
-def _rotate(source, cos_sin, out):
+def rotate(source, cos_sin, out):
+    """A head, by one position's cos and sin."""
     half = source.shape[0] // 2
     for i in range(half):
         first, second = widen(source[i]), widen(source[half + i])
@@ -164,14 +166,44 @@ def _rope_and_write_kv(words):
         block, offset = slots[row] // block_size, slots[row] % block_size
         if is_normalised:
             for head in range(heads + kv_heads):
-                _normalise(qkv[row, head], q_norm if head < heads else k_norm, eps, qkv[row, head])
+                normalise(qkv[row, head], q_norm if head < heads else k_norm, eps, qkv[row, head])
         for head in range(heads):
-            _rotate(qkv[row, head], angles, out[row, head])
+            rotate(qkv[row, head], angles, out[row, head])
         for head in range(kv_heads):
-            _rotate(qkv[row, heads + head], angles, kv[block, 0, head, offset])
+            rotate(qkv[row, heads + head], angles, kv[block, 0, head, offset])
             value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
             for i in range(dim):
                 place[i] = value[i]
+
+
+@Kernels
+def _write_latents(words):
+    """words: rows, KV layer, norm, cos_sin, positions, slots, rank, rotary, slots of the cache, positions, eps."""
+    count, rank, rotary, eps = words[1], words[9], words[10], float_of_bits(np.uint32(words[13]))
+    rows = carray(as_stored(words, words[3]), (count, rank + rotary))
+    cache = carray(as_stored(words, words[4]), (words[11], rank + rotary))
+    norm, cos_sin = carray(as_floats(words[5]), (rank,)), carray(as_floats(words[6]), (words[12], rotary))
+    positions, slots = carray(as_integers(words[7]), (count,)), carray(as_integers(words[8]), (count,))
+    for row in taken(words, count):
+        place = cache[slots[row]]
+        normalise(rows[row, :rank], norm, eps, place[:rank])
+        rotate(rows[row, rank:], cos_sin[positions[row]], place[rank:])
+
+
+@Kernels
+def _turn_queries(words):
+    """words: q, out, cos_sin, positions, heads, width of a query, of out, what turns of both, positions of the
+    table."""
+    count, heads, width, out_width, rotary = words[1], words[7], words[8], words[9], words[10]
+    q, out = (
+        carray(as_stored(words, words[3]), (count, heads, width)),
+        carray(as_stored(words, words[4]), (count, heads, out_width)),
+    )
+    cos_sin = carray(as_floats(words[5]), (words[11], rotary))
+    positions = carray(as_integers(words[6]), (count,))
+    for row in taken(words, count):
+        for head in range(heads):
+            rotate(q[row, head, width - rotary :], cos_sin[positions[row]], out[row, head, out_width - rotary :])
 
 
 @compiled
@@ -218,7 +250,7 @@ def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tenso
     """x contiguous [T, hidden], weight fp32 [hidden] -> x's shape and dtype."""
     rows, hidden = x.shape
     out = launcher.empty((rows, hidden), x.dtype)
-    launcher.run(_rms_norm.of(x.dtype), rows, _grain(hidden), x, weight, out, hidden, eps)
+    launcher.run(_rms_norm.of(x.dtype), rows, grain(hidden), x, weight, out, hidden, eps)
     return out
 
 
@@ -228,21 +260,21 @@ def add_rms_norm(launcher: Launcher, x: Tensor, residual: Tensor, weight: Tensor
     weight fp32 [hidden].
     """
     rows, hidden = x.shape
-    launcher.run(_add_rms_norm.of(x.dtype), rows, _grain(hidden), x, residual, weight, hidden, eps)
+    launcher.run(_add_rms_norm.of(x.dtype), rows, grain(hidden), x, residual, weight, hidden, eps)
     return x, residual
 
 
 def add(launcher: Launcher, x: Tensor, residual: Tensor) -> Tensor:
     """Both contiguous [T, hidden]; residual becomes the sum, and is returned."""
     rows, hidden = x.shape
-    launcher.run(_add.of(x.dtype), rows, _grain(hidden), x, residual, hidden)
+    launcher.run(_add.of(x.dtype), rows, grain(hidden), x, residual, hidden)
     return residual
 
 
 def scale(launcher: Launcher, x: Tensor, factor: float) -> Tensor:
     """x contiguous [T, hidden], which becomes the product, and is returned."""
     rows, hidden = x.shape
-    launcher.run(_scale.of(x.dtype), rows, _grain(hidden), x, hidden, factor)
+    launcher.run(_scale.of(x.dtype), rows, grain(hidden), x, hidden, factor)
     return x
 
 
@@ -257,7 +289,7 @@ def square_sums(launcher: Launcher, qkv: Tensor, norms: RowNorms) -> Tensor:
     """qkv contiguous [T, (H + 2 G) D] -> fp32 [T, 2]."""
     rows, width = qkv.shape
     sums = launcher.empty((rows, 2), torch.float32)
-    launcher.run(_square_sums.of(qkv.dtype), rows, _grain(width), qkv, sums, width, len(norms.q), len(norms.k))
+    launcher.run(_square_sums.of(qkv.dtype), rows, grain(width), qkv, sums, width, len(norms.q), len(norms.k))
     return sums
 
 
@@ -267,7 +299,7 @@ def norm_rows(launcher: Launcher, qkv: Tensor, square_sums: Tensor, norms: RowNo
     launcher.run(
         _norm_rows.of(qkv.dtype),
         rows,
-        _grain(width),
+        grain(width),
         *(qkv, square_sums, norms.q, norms.k, width, len(norms.q), len(norms.k), norms.ranks, norms.eps),
     )
     return qkv
@@ -292,7 +324,7 @@ def rope_and_write_kv(
     launcher.run(
         _rope_and_write_kv.of(qkv.dtype),
         rows,
-        _grain(width),
+        grain(width),
         *(qkv, kv_layer, out, cos_sin, layout.positions, layout.slots),
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
         *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
@@ -300,16 +332,49 @@ def rope_and_write_kv(
     return out
 
 
+def write_latents(
+    launcher: Launcher,
+    rows: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+) -> None:
+    """As Backend.write_latents."""
+    count, width = rows.shape
+    rank, num_slots = len(norm), kv_layer.shape[0] * kv_layer.shape[3]
+    launcher.run(
+        _write_latents.of(rows.dtype),
+        count,
+        grain(width),
+        *(rows, kv_layer, norm, cos_sin, layout.positions, layout.slots),
+        *(rank, width - rank, num_slots, cos_sin.shape[0], eps),
+    )
+
+
+def turn_queries(launcher: Launcher, q: Tensor, out: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    """The last numbers of each head's queries, as many as cos_sin has columns, rotated, to the last ones of `out`.
+
+    q [T, H, width] and out [T, H, another width], both contiguous.
+    """
+    count, heads, width = q.shape
+    places, rotary = cos_sin.shape
+    arguments = q, out, cos_sin, positions, heads, width, out.shape[2], rotary, places
+    launcher.run(_turn_queries.of(q.dtype), count, grain(heads * rotary), *arguments)
+
+
 def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up contiguous [T, 2 I] -> [T, I]."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = launcher.empty((rows, inner), gate_up.dtype)
     number = ACTIVATIONS.index(activation)
-    launcher.run(_gate.of(gate_up.dtype), rows, _grain(inner), gate_up, out, inner, number)
+    launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, number)
     return out
 
 
-def _grain(row_elements: int) -> int:
+def grain(row_elements: int) -> int:
+    """How many rows a thread takes at a time."""
     return max(1, GRAIN_ELEMENTS // row_elements)
 
 

@@ -34,7 +34,7 @@ GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of wor
 @compiled
 def _best(scores, first, end, is_open):
     """The first of the largest scores from `first` to `end` that are open. One is, even if all scores are NaN."""
-    best = np.int64(-1)
+    best = -1
     for i in range(first, end):
         if is_open[i] and (best < 0 or scores[i] > scores[best]):
             best = i

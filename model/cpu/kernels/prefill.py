@@ -291,13 +291,13 @@ def _prefill_by_amx(words):
 
 @Kernel
 def _pack(words):
-    """words: KV layer, block table, packed K and V, KV heads, head dim, block size, tokens, padded tokens.
+    """words: KV layer, block table, packed K and V, KV heads, head dim, block size, tokens, padded tokens, kinds.
 
     An item is one head's part of one block, 16 tokens at a time; what this packs beyond the context means nothing, but
     the last block's brings the zeros behind it.
     """
     items, kv_heads, dim, block_size = words[1], words[7], words[8], words[9]
-    tokens, padded_tokens = words[10], words[11]
+    tokens, padded_tokens, kinds = words[10], words[11], words[12]
     blocks = items // kv_heads
     table = carray(as_short_integers(words[4]), (blocks,))
     packed_keys = carray(as_short_integers(words[5]), (kv_heads, dim // 2, padded_tokens))
@@ -305,8 +305,8 @@ def _pack(words):
     head_bytes = block_size * dim * 2
     for item in taken(words, items):
         index, head = item // kv_heads, item % kv_heads
-        keys = words[3] + (np.int64(table[index]) * 2 * kv_heads + head) * head_bytes
-        values = keys + kv_heads * head_bytes
+        keys = words[3] + (np.int64(table[index]) * kinds * kv_heads + head) * head_bytes
+        values = keys + (kinds - 1) * kv_heads * head_bytes
         first = index * block_size
         count = min(block_size, tokens - first)
         for token in range(0, count, LANES):
@@ -326,16 +326,17 @@ def _pack(words):
 def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: AttentionForm, out: Tensor) -> None:
     """Causal attention of the last rows of a context of `tokens`, all in contiguous bf16, of a shape that `fits_tiles`.
 
-    q and out [rows, H, D]; kv_layer [blocks, 2, G, block_size, D]; table int32, contiguous. All of the table is read.
+    q and out [rows, H, D]; kv_layer [blocks, kinds, G, block_size, D]; table int32, contiguous. All of the table is
+    read.
     """
     rows, heads, dim = q.shape
-    _, _, kv_heads, block_size, _ = kv_layer.shape
+    _, kinds, kv_heads, block_size, _ = kv_layer.shape
     # One vector more: rows of packed keys a power of two apart would share a few sets of the L1 cache.
     padded_tokens = -(-tokens // KEY_PADDING) * KEY_PADDING + LANES
     # Pairs along the inner dimension of each product go into one 32-bit lane.
     keys, values = _SCRATCH.lanes(kv_heads * dim * padded_tokens).chunk(2)
     items = kv_heads * -(-tokens // block_size)
-    _pack.run(items, 8, kv_layer, table, keys, values, kv_heads, dim, block_size, tokens, padded_tokens)
+    _pack.run(items, 8, kv_layer, table, keys, values, kv_heads, dim, block_size, tokens, padded_tokens, kinds)
     together = _heads_together(rows, heads // kv_heads)
     (_prefill_by_amx if amx.is_usable() else _prefill_by_registers).run(
         heads // together * _num_tiles(rows, together),

@@ -348,12 +348,12 @@ _DECODE: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
 }
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
 _FP32_DECODE = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_WAVES = 4  # of programs; more segments would even out little more, and each starts with a wait for memory
 _NEARLY = 1.05  # as good as the best, if it takes fewer segments
 MOST_SEGMENTS = 128
 _LEAST_SEGMENT_STEPS = 2  # a shorter segment costs more in the merge than it saves
-_MERGE_SEGMENTS = 16  # segments a step of the merging kernel
+MERGE_SEGMENTS = 16  # segments a step of the merging kernel
 
 
 def decode_config(
@@ -366,13 +366,13 @@ def decode_config(
     table = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     for widest, (block_n, warps, stages) in table:
         if head_dim <= widest:
-            at_once = target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+            at_once = target.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
             useful = min(max_context_len // (block_n * _LEAST_SEGMENT_STEPS), MOST_SEGMENTS)
-            return DecodeConfig(block_n, warps, stages, _num_segments(num_sequences * groups, at_once, useful))
+            return DecodeConfig(block_n, warps, stages, num_segments(num_sequences * groups, at_once, useful))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 
-def _num_segments(programs: int, at_once: int, useful: int) -> int:
+def num_segments(programs: int, at_once: int, useful: int) -> int:
     """How far to split contexts, at most `useful`: the fewest segments that take nearly the least time.
 
     `programs` run for each segment, `at_once` in a wave. Waves follow each other, and each takes the time of a segment:
@@ -545,5 +545,5 @@ def decode_attention(
         merge_segments_kernel[(heads, sequences)](
             partial_out, partial_log_sums, layout.context_lens, out, out.stride(0), segments,
             NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
-            WINDOW=form.window, MOST_SEGMENTS=MOST_SEGMENTS, STEP=_MERGE_SEGMENTS, num_warps=4,
+            WINDOW=form.window, MOST_SEGMENTS=MOST_SEGMENTS, STEP=MERGE_SEGMENTS, num_warps=4,
         )  # fmt: skip

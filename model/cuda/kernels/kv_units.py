@@ -1,8 +1,9 @@
 """Units of KV between paged caches and contiguous buffers, or from one cache into another: one launch a chunk.
 
-A unit is [2 (K, V), heads of the lane, unit_tokens, head_dim] and lies in one block of a cache. Where it begins is an
-address, so that units of many layers, and of another process's cache, go in the same launch. A packed buffer is just a
-cache whose blocks are the units: packing, unpacking and copying differ in their addresses and strides alone.
+A unit is [kinds (K and V, or latents), heads of the lane, unit_tokens, head_dim] and lies in one block of a cache.
+Where it begins is an address, so that units of many layers, and of another process's cache, go in the same launch. A
+packed buffer is just a cache whose blocks are the units: packing, unpacking and copying differ in their addresses and
+strides alone.
 
 On their way units may be digested, or go to one byte a value and back.
 
@@ -48,17 +49,18 @@ class UnitPlaces:
     block_bytes: int  # from one block to the next
     units_per_block: int
     first_head: int  # of the lane, within the block
+    kinds: int = 2  # of rows: 1 where they are latents
 
     @property
     def unit_bytes(self) -> int:
-        return 2 * self.num_heads * self.head_bytes
+        return self.kinds * self.num_heads * self.head_bytes
 
     @property
     def run_bytes(self) -> int:
         """What of a unit is contiguous: all of it, K and V each, or each head."""
         if self.head_stride != self.head_bytes:
             return self.head_bytes
-        if self.kind_stride != self.num_heads * self.head_bytes:
+        if self.kinds > 1 and self.kind_stride != self.num_heads * self.head_bytes:
             return self.num_heads * self.head_bytes
         return self.unit_bytes
 
@@ -76,21 +78,30 @@ class UnitPlaces:
 
 
 def paged_places(
-    *, row_bytes: int, heads_per_block: int, block_size: int, first_head: int, num_heads: int, unit_tokens: int
+    *,
+    row_bytes: int,
+    heads_per_block: int,
+    block_size: int,
+    first_head: int,
+    num_heads: int,
+    unit_tokens: int,
+    kinds: int = 2,
 ) -> UnitPlaces:
-    """Units in a cache whose layers are [num_blocks, 2, heads_per_block, block_size, row_bytes]."""
+    """Units in a cache whose layers are [num_blocks, kinds, heads_per_block, block_size, row_bytes]."""
     head_stride = block_size * row_bytes
     kind_stride = heads_per_block * head_stride
     return UnitPlaces(
-        num_heads, unit_tokens * row_bytes, head_stride, kind_stride, 2 * kind_stride, block_size // unit_tokens,
-        first_head,
+        num_heads, unit_tokens * row_bytes, head_stride, kind_stride, kinds * kind_stride, block_size // unit_tokens,
+        first_head, kinds,
     )  # fmt: skip
 
 
 def packed_places(places: UnitPlaces) -> UnitPlaces:
     """The same units one after the other in a buffer, unit i being block i."""
-    heads, size = places.num_heads, places.head_bytes
-    return UnitPlaces(heads, size, size, heads * size, 2 * heads * size, units_per_block=1, first_head=0)
+    heads, size, kinds = places.num_heads, places.head_bytes, places.kinds
+    return UnitPlaces(
+        heads, size, size, heads * size, kinds * heads * size, units_per_block=1, first_head=0, kinds=kinds
+    )
 
 
 def address_tensor(addresses: NDArray[np.int64], device: torch.device) -> Tensor:
@@ -176,6 +187,7 @@ def move_units_kernel(
     SOURCE_KIND: tl.constexpr,
     TARGET_HEAD: tl.constexpr,
     TARGET_KIND: tl.constexpr,
+    KINDS: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PER_RUN: tl.constexpr,
     RUN_WORDS: tl.constexpr,
@@ -189,7 +201,7 @@ def move_units_kernel(
 
     With DIGEST the words are of 8 bytes, and the program's sums A and B go to its place in parts.
     """
-    RUNS: tl.constexpr = 2 * HEADS // HEADS_PER_RUN
+    RUNS: tl.constexpr = KINDS * HEADS // HEADS_PER_RUN
     unit, run = tl.program_id(0) // RUNS, tl.program_id(0) % RUNS
     kind, head = run * HEADS_PER_RUN // HEADS, run * HEADS_PER_RUN % HEADS
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -235,7 +247,7 @@ def _move(
     source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets: Tensor | None, seal: int | None = None
 ) -> Tensor:
     """Copies to `targets`, if given, and sums up what a digest with this seal is made of: int64 [parts, 2]."""
-    if (source.num_heads, source.head_bytes) != (target.num_heads, target.head_bytes):
+    if any(getattr(source, of) != getattr(target, of) for of in ("kinds", "num_heads", "head_bytes")):
         raise ValueError("source and target have units of different shapes")
     alignment = min(source.alignment, target.alignment)
     word_bytes = min(alignment, 8)
@@ -252,7 +264,8 @@ def _move(
             sources, sources if targets is None else targets, parts, _signed(seal or 0),
             SOURCE_HEAD=source.head_stride // word_bytes, SOURCE_KIND=source.kind_stride // word_bytes,
             TARGET_HEAD=target.head_stride // word_bytes, TARGET_KIND=target.kind_stride // word_bytes,
-            HEADS=source.num_heads, HEADS_PER_RUN=run_bytes // source.head_bytes, RUN_WORDS=run_words,
+            KINDS=source.kinds, HEADS=source.num_heads, HEADS_PER_RUN=run_bytes // source.head_bytes,
+            RUN_WORDS=run_words,
             WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes], ALIGNMENT=alignment, TILE=tile,
             COPY=targets is not None, DIGEST=seal is not None,
             num_warps=max(1, min(4, tile * word_bytes // 512)),
@@ -347,6 +360,7 @@ def code_units_kernel(
     ALIGNMENT: tl.constexpr,
     HEAD: tl.constexpr,
     KIND: tl.constexpr,
+    KINDS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     DIM: tl.constexpr,
@@ -354,7 +368,7 @@ def code_units_kernel(
     DIM_PADDED: tl.constexpr,
 ):
     """One program TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides in values."""
-    ROWS: tl.constexpr = 2 * HEADS * TOKENS
+    ROWS: tl.constexpr = KINDS * HEADS * TOKENS
     IS_FP8: tl.constexpr = LIMIT > 127.0
     unit = tl.program_id(0)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -398,13 +412,13 @@ def _code_units(
 ) -> None:
     value_bytes, units = getattr(torch, dtype).itemsize, paged.shape[0]
     tokens = places.head_bytes // (head_dim * value_bytes)
-    rows = 2 * places.num_heads * tokens
+    rows = places.kinds * places.num_heads * tokens
     dim_padded = power_of_two(head_dim)
     tile_rows = max(1, min(_CODED_TILE // dim_padded, power_of_two(rows)))
     if units:
         code_units_kernel[(units, triton.cdiv(rows, tile_rows))](
             paged, wire, ENCODE=encode, LIMIT=LIMITS[encoding], STORED=_STORED[dtype],
             ALIGNMENT=places.alignment, HEAD=places.head_stride // value_bytes,
-            KIND=places.kind_stride // value_bytes, HEADS=places.num_heads, TOKENS=tokens, DIM=head_dim,
-            TILE_ROWS=tile_rows, DIM_PADDED=dim_padded, num_warps=4,
+            KIND=places.kind_stride // value_bytes, KINDS=places.kinds, HEADS=places.num_heads, TOKENS=tokens,
+            DIM=head_dim, TILE_ROWS=tile_rows, DIM_PADDED=dim_padded, num_warps=4,
         )  # fmt: skip

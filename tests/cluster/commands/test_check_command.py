@@ -109,3 +109,25 @@ def test_people_are_told_how_to_serve_it(tmp_path: Path, capsys: pytest.CaptureF
     assert "128.0 KiB a token" in lines[1]
     assert "contexts of up to 131,072 tokens" in lines[2]
     assert f"    model: {{path: {tmp_path}, quantization: auto}}" in lines
+
+
+MIXTRAL_8X7B = LLAMA_3_1_8B | {"architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "num_local_experts": 8}
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    **{"num_hidden_layers": 24, "num_local_experts": 32, "vocab_size": 201088, "hidden_size": 2880},
+    **{"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8},
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameters", "active"),
+    [(MIXTRAL_8X7B, 46_702_792_704, 12_879_925_248), (GPT_OSS_20B, 20_914_757_184, 4_187_440_704)],
+)
+def test_of_experts_the_parameters_that_a_token_takes_are_told(
+    fields: dict[str, Any], parameters: int, active: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, told = checked(tmp_path, capsys, fields, "--gpu", "h100-80gb", "--dtype", "bfloat16")
+    assert (told["way"], told["parameters"], told["active_parameters"]) == ("native", parameters, active)
+    main(["check", str(tmp_path), "--gpu", "h100-80gb", "--dtype", "bfloat16"])
+    assert f"of which a token takes {active / 1e6:,.1f} M" in capsys.readouterr().out

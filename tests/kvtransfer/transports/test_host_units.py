@@ -35,6 +35,7 @@ def cases(draw: st.DrawFn) -> tuple[BytesStore, Cut, list[Segment]]:
         num_kv_heads=heads,
         block_size=unit_tokens * parts,
         dtype=draw(st.sampled_from(["bfloat16", "float32"])),
+        kinds=draw(st.integers(1, 2)),
     )
     store.fill(draw(st.integers(0, 9)))
     cut = Cut(store.layout, first_head, draw(st.integers(1, heads - first_head)), unit_tokens, "raw")
@@ -44,18 +45,18 @@ def cases(draw: st.DrawFn) -> tuple[BytesStore, Cut, list[Segment]]:
 
 
 def naive(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
-    """The units as on the wire: [2, heads of the lane, unit_tokens, head_dim] each."""
+    """The units as on the wire: [kinds, heads of the lane, unit_tokens, head_dim] each."""
     return b"".join(
         unit_array(store, cut, segment.layer, unit_id).tobytes() for segment in segments for unit_id in segment.unit_ids
     )
 
 
 def unit_array(store: BytesStore, cut: Cut, layer: int, unit_id: int) -> NDArray[np.uint8]:
-    """A view of the unit, [2, heads, unit_tokens, bytes of a row]."""
+    """A view of the unit, [kinds, heads, unit_tokens, bytes of a row]."""
     layout = cut.layout
     row = layout.head_dim * DTYPE_BYTES[layout.dtype]
     blocks = np.frombuffer(store.layers[layer], np.uint8)
-    blocks = blocks.reshape(store.num_blocks, 2, layout.heads_per_rank, layout.block_size, row)
+    blocks = blocks.reshape(store.num_blocks, layout.kinds, layout.heads_per_rank, layout.block_size, row)
     block, part = divmod(unit_id, cut.units_per_block)
     tokens = slice(part * cut.unit_tokens, (part + 1) * cut.unit_tokens)
     return blocks[block, :, cut.first_head : cut.first_head + cut.num_heads, tokens]

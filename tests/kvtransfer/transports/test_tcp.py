@@ -43,9 +43,9 @@ async def through_proxy(
             await proxy.close()
 
 
-@pytest.mark.parametrize("num_blocks", [2, 60])
-async def test_every_changed_byte_is_found_and_the_next_chunk_is_whole(num_blocks: int) -> None:
-    source, target = BytesStore(1, 64, 1024), BytesStore(1, 64, 1024)
+@pytest.mark.parametrize(("num_blocks", "kinds"), [(2, 2), (60, 2), (60, 1)])
+async def test_every_changed_byte_is_found_and_the_next_chunk_is_whole(num_blocks: int, kinds: int) -> None:
+    source, target = (BytesStore(1, 64, 1024, kinds=kinds) for _ in range(2))
     source.fill(1)
     size = num_blocks * source.block_bytes + DIGEST_BYTES
     draw = random.Random(4)

@@ -97,6 +97,7 @@ async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None
 async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default torch ends the process whose operation fails; it reads the variable when a group is made."""
     handling: list[str | None] = []
+    begun: list[str] = []
     aborted: list[str] = []
 
     class DeadPeersGroup:
@@ -104,6 +105,7 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
             _timeout: timedelta
 
         def __init__(self, *_: Any):
+            begun.append("group")
             handling.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
 
         def send(self, *_: Any) -> Any:
@@ -114,6 +116,9 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
 
     class OnDevice(Delegate):
         """A staging that is not the host's."""
+
+        def warm_up(self) -> None:
+            begun.append("warm-up")
 
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", DeadPeersGroup, raising=False)
@@ -127,6 +132,7 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
         await sending.join(pending.params, cut)
     await sending.close()
     assert handling == ["0"]
+    assert begun == ["warm-up", "group"], "no operation's time runs while kernels are compiled"
     assert aborted[-1:] == ["kv-group-wait_0"]
     await pending.close()
     await receiving.close()

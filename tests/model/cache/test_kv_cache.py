@@ -192,3 +192,17 @@ def test_a_cache_larger_than_any_machine_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="use a smaller KV cache") as caught:
         make_cache(num_blocks=2**48)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("layers", "name", "of_token"), [(60, "DeepseekV2", 69_120), (61, "DeepseekV3", 70_272)])
+def test_of_latents_a_token_takes_what_the_papers_count(layers: int, name: str, of_token: int) -> None:
+    """(d_c + d_h^R) l numbers (DeepSeek-AI 2024, table 1), of 2 bytes; on every rank, whatever their number. 1/57 of
+    what 128 heads' keys and values would take."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    dense = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "num_attention_heads": 128}
+    raw = {**TINY, **sizes, **dense, "num_key_value_heads": 128, "architectures": [f"{name}ForCausalLM"]}
+    config = parse_model_config(raw, "test")
+    assert kv_block_bytes(config, 1, torch.bfloat16) == kv_block_bytes(config, 1, torch.bfloat16, 8) == of_token
+    layout = KVLayout("", "bfloat16", layers, config.num_kv_heads, config.head_dim, 16, kinds=config.kv_kinds)
+    assert layout.token_bytes == of_token
+    assert round(2 * 128 * 128 * layers * 2 / of_token) == 57

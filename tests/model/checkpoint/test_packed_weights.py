@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from tests.model.conftest import make_decoder
 from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
-from tests.model.test_conformance import MIN_MARGIN, NEW_TOKENS, random_prompts, reference
+from tests.model.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, random_prompts, reference
 from twostroke.model.backend import LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms
@@ -219,6 +219,58 @@ def test_a_quantised_checkpoint_generates_what_transformers_does_with_its_weight
         assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 
+@pytest.mark.parametrize("name", ["FP8 by blocks", "AWQ", "GPTQ with desc_act"])
+def test_quantised_experts_generate_what_transformers_does_with_their_weights(
+    name: str, tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    more = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+    folder = write_checkpoint(**FAMILY_SHAPES["qwen3_moe"] | more)
+    told, pack = FORMATS[name]
+    quantised(folder, told, pack(), tmp_path)
+    prompts = random_prompts(96, 1, LENGTHS)
+    expected, margins = reference(folder, prompts)
+    assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+
+
+def mxfp4(weight: Tensor) -> Packed:
+    """weight [experts, in, out], in groups of 32 inputs: blocks, scales, and what they mean."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat((numbers, -numbers))
+    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3) / 6).log2().ceil()
+    scaled = groups / 2 ** exponents[..., None]
+    codes = (scaled[..., None] - numbers).abs().argmin(-1)
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    meant = (numbers[codes] * 2 ** exponents[..., None]).flatten(2).transpose(1, 2).contiguous()
+    return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, meant
+
+
+def test_experts_in_mxfp4_generate_what_their_numbers_mean(
+    tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    folder = write_checkpoint(**FAMILY_SHAPES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 128})
+    packed: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / SINGLE_FILE).items():
+        is_weight = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        parts, meant[name] = mxfp4(tensor) if is_weight else ({}, tensor)
+        packed |= {f"{name}_{part}": held for part, held in parts.items()} or {name: tensor}
+    save_file(meant, folder / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(packed, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    told = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": told}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    prompts = random_prompts(96, 1, LENGTHS)
+    expected, margins = reference(folder, prompts)
+    assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+    with ranks(tmp_path, 2) as both:
+        assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+    config = load_model_config(tmp_path)
+    assert Checkpoint(tmp_path, config).forms == stored_forms(config)
+
+
 @needs_avx512_bf16
 @pytest.mark.parametrize("name", ["FP8 by blocks", "GPTQ with desc_act"])
 def test_recorded_steps_of_bf16_draw_what_eager_ones_do(
@@ -255,7 +307,9 @@ def test_a_setting_widens_or_quantises_anew(tmp_path: Path, write_checkpoint: An
             for checkpoint in checkpoints
         )
         for layer, expected in zip(of_packed.layers, of_meant.layers, strict=True):
-            torch.testing.assert_close(layer.gate_up(x), expected.gate_up(x))
+            assert layer.mlp is not None
+            assert expected.mlp is not None
+            torch.testing.assert_close(layer.mlp.gate_up(x), expected.mlp.gate_up(x))
             torch.testing.assert_close(layer.output(x), expected.output(x))
 
 

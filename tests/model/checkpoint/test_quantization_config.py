@@ -59,7 +59,7 @@ def test_what_a_checkpoint_says_of_its_projections(told: dict[str, Any], expecte
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ({}, "quant_method: '' is not supported, only fp8, compressed-tensors, awq, gptq are"),
+        ({}, "quant_method: '' is not supported, only fp8, compressed-tensors, awq, gptq, mxfp4 are"),
         ({"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' is not supported"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected a list of 2"),

@@ -147,6 +147,23 @@ async def test_a_call_that_must_be_made_is_held_to_a_grammar(site, client, speak
     assert not follows(speaker, grammar, THOUGHT + CALL.replace('{"city"', "{" + "\n" * 40 + '"city"'))
 
 
+@pytest.mark.parametrize("is_offered", [True, False])
+async def test_an_answer_of_a_schema_may_be_a_call_where_tools_are_offered(site, client, speaker, is_offered):
+    plays(site, speaker, THOUGHT + '{"n": 1}')
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    await ask(client, streams=False, response_format=form, **({"tools": [RAIN]} if is_offered else {}))
+    grammar = site.rig["p0"].seen[0].grammar
+    assert follows(speaker, grammar, THOUGHT + '{"n": 1}')
+    assert follows(speaker, grammar, THOUGHT + CALL) == is_offered
+    assert not follows(speaker, grammar, THOUGHT + "Hello.")
+
+
 LARGE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 1_000_003}}}
 
 

@@ -3,6 +3,7 @@
 
 import json
 import random
+from functools import cache
 
 import pytest
 
@@ -44,17 +45,20 @@ TRANSCRIPTS = [
     ("harmony", "", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.rain <|constrain|>json<|message|>{BODY}<|call|>", ("", "Hm.", ["rain"])),
     ("harmony", "", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.rain<|channel|>commentary json<|message|>{BODY}", ("", "Hm.", ["rain"])),
     ("harmony", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.", ("Hello.", "Hm.", [])),
+    ("harmony", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commen: rain<|message|>Hello.", ("<|channel|>commen: rain<|message|>Hello.", "Hm.", [])),
+    ("harmony", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", ("", "Hm.", [])),
     ("harmony", "", "no channel at all", ("no channel at all", "", [])),
 ]  # fmt: skip
 IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(TRANSCRIPTS)]
 
 
+@cache
 def format_of(name):
     return pick_output_format(name, None, "", "")
 
 
 def read(name, opening, pieces, tools=TOOLS):
-    parser = format_of_cached(name).language.parser(f"<|im_start|>assistant\n{opening}", tools)
+    parser = format_of(name).language.parser(f"<|im_start|>assistant\n{opening}", tools)
     content, reasoning, calls = "", "", {}
     for parsed in [*map(parser.add, pieces), parser.finish()]:
         content += parsed.content
@@ -64,13 +68,6 @@ def read(name, opening, pieces, tools=TOOLS):
             name, arguments = calls.get(call.index, (call.name, ""))
             calls[call.index] = (name, arguments + call.arguments)
     return content, reasoning, [*calls.values()]
-
-
-_FORMATS = {}
-
-
-def format_of_cached(name):
-    return _FORMATS.setdefault(name, format_of(name))
 
 
 @pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
@@ -91,7 +88,7 @@ def test_without_tools_no_word_is_lost_to_calls(name, opening, text, expected):
     content, reasoning, calls = read(name, opening, [text], tools=None)
     assert calls == []
     assert reasoning == expected[1]
-    if expected[2] and name != "harmony":
+    if expected[2]:
         assert "rain" in content
 
 
@@ -108,12 +105,20 @@ def mutated(text, draw):
     return text
 
 
+WORD = "@@kept@@"
+
+
 def check_mutations(count, seed):
+    """Read as many mutated answers whole and in three pieces: nothing is raised, all say the same, no word is lost."""
     draw = random.Random(seed)
     for _ in range(count):
         name, opening, text, _ = draw.choice(TRANSCRIPTS)
         text = mutated(text, draw)
+        at = draw.randrange(len(text) + 1)
+        text = text[:at] + WORD + text[at:]
         whole = read(name, opening, [text])
+        content, reasoning, calls = whole
+        assert calls or WORD in content + reasoning, f"{name}: {text!r}"
         cuts = sorted(draw.randrange(len(text) + 1) for _ in range(2))
         pieces = [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]
         assert read(name, opening, pieces) == whole, f"{name}: {text!r}"
@@ -124,5 +129,6 @@ def test_mutated_answers_are_read_without_an_error_and_wherever_they_are_cut():
 
 
 @pytest.mark.wide
-def test_a_million_mutated_answers_are_read_without_an_error():
-    check_mutations(500_000, seed=15)
+@pytest.mark.parametrize("part", range(20))
+def test_a_million_mutated_answers_are_read_without_an_error(part):
+    check_mutations(50_000, seed=100 + part)

@@ -56,6 +56,13 @@ def test_stop_tokens_come_from_the_generation_config_and_the_tokenizer(folder):
     assert TextTokenizer.load(folder).eos_token_ids == (3, 4, 1)
 
 
+def test_a_response_template_that_is_broken_is_told_when_it_is_loaded(folder):
+    change(folder / "tokenizer_config.json", response_template={"fields": {"content": {"open_pattern": "("}}})
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: response_template is broken"):
+        TextTokenizer.load(folder)
+    TextTokenizer.load(folder, response_template="none")
+
+
 def test_the_template_may_stand_in_the_tokenizer_config(folder):
     (folder / "chat_template.jinja").unlink()
     change(folder / "tokenizer_config.json", chat_template="{{ bos_token }}{{ messages[0].content }}")

@@ -338,6 +338,71 @@ def multiply(
     return out
 
 
+def _make_multiply_heads(multiply_block: Any) -> Any:
+    """`multiply_block`: as of `_make_multiply`."""
+
+    @compiled
+    def multiply(words):
+        """words: x, packed weights, bias, out, rows, columns, panels, steps, row block, bytes from row to row and from
+        head to head of x, then of out, whether out is bf16. An item is one head's panel and a block of rows."""
+        rows, columns, panels, steps, row_block = words[7], words[8], words[9], words[10], words[11]
+        blocks = (rows + row_block - 1) // row_block
+        memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
+        skipped = -memory.ctypes.data % LINE_BYTES // 4
+        sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
+        for item in taken(words, words[1]):
+            panel, first = item // blocks, item % blocks * row_block  # of all heads' panels
+            head, count = panel // panels, min(row_block, rows - first)
+            x = words[3] + first * words[12] + head * words[13]
+            b = words[4] + panel * steps * STEP_BYTES
+            multiply_block(words, count, x, words[12], b, steps, sums.ctypes.data, 0, b + steps * STEP_BYTES)
+            for row in range(count):
+                out = words[6] + (first + row) * words[14] + head * words[15]
+                place = sums[row].ctypes.data
+                finish_row(place, words[5], out, words[16], columns, 0, panel % panels * PANEL_COLUMNS)
+
+    return multiply
+
+
+_multiply_heads_in_registers = _make_multiply_heads(_multiply_block)
+_multiply_heads_in_matrices = _make_multiply_heads(_multiply_block_by_amx)
+
+
+@Kernels
+def _multiply_heads_by_registers(words):
+    _multiply_heads_in_registers(words)
+
+
+@Kernel
+def _multiply_heads_by_amx(words):
+    _multiply_heads_in_matrices(words)
+    amx.release_tiles()
+
+
+def multiply_heads(launcher: Launcher, x: Tensor, packed: Tensor, bias: Tensor, out: Tensor) -> None:
+    """A product of each head's own: x [T, H, in] to out [T, H, out], which have any strides but for their last
+    dimensions. packed by `pack_heads`, of x's dtype, of which an `in` is whole steps; bias of zeros."""
+    count, heads, _ = x.shape
+    _, panels, steps, _ = packed.shape
+    row_block = min(count, ROW_BLOCK)
+    by_amx = x.dtype == torch.bfloat16 and amx.is_usable()
+    launcher.run(
+        _multiply_heads_by_amx if by_amx else _multiply_heads_by_registers.of(x.dtype),
+        heads * panels * -(-count // row_block),
+        1,
+        *(x, packed, bias, out),
+        *(count, out.shape[2], panels, steps, row_block),
+        *(size * step for size, of in ((x.itemsize, x), (out.itemsize, out)) for step in of.stride()[:2]),
+        int(out.dtype == torch.bfloat16),
+    )
+
+
+def pack_heads(weight: Tensor) -> Tensor:
+    """weight [H, out, in] -> int32 [H, panels, steps, 64], each head's as `pack` does it."""
+    packed = [pack(of_head.contiguous()) for of_head in weight]
+    return torch.stack(packed, out=zeros_on_huge_pages((len(packed), *packed[0].shape), torch.int32))
+
+
 def multiply_tasks(
     launcher: Launcher, x: Tensor, tasks: Tensor, packed: Tensor, bias: Tensor, columns: int, out_dtype: torch.dtype
 ) -> Tensor:

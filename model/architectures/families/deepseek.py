@@ -1,0 +1,122 @@
+"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name): multi-head latent attention and experts in groups,
+some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
+"""
+
+import math
+from dataclasses import replace
+
+from twostroke.model.architectures.families.family import (
+    ConfigFields,
+    Defaults,
+    Family,
+    decoder_spec,
+    experts_spec,
+    read_decoder,
+    read_routing,
+    with_experts,
+)
+from twostroke.model.architectures.families.glm import experts_by_groups
+from twostroke.model.config import ExpertsSpec, LatentSizes, LatentSpec, MlpSpec, ModelConfig, Projection
+
+
+def read_v2_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    mlp_bias = fields.boolean("mlp_bias", default=False)
+    config = _read(fields, "DeepSeek-V2", max_position=2048, mlp_bias=mlp_bias, interleaves=True)
+    dense = fields.count("first_k_dense_replace", default=0)
+    if dense >= config.num_layers:
+        return config
+    return with_experts(config, _v2_experts(fields, mlp_bias), range(dense))
+
+
+def read_v3_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    interleaves = fields.boolean("rope_interleave", default=True)
+    config = _read(fields, "DeepSeek-V3", max_position=4096, mlp_bias=False, interleaves=interleaves)
+    dense = fields.count("first_k_dense_replace", default=3)
+    if dense >= config.num_layers:
+        return config
+    fields = fields.over({"routed_scaling_factor": 2.5, "topk_group": 4})
+    size = fields.integer("moe_intermediate_size", default=2048)
+    experts = experts_by_groups(fields, size, experts=256, top_k=8, groups=8, normalises=True)
+    return with_experts(config, experts, range(dense))
+
+
+def _v2_experts(fields: ConfigFields, mlp_bias: bool) -> ExpertsSpec:
+    """Scores are a softmax, and a group is as good as its best expert."""
+    size = fields.integer("moe_intermediate_size", default=1407)
+    routing = read_routing(fields, "n_routed_experts", experts=64, top_k=6)
+    method = fields.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error("topk_method", f"{method!r} is not supported, only greedy and group_limited_greedy are")
+    if method == "group_limited_greedy":
+        groups, top_groups = fields.integer("n_group"), fields.integer("topk_group")
+        if routing.num_experts % groups:
+            raise fields.error("n_group", f"{groups} does not divide n_routed_experts, {routing.num_experts}")
+        if not routing.top_k <= top_groups * (routing.num_experts // groups) <= routing.num_experts:
+            raise fields.error("topk_group", f"{top_groups} of {groups} groups have not {routing.top_k} experts")
+        routing = replace(routing, groups=groups, top_groups=top_groups)
+    gate, up, down = (Projection(f"mlp.shared_experts.{name}_proj", mlp_bias) for name in ("gate", "up", "down"))
+    return replace(
+        experts_spec(replace(routing, scale=fields.number("routed_scaling_factor", default=1.0)), size),
+        shared=MlpSpec(gate, up, down, fields.integer("n_shared_experts", default=2) * size),
+    )
+
+
+def _read(fields: ConfigFields, family: str, *, max_position: int, mlp_bias: bool, interleaves: bool) -> ModelConfig:
+    sizes = LatentSizes(
+        rank=fields.integer("kv_lora_rank", default=512),
+        rotary=fields.integer("qk_rope_head_dim", default=64),
+        key=fields.integer("qk_nope_head_dim", default=128),
+        value=fields.integer("v_head_dim", default=128),
+        # Where it is left out transformers takes 1536; null is none.
+        query_rank=fields.integer("q_lora_rank", default=1536) if _has_query_rank(fields) else 0,
+    )
+    if fields.integer("head_dim", default=sizes.rotary) != sizes.rotary:
+        raise fields.error("head_dim", f"it must be qk_rope_head_dim, which is {sizes.rotary}")
+    bias = fields.boolean("attention_bias", default=False)
+    spec = decoder_spec(family, output_bias=bias, mlp_bias=mlp_bias)
+    # Heads have keys and values of their own, whatever is cached of them.
+    config = read_decoder(fields, spec, Defaults(head_dim=sizes.rotary, max_position=max_position))
+    query = Projection("self_attn.q_b_proj" if sizes.query_rank else "self_attn.q_proj")
+    up = "self_attn.kv_b_proj"
+    layer = replace(
+        spec.layer,
+        q=query,
+        k=Projection(up),
+        v=Projection(up, first_row=sizes.key),
+        latent=LatentSpec(
+            down=Projection("self_attn.kv_a_proj_with_mqa", bias),
+            norm="self_attn.kv_a_layernorm",
+            query_down=Projection("self_attn.q_a_proj", bias) if sizes.query_rank else None,
+            query_norm="self_attn.q_a_layernorm" if sizes.query_rank else None,
+        ),
+    )
+    ignored = (f"{spec.layers}.{config.num_layers}.",)  # a layer that predicts one more token
+    return replace(
+        config,
+        spec=replace(spec, layer=layer, ignored=ignored),
+        rope=replace(config.rope, interleaves=interleaves),
+        num_kv_heads=1,
+        head_dim=sizes.rank + sizes.rotary,
+        latent=sizes,
+        attention_scale=sizes.query**-0.5 * _temperature(fields, config) ** 2,
+    )
+
+
+def _has_query_rank(fields: ConfigFields) -> bool:
+    return fields.is_set("q_lora_rank") or not fields.is_given("q_lora_rank")
+
+
+def _temperature(fields: ConfigFields, config: ModelConfig) -> float:
+    """Of YaRN (Peng et al. 2023, eq. 22), which these families put on queries and keys alike, and not on their part
+    that turns alone: the table of angles has what is left of it."""
+    scaling = fields.object("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
+    if config.rope.type == "default" or not scaling.has("mscale_all_dim"):
+        return 1.0
+    factor = scaling.number("factor")
+    return 1.0 if factor <= 1 else 0.1 * scaling.number("mscale_all_dim") * math.log(factor) + 1.0
+
+
+DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", model_type="deepseek_v2", read_config=read_v2_config)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", model_type="deepseek_v3", read_config=read_v3_config)

@@ -1,0 +1,98 @@
+"""Attention to latents on CUDA: products by cuBLAS, what is between them by Triton (kernels/latents.py)."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twostroke.model.backend import LatentHeads
+from twostroke.model.batch import BatchLayout
+from twostroke.model.cuda.kernels.attention import chunks_of
+from twostroke.model.cuda.kernels.latents import (
+    latent_decode,
+    latent_decode_config,
+    latent_part,
+    latent_part_config,
+    turn_queries,
+)
+from twostroke.model.cuda.kernels.launch import Target
+
+PART_TOKENS = 8192
+"""Of all chunks' contexts together, about: those whose keys and values are in memory at a time."""
+_MANY = 1 << 16  # enough tokens that a context is split
+
+
+class CudaLatentAttention:
+    """Implements model.backend.LatentAttention.
+
+    Decodes absorb; prompts' queries meet keys and values made of the context, part after part.
+    """
+
+    def __init__(self, heads: LatentHeads, target: Target):
+        self._target = target
+        self._keys = heads.keys.contiguous()  # [H, N, R]
+        self._values = heads.values.transpose(1, 2).contiguous()  # [H, V, R]
+        self._scale = heads.scale
+        self._compiled = False
+
+    def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        """As LatentAttention; writes into q. The first call compiles what any later one could need."""
+        heads, key, _ = self._keys.shape
+        q = q.view(len(q), heads, -1)
+        if not self._compiled:
+            self._compiled = True
+            self._compile(q, kv_layer)
+        turn_queries(q, key, cos_sin, layout.positions)
+        out = torch.empty((len(q), heads, self._values.shape[1]), dtype=q.dtype, device=q.device)
+        if layout.num_decodes:
+            self._attend_decodes(q, kv_layer, layout, out)
+        if len(q) > layout.num_decodes:
+            self._attend_chunks(q, kv_layer, layout, out)
+        return out.view(len(q), -1)
+
+    def _attend_decodes(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+        count, (heads, key, rank) = layout.num_decodes, self._keys.shape
+        absorbed = torch.bmm(q[:count, :, :key].transpose(0, 1), self._keys)
+        mixed = torch.empty((count, heads, rank), dtype=q.dtype, device=q.device)
+        config = latent_decode_config(self._target, heads, q.dtype, count, layout.max_context_len)
+        latent_decode(absorbed, q, kv_layer, layout, self._scale, mixed, config)
+        out[:count] = torch.bmm(mixed.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+
+    def _attend_chunks(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+        heads, key, rank = self._keys.shape
+        value, block_size, width = self._values.shape[1], kv_layer.shape[3], kv_layer.shape[4]
+        _, context_lens, tables = chunks_of(layout)
+        chunks = len(context_lens)
+        blocks = max(1, PART_TOKENS // (chunks * block_size))  # of a part of each
+        mixed = torch.empty((len(q), heads, value), dtype=torch.float32, device=q.device)
+        log_sums = torch.empty((len(q), heads), dtype=torch.float32, device=q.device)
+        config = latent_part_config(self._target.architecture, q.dtype)
+        for first in range(0, -(-layout.max_context_len // block_size), blocks):
+            rows = kv_layer.view(-1, block_size, width)[tables[:, first : first + blocks].long()]
+            rows = rows.view(chunks, -1, width)
+            latents = rows[..., :rank]
+            keys = functional.linear(latents, self._keys.view(-1, rank)).view(chunks, -1, heads, key)
+            values = functional.linear(latents, self._values.view(-1, rank)).view(chunks, -1, heads, value)
+            state = mixed, log_sums
+            latent_part(q, (keys, values), rows, layout, first * block_size, self._scale, state, config)
+        out[layout.num_decodes :] = mixed[layout.num_decodes :]
+
+    def _compile(self, q: Tensor, kv_layer: Tensor) -> None:
+        """Launch every variant on an empty sequence, so that no later step waits for a compiler."""
+        nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
+        empty = BatchLayout(
+            positions=nothing,
+            slots=nothing,
+            query_starts=nothing,
+            context_lens=nothing[:1],
+            block_tables=nothing[:1].view(1, 1),
+            num_decodes=1,
+            max_query_len=1,
+            max_context_len=1,
+        )
+        q = torch.zeros_like(q[:1])
+        out = torch.empty((1, q.shape[1], self._values.shape[1]), dtype=q.dtype, device=q.device)
+        for longest in (1, _MANY):
+            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), out)
+        self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), out)

@@ -1,0 +1,94 @@
+"""Routing and experts in Triton's interpreter, against the references."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.paged_cases import ReferenceBackend
+from tests.model.test_experts import EXPERTS, V2, V3, choices, close, expert_weights
+from twostroke.model import reference
+from twostroke.model.backend import Chosen
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.config import Activation, Routing
+from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.experts import order
+from twostroke.model.cuda.kernels.launch import H100
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+ROUTINGS = [Routing(EXPERTS, 3), Routing(6, 4, normalises=True, scale=2.0), V2, V3]
+
+
+@pytest.mark.parametrize("is_corrected", [False, True])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_tokens_take_the_experts_that_the_reference_chooses(routing: Routing, is_corrected: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, routing.num_experts)
+    logits[3], logits[4] = 0.0, 1e30
+    correction = torch.randn(routing.num_experts) * 0.2 if is_corrected else None
+    actual, expected = (
+        backend.route(logits, correction, routing) for backend in (CudaBackend(H100), ReferenceBackend())
+    )
+    assert torch.equal(actual.experts, expected.experts)
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_whatever_the_logits_are_those_chosen_are_different_experts(routing: Routing) -> None:
+    logits = torch.zeros(2, routing.num_experts)
+    logits[:, 1] = float("nan")
+    for row in CudaBackend(H100).route(logits, None, routing).experts.tolist():
+        assert len(set(row)) == routing.top_k
+        assert all(0 <= expert < routing.num_experts for expert in row)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_choices_come_in_the_order_of_their_experts_and_of_the_tokens(tokens: int) -> None:
+    chosen = choices(tokens, 9, 3).experts
+    starts, ordered = order(chosen, 9)
+    expected = chosen.flatten().sort(stable=True)
+    assert torch.equal(ordered.long(), expected.indices)
+    assert starts.tolist() == [int((expected.values < expert).sum()) for expert in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "tokens", "activation"),
+    [
+        (torch.float32, "", 3, "silu"),
+        (torch.float32, "fp4 by 32", 40, "clamped"),
+        (torch.bfloat16, "", 1, "clamped"),
+        (torch.bfloat16, "", 70, "gelu_tanh"),
+        (torch.bfloat16, "int4 by 16 with offsets", 5, "silu"),
+        (torch.bfloat16, "int8 by rows", 50, "silu"),
+        (torch.bfloat16, "fp4 by 32", 5, "clamped"),
+    ],
+)
+def test_experts_compute_what_the_reference_does(
+    dtype: torch.dtype, form: str, tokens: int, activation: Activation
+) -> None:
+    weights = expert_weights(dtype, number=3, form=form, size=48, hidden=72, has_bias=activation == "clamped")
+    x, chosen = torch.randn(tokens, 72).to(dtype), choices(tokens, 3, 2)
+    expected = reference.experts(x, chosen, weights, activation)
+    close(CudaBackend(H100).make_experts(weights, activation, "auto", dtype)(x, chosen), expected)
+
+
+def test_experts_are_quantised_as_projections_are_and_one_may_take_all_tokens() -> None:
+    weights = expert_weights(torch.bfloat16, number=3, has_bias=False)
+    quantized: dict[str, Any] = {
+        name: quantize(weight, 8)
+        for name, weight in (("gate_up", weights.gate_up), ("down", weights.down))
+        if isinstance(weight, Tensor)
+    }
+    x = torch.randn(60, 64).bfloat16()
+    chosen = Chosen(torch.tensor([[2, 0]], dtype=torch.int32).expand(60, 2).contiguous(), torch.rand(60, 2))
+    meant = replace(weights, **quantized)
+    actual = CudaBackend(H100).make_experts(weights, "silu", "int8", torch.bfloat16)(x, chosen)
+    close(actual, reference.experts(x, chosen, meant, "silu"))
+
+
+def test_a_shared_result_is_gated_by_a_sigmoid() -> None:
+    x, logits = torch.randn(5, 1100).bfloat16(), torch.tensor([[-200.0], [-1.0], [0.0], [2.0], [200.0]])
+    expected = reference.gate_by_sigmoid(x, logits)
+    close(CudaBackend(H100).gate_by_sigmoid(x.clone(), logits), expected)

@@ -1,0 +1,51 @@
+"""Attention to latents by Triton's kernels against the plain torch reference; what no kernel may read is NaN."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.paged_cases import LatentCase, assert_close, latent_case
+from twostroke.model import reference
+from twostroke.model.cuda import latents
+from twostroke.model.cuda.kernels.latents import write_latents
+from twostroke.model.cuda.kernels.launch import H100, Architecture, Target
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Few enough programs that contexts are split.
+SMALL = Target(Architecture.SMALL, multiprocessors=3)
+
+
+def check(case: LatentCase, target: Target) -> None:
+    attention = latents.CudaLatentAttention(case.heads, target)
+    out = attention(case.q.clone(), case.cos_sin, case.kv_layer, case.layout)
+    assert_close(out, case.expected(), scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", [H100, SMALL])
+def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, target: Target) -> None:
+    check(latent_case([(1, 1), (1, 16), (1, 150), (3, 3), (20, 50)], dtype=dtype), target)
+
+
+@pytest.mark.parametrize("shape", [{"heads": 20}, {"rank": 40, "rotary": 8, "key": 13, "value": 70, "block_size": 5}])
+def test_heads_of_any_number_and_width(shape: dict[str, Any]) -> None:
+    check(latent_case([(1, 70), (9, 40)], **shape), SMALL)
+
+
+def test_parts_of_contexts_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "PART_TOKENS", 64)  # of three chunks: one block each
+    check(latent_case([(40, 40), (17, 75), (2, 90)]), SMALL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.dtype) -> None:
+    case = latent_case([(1, 40), (20, 31), (7, 7)], dtype=dtype)
+    layout = case.layout
+    layout.slots[3] = -1  # a padding row of a captured graph
+    rows = torch.randn((28, 64)).to(dtype)
+    norm, written, expected = torch.rand(48) + 0.5, case.kv_layer.clone(), case.kv_layer.clone()
+    write_latents(rows, norm, 1e-6, case.cos_sin, written, layout)
+    reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
+    assert_close(written, expected, scale=2.0)

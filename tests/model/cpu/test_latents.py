@@ -1,0 +1,65 @@
+"""Attention to latents on CPUs against the plain torch reference; what no kernel may read is NaN."""
+
+import pytest
+import torch
+
+from tests.kernels.paged_cases import LatentCase, latent_case
+from twostroke.model import reference
+from twostroke.model.cpu import latents
+from twostroke.model.cpu.kernels.elementwise import write_latents
+from twostroke.model.cpu.kernels.program import Launcher
+
+DTYPES = [torch.float32, torch.bfloat16]
+DECODES = [(1, 1), (1, 16), (1, 17), (1, 600)]
+CHUNKS = [(3, 3), (2, 70), (60, 60), (90, 150), (33, 200)]  # of few queries, which absorb, and of many
+SHAPES = [
+    {},
+    {"heads": 16, "rank": 64, "rotary": 32, "key": 32, "value": 32},  # what tiles take
+    {"heads": 2, "rank": 40, "rotary": 8, "key": 13, "value": 70, "block_size": 5},
+]
+
+
+def check(case: LatentCase) -> None:
+    attention = latents.CpuLatentAttention(case.heads, Launcher())
+    out = attention(case.q, case.cos_sin, case.kv_layer, case.layout)
+    tolerance = 2e-5 if case.q.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, case.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, shape: dict[str, int]) -> None:
+    check(latent_case([*DECODES, *CHUNKS], dtype=dtype, **shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_can_be_recorded(dtype: torch.dtype) -> None:
+    case, launcher = latent_case(DECODES, dtype=dtype), Launcher()
+    attention = latents.CpuLatentAttention(case.heads, launcher)
+    with torch.inference_mode(), launcher.recording() as program:
+        out = launcher.arena.borrow(attention(case.q, case.cos_sin, case.kv_layer, case.layout))
+    program.replay()
+    torch.testing.assert_close(out, attention(case.q, case.cos_sin, case.kv_layer, case.layout), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_a_context_are_merged(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "PART_TOKENS", 32)
+    check(latent_case([(60, 60), (50, 131), (40, 192)], dtype=dtype))
+
+
+def test_a_cpu_without_our_instructions_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "is_supported", lambda dtype: False)
+    check(latent_case([(1, 40), (50, 131)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.dtype) -> None:
+    case = latent_case([(1, 40), (50, 131), (7, 7)], dtype=dtype)
+    rows = torch.randn((58, 64)).to(dtype)
+    norm, written, expected = torch.rand(48) + 0.5, case.kv_layer.clone(), case.kv_layer.clone()
+    layout = case.layout
+    write_latents(Launcher(), rows, norm, 1e-6, case.cos_sin, written, layout)
+    reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
