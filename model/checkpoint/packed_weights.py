@@ -77,7 +77,7 @@ def stored_experts(name: str, shape: tuple[int, ...], files: Mapping[str, Tensor
         """Of one expert."""
         (codes,), (exponents,) = (files[part].tensor(part, chosen, WHOLE) for part in (blocks, scales))
         values = fp4_values(torch.stack((codes & 15, codes >> 4), dim=3).view(rows, -1)[:, :columns])
-        return QuantizedWeight(values, torch.ldexp(torch.ones(()), exponents.int() - 127), MXFP4_GROUP, 4)
+        return QuantizedWeight(values, torch.exp2(exponents.float() - 127), MXFP4_GROUP, 4)
 
     return StoredWeight(WeightForm("fp4", MXFP4_GROUP), tuple(sizes), read)
 
