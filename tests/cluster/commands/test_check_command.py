@@ -127,7 +127,7 @@ GPT_OSS_20B = {
 def test_of_experts_the_parameters_that_a_token_takes_are_told(
     fields: dict[str, Any], parameters: int, active: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, told = checked(tmp_path, capsys, fields, "--gpu", "h100-80gb", "--dtype", "bfloat16")
+    _, told = checked(tmp_path, capsys, fields, "--gpu", "h200", "--dtype", "bfloat16")
     assert (told["way"], told["parameters"], told["active_parameters"]) == ("native", parameters, active)
-    main(["check", str(tmp_path), "--gpu", "h100-80gb", "--dtype", "bfloat16"])
+    main(["check", str(tmp_path), "--gpu", "h200", "--dtype", "bfloat16"])
     assert f"of which a token takes {active / 1e6:,.1f} M" in capsys.readouterr().out
