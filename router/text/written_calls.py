@@ -110,6 +110,8 @@ class WrittenCalls:
             self._arguments = []
 
     def _named(self, name: Any) -> None:
+        if self._name in self._tools:
+            self._end_call()  # an object that has two names has lost the bracket between two calls
         self._name = name if isinstance(name, str) else ""
         if self._name in self._tools:
             self._has_called = True
@@ -207,14 +209,18 @@ class WrittenCalls:
     def _end_object(self) -> None:
         self._state = "outside" if self._is_list else "over"
         if self._name in self._tools:
-            if not self._has_arguments:
-                self._argue("{}")
+            self._end_call()
         elif self._has_called:
             self._steps.append(Step("".join(self._object), is_content=True))
         else:
             self.is_none = True
-        self._flush()
         self._arguments = []
+
+    def _end_call(self) -> None:
+        if not self._has_arguments:
+            self._argue("{}")
+        self._flush()
+        self._has_arguments = False
 
 
 def _plain(written: list[str]) -> Any:

@@ -32,6 +32,7 @@ TRANSCRIPTS = [
     ("qwen3_coder", "", '<tool_call>\n<function=rain>\n<parameter=city>\nOslo "{x}" ☂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>', ("", "", ["rain"])),
     ("glm4+think", "", '<think>Hm.</think>\n<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo "{x}" ☂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>', ("", "Hm.", ["rain"])),
     ("mistral", "", f"[TOOL_CALLS] [{OBJECT}, {SUN}]", ("", "", ["rain", "sun"])),
+    ("mistral", "", f"[TOOL_CALLS] [{OBJECT[:-1]}, {SUN[1:]}]", ("", "", ["rain", "sun"])),
     ("mistral_args", "", f"Now.[TOOL_CALLS]rain[ARGS]{BODY}[TOOL_CALLS]sun[ARGS]{{}}", ("Now.", "", ["rain", "sun"])),
     ("mistral_args+think_mistral", "", f"[THINK]Hm.[/THINK][TOOL_CALLS]rain[ARGS]{BODY}", ("", "Hm.", ["rain"])),
     ("deepseek_v3+think", "<think>\n", f"Hm.</think>\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n{BODY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>sun\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ("", "Hm.", ["rain", "sun"])),
