@@ -140,13 +140,10 @@ class ChoiceWriter:
         self._stops = StopStrings(job.stop, job.shows_stop)
         self.num_tokens = 0
         """Tokens of the choice so far, the one that stopped it included."""
+        self.num_reasoning_tokens = 0
+        """Those that were thought, marks included."""
         self._num_chars = len(job.echo)  # of the text with nothing held back
         self._chat = None if job.chat is None else _ChatText(job.chat)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens that were thought."""
-        return 0 if self._chat is None else self._chat.num_reasoning_tokens
 
     @property
     def num_unread(self) -> int:
@@ -200,11 +197,14 @@ class ChoiceWriter:
         text = self._text.add(token_id)
         if self._chat is None:
             return text
-        content = ""
+        was_reasoning = self._chat.is_reasoning
         if self._tokenizer.is_special(token_id):
             content = self._chat.add(self._text.flush())  # no character goes on beyond it
-            return content + self._chat.add(self._tokenizer.piece(token_id).text, is_control=True)
-        return self._chat.add(text)
+            content += self._chat.add(self._tokenizer.piece(token_id).text, is_control=True)
+        else:
+            content = self._chat.add(text)
+        self.num_reasoning_tokens += was_reasoning or self._chat.is_reasoning
+        return content
 
     def _rest(self) -> str:
         text = self._text.flush()
@@ -226,14 +226,15 @@ class _ChatText:
         self._reasoning = ""
         self._calls: list[ToolCallDelta] = []
         self.has_called = False
-        self.num_reasoning_tokens = 0
 
     def add(self, text: str, *, is_control: bool = False) -> str:
         """The content that `text` adds."""
-        was_reasoning = self._parser.is_reasoning
-        content = self._take(self._parser.add(text, is_control=is_control)) if text else ""
-        self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
-        return content
+        return self._take(self._parser.add(text, is_control=is_control)) if text else ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._parser.is_reasoning
 
     @property
     def num_unread(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from twostroke.router.text.grammar import WHITE_SPACE, of_lark
 from twostroke.router.text.output_format import ArgumentSyntax, CallSyntax, ThinkingSyntax
+from twostroke.router.text.response_parser import with_types
 
 _TEXT = r"/(.|\n)*/"
 _NOTHING = '""'
@@ -65,17 +66,20 @@ class AnswerGrammar:
             return [f"{rule}: ({before} /[^<>\\n]+/ {after} {rule}_text)*", *rules]
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         parts = []
-        for key, part in schema["properties"].items():
+        required = schema.get("required", ())
+        properties = with_types(schema)["properties"]
+        for key, part in {**properties, **{name: {} for name in required if name not in properties}}.items():
             said = part if isinstance(part, dict) else {}
             choices = [said["const"]] if "const" in said else said.get("enum")
-            if choices and all(isinstance(choice, str) for choice in choices):
-                value = f"({' | '.join(self._literal(choice) or _NOTHING for choice in choices)}) {end}"
-            elif said.get("type") == "string":
+            if choices:
+                texts = (choice if isinstance(choice, str) else json.dumps(choice) for choice in choices)
+                value = f"({' | '.join(self._literal(text) or _NOTHING for text in texts)}) {end}"
+            elif not said or _may_be_text(said):
                 value = f"{rule}_text"
             else:
                 value = f"{_json({**said, **shared}, function)} {end}"
             argument = f"{self._literal(how.begin.replace('{key}', key))} {value}"
-            parts.append(argument if key in schema.get("required", ()) else f"({argument})?")
+            parts.append(argument if key in required else f"({argument})?")
         return [f"{rule}: {' '.join(parts) or _NOTHING}", *rules]
 
     def marks_calls(self, how: CallSyntax) -> bool:
@@ -129,6 +133,14 @@ class AnswerGrammar:
         """The rule `free`: text, and control tokens but that one."""
         tokens = "".join(f" | <[{token_id}]>" for token, token_id in self._controls.items() if token != without)
         return f"free: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
+    types = schema.get("type", [])
+    unions = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return "string" in ([types] if isinstance(types, str) else types) or any(
+        _may_be_text(choice) for choice in unions if isinstance(choice, dict)
+    )
 
 
 def _json(schema: Mapping[str, Any], function: Function) -> str:

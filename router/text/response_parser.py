@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from twostroke.protocol.errors import ConfigError
@@ -21,6 +22,7 @@ CALLS = "tool_calls"
 MARKS = "marks"  # a field of our own files: what stands around calls, and says nothing
 HEADERS = "headers"  # likewise: what stands before content, in formats where content without it is a mistake
 ENDS = "ends"  # likewise: what stands between all else
+MAX_CHOICES = 16  # of an argument's type, for it to be cast where they are referred to
 REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
@@ -218,7 +220,7 @@ class ResponseParser:
         """Read a region that has ended, by the template's own means, which cast arguments to their types."""
         from transformers.utils.chat_parsing import parse_response
 
-        tools = [{"name": name, "parameters": _with_types(schema)} for name, schema in self._tools.items()]
+        tools = [{"name": name, "parameters": with_types(schema)} for name, schema in self._tools.items()]
         try:
             text = self._text[self._region_begin : self._at]
             read = parse_response(text, self._spec, prefix="", tools=tools).get(CALLS, [])
@@ -278,22 +280,34 @@ class _Trimmed:
         return told
 
 
-def _with_types(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's parameters, where each says its type itself: what casts them follows no `$ref`."""
+def with_types(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's parameters, where each says its type itself: what casts them follows no `$ref`, and
+    infers nothing from `enum` and `const`."""
 
-    def found(part: Any, hops: int = 8) -> Any:
-        if not isinstance(part, dict) or not isinstance(part.get("$ref"), str) or not hops:
+    def found(part: Any, hops: int = 8, *, is_choice: bool = False) -> Any:
+        if not isinstance(part, dict) or not hops:
             return part
-        _, _, path = part["$ref"].partition("#/")
-        target: Any = schema
-        for name in path.split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        return found(target, hops - 1)
+        if isinstance(part.get("$ref"), str):
+            _, _, path = part["$ref"].partition("#/")
+            target: Any = schema
+            for name in path.split("/"):
+                target = target.get(name) if isinstance(target, Mapping) else None
+            return found(target, hops - 1, is_choice=is_choice)
+        unions = {name: part[name] for name in ("anyOf", "oneOf") if isinstance(part.get(name), list)}
+        if is_choice or any(len(union) > MAX_CHOICES for union in unions.values()):
+            return part  # unions of unions could be written to take for ever
+        choices = [part["const"]] if "const" in part else part.get("enum")
+        if "type" not in part and not unions and isinstance(choices, list):
+            return {**part, "type": sorted({_TYPE_OF.get(type(choice), "string") for choice in choices})}
+        return part | {name: [found(choice, is_choice=True) for choice in union] for name, union in unions.items()}
 
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return schema
     return {**schema, "properties": {name: found(part) for name, part in properties.items()}}
+
+
+_TYPE_OF = {int: "integer", float: "number", bool: "boolean", NoneType: "null", list: "array", dict: "object"}
 
 
 def _as_json(arguments: Any) -> str:

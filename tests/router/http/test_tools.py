@@ -132,6 +132,15 @@ async def test_usage_tells_the_tokens_that_were_thought_and_effort_none_asks_for
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
+async def test_of_thoughts_that_are_cut_no_more_tokens_are_told_than_there_are(site, client, speaker):
+    plays(site, speaker, THOUGHT)
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
+    usage = (await client.chat.completions.create(**asked)).usage
+    assert (usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens) == (3, 3)
+    answer = await client.responses.create(model="fake", input="?", max_output_tokens=3)
+    assert answer.usage.output_tokens_details.reasoning_tokens == 3
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}], ids=str)
 async def test_a_call_that_must_be_made_is_held_to_a_grammar(site, client, speaker, choice):
     plays(site, speaker, THOUGHT + CALL)

@@ -77,19 +77,26 @@ FORECAST = {
         "city": {"type": "string"},
         "days": {"$ref": "#/$defs/days"},
         "unit": {"type": "string", "enum": ["C", "F"]},
+        "note": {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]},
+        "hour": {"enum": [6, 18]},
+        "limits": {"anyOf": [{"$ref": "#/$defs/days"}, {"type": "null"}]},
     },
-    "required": ["city", "days"],
-    "$defs": {"days": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["city", "days", "place"],
+    "$defs": {"text": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}},
 }
+WRITTEN = {
+    **{"city": "Oslo,\n<b>", "days": "[1, 2]", "unit": "C", "note": "It's so", "hour": "18", "limits": "[3]"},
+    "place": "anywhere",
+}
+MEANT = {
+    **{"city": "Oslo,\n<b>", "days": [1, 2], "unit": "C", "note": "It's so", "hour": 18, "limits": [3]},
+    "place": "anywhere",
+}
+QWEN3_CODER = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in WRITTEN.items())
+GLM4 = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in WRITTEN.items())
 BY_ITSELF = {
-    "qwen3_coder": (
-        "<tool_call>\n<function=rain>\n<parameter=city>\nOslo,\n<b>\n</parameter>\n"
-        "<parameter=days>\n[1, 2]\n</parameter>\n<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>"
-    ),
-    "glm4": (
-        "<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo,\n<b></arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>[1, 2]</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>"
-    ),
+    "qwen3_coder": f"<tool_call>\n<function=rain>\n{QWEN3_CODER}</function>\n</tool_call>",
+    "glm4": f"<tool_call>rain\n{GLM4}</tool_call>",
 }
 
 
@@ -101,15 +108,13 @@ def test_arguments_that_stand_by_themselves_are_held_to_their_schemas(texts, nam
     grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
     assert follows(texts, grammar, written)
     assert not follows(texts, grammar, written.replace("[1, 2]", "[1, two]"))
+    assert not follows(texts, grammar, written.replace("18", "17"))
+    assert not follows(texts, grammar, written.replace("place", "day"))
     assert not follows(texts, grammar, written.replace("days", "hours"))
     assert not follows(texts, grammar, written.replace("\nC", "\nK").replace(">C", ">K"))
     parser = form.language.parser("", {"rain": FORECAST})
     deltas = [*parser.add(written).calls, *parser.finish().calls]
-    assert json.loads("".join(delta.arguments for delta in deltas)) == {
-        "city": "Oslo,\n<b>",
-        "days": [1, 2],
-        "unit": "C",
-    }
+    assert json.loads("".join(delta.arguments for delta in deltas)) == MEANT
 
 
 @pytest.mark.parametrize("name", BY_ITSELF)
