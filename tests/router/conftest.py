@@ -317,6 +317,9 @@ QUICK = TokenChannelConfig(ping_s=0.05, silence_s=3.0, connect_s=30.0, backoff_f
 PATIENCE = PipelineConfig(retry_wait_s=2.0, retry_poll_s=0.01, reply_grace_s=0.2, prefill_failed_repeat_s=0.02)
 
 
+_open_rigs: list[FakeFleet] = []
+
+
 @contextlib.asynccontextmanager
 async def _running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
     before = asyncio.all_tasks()
@@ -330,15 +333,18 @@ async def _running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
     pipeline = Pipeline(
         fleet=fleet, channels=channels, secret=SECRET, clock=time.monotonic, router=router, config=PATIENCE
     )
+    _open_rigs.append(fleet)
     try:
         yield Rig(fleet, channels, pipeline)
         assert pipeline.in_flight == 0
     finally:
+        _open_rigs.remove(fleet)
         await channels.close()
         for worker in workers:
             await worker.close()
     await asyncio.sleep(0)
-    assert asyncio.all_tasks() - {asyncio.current_task()} <= before
+    if not _open_rigs:  # the channels of a rig around this one may have been lost and made anew meanwhile
+        assert asyncio.all_tasks() - {asyncio.current_task()} <= before
 
 
 @pytest.fixture

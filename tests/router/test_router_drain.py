@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-import pytest
+import httpx
 
 ASKED = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 8}
 
@@ -34,26 +34,38 @@ async def test_after_that_it_takes_nothing_new_and_finishes_what_it_has(site_of,
         assert site.service.gate.num_choices == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_what_has_not_ended_in_time_ends_with_an_error_that_says_so(site_of, until, stream):
+def _is_shutting_down(error):
+    return (error["code"], error["type"]) == ("shutting_down", "server_error")
+
+
+async def test_what_has_not_ended_in_time_ends_with_an_error_that_says_so(site_of, until):
     async with site_of(0, 1) as site:
         worker = site.rig["d0"]
         worker.gate = asyncio.Semaphore(2)
-        asked = {**ASKED, "stream": stream, "return_token_ids": True}
-        begun = asyncio.create_task(site.http.post("/v1/completions", json=asked))
+        begun = asyncio.create_task(site.http.post("/v1/completions", json=ASKED))
         await until(worker.gate.locked)
         site.service.gate.drain(notice_s=0.0)
         assert site.service.gate.cut() == 1
         answer = await begun
+        assert answer.status_code == 503
+        assert _is_shutting_down(answer.json()["error"])
         assert site.service.gate.num_choices == 0
-        if stream:
-            *_, last = answer.text.strip().split("\n\n")
-            assert answer.status_code == 200
-            error = json.loads(last.removeprefix("data: "))["error"]
-        else:
-            assert answer.status_code == 503
-            error = answer.json()["error"]
-        assert (error["code"], error["type"]) == ("shutting_down", "server_error")
+        assert site.service.gate.cut() == 0
+
+
+async def test_a_stream_that_has_not_ended_in_time_ends_with_an_error_as_its_last_event(site_of):
+    async with site_of(0, 1, listen=True) as site, httpx.AsyncClient() as http:
+        site.rig["d0"].gate = asyncio.Semaphore(2)
+        asked = {**ASKED, "stream": True, "return_token_ids": True}
+        async with http.stream("POST", f"{site.url}/v1/completions", json=asked) as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data: ")
+            site.service.gate.drain(notice_s=0.0)
+            assert site.service.gate.cut() == 1
+            *_, last = [line async for line in lines if line]
+        assert answer.status_code == 200
+        assert _is_shutting_down(json.loads(last.removeprefix("data: "))["error"])
+        assert site.service.gate.num_choices == 0
         assert site.service.gate.cut() == 0
 
 
