@@ -142,9 +142,10 @@ async def measure_constrained(url: str, load: Load) -> dict[str, float]:
     ratios = []
     for turn in range(-1, TURNS):  # the first one warms up
         rates = []
-        for constrained in (0.0, load.constrained):
+        for place, constrained in enumerate((0.0, load.constrained)):
+            seed = 4 + 2 * turn + place  # prompts of their own: those of the run before would be cached
             began = time.perf_counter()
-            results = await _send_all(url, replace(load, seed=2 + turn, constrained=constrained))
+            results = await _send_all(url, replace(load, seed=seed, constrained=constrained))
             figures = summarise(results, time.perf_counter() - began)
             if figures["errors"]:
                 return {"constrained_ratio": 0.0, **figures}
