@@ -213,3 +213,33 @@ async def test_tools_are_refused_where_nobody_knows_how_the_model_calls_them(sit
         answer = await site.http.post("/v1/chat/completions", json=asked)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools"
+
+
+async def test_an_answer_goes_on_from_the_last_message(site, client, speaker):
+    plays(site, speaker, "lo.")
+    said = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "It rains in Os"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    choice = await ask(client, streams=False, messages=said, extra_body=extra)
+    assert choice.message.content == "lo."
+    assert speaker.decode(site.rig["p0"].seen[0].token_ids).endswith("<|im_start|>assistant\nIt rains in Os")
+
+
+async def test_a_last_message_without_text_cannot_be_gone_on_from(client):
+    called = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": "{}"}}
+    said = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        await ask(client, streams=False, messages=said, extra_body={"continue_final_message": True})
+
+
+async def test_a_prompt_may_end_without_the_head_of_an_answer(site, client, speaker):
+    plays(site, speaker, "Yes.")
+    await ask(client, streams=False, extra_body={"add_generation_prompt": False})
+    assert speaker.decode(site.rig["p0"].seen[0].token_ids).endswith("Rain in Oslo?")
+
+
+async def test_tokens_of_a_chat_are_counted_with_its_tools(site, client, speaker):
+    plays(site, speaker, "Yes.")
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "Rain in Oslo?"}], "tools": [RAIN]}
+    counted = (await site.http.post("/tokenize", json=asked)).json()
+    await ask(client, streams=False, tools=[RAIN])
+    assert counted["tokens"] == list(site.rig["p0"].seen[0].token_ids)
