@@ -1,6 +1,7 @@
 """The engine's thread: order of announcements, cancellation, failure and end; and loading a folder into one."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -228,12 +229,12 @@ def test_an_error_of_the_builder_leaves_no_thread() -> None:
 
 def cores_of_threads() -> dict[str, str]:
     """Of all threads of this process, by their ids, as the kernel writes them."""
-    return {
-        task.name: line.split()[1]
-        for task in Path("/proc/self/task").iterdir()
-        for line in (task / "status").read_text(encoding="ascii").splitlines()
-        if line.startswith("Cpus_allowed_list:")
-    }
+    cores = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread of another test has just ended
+            lines = (task / "status").read_text(encoding="ascii").splitlines()
+            [cores[task.name]] = [line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:")]
+    return cores
 
 
 def test_an_engine_and_its_pool_keep_to_their_cores() -> None:
