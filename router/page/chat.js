@@ -84,7 +84,7 @@ function request(conversation) {
   }
   const system = at("system").value.trim();
   const body = {
-    model,
+    model: model || undefined, // not known yet: the server serves one
     messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation.map(bare)],
     stream: true,
     stream_options: { include_usage: true },

@@ -80,6 +80,14 @@ async def test_an_answer_is_stopped_at_the_server_too_and_asked_for_anew(site_of
             assert site.rig["d0"].seen[-1].num_prompt_tokens == site.rig["d0"].seen[0].num_prompt_tokens
 
 
+async def test_a_message_may_be_sent_before_the_model_is_known(site_of, window):
+    async with site_of(1, 1, listen=True) as site, window(site.url) as page:
+        await page.route("**/v1/models", lambda route: None)
+        await page.reload()
+        await ask(page)
+        await expect(answered(page)).to_be_visible()
+
+
 async def test_everything_works_by_keyboard(site_of, window, until):
     async with site_of(1, 1, listen=True) as site:
         site.rig["d0"].gate = asyncio.Semaphore(4)
