@@ -82,10 +82,18 @@ async def test_an_answer_is_stopped_at_the_server_too_and_asked_for_anew(site_of
 
 async def test_a_message_may_be_sent_before_the_model_is_known(site_of, window):
     async with site_of(1, 1, listen=True) as site, window(site.url) as page:
-        await page.route("**/v1/models", lambda route: None)
+        may_be_known = asyncio.Event()
+
+        async def hold(route) -> None:
+            await may_be_known.wait()
+            await route.continue_()
+
+        await page.route("**/v1/models", hold)
         await page.reload()
         await ask(page)
         await expect(answered(page)).to_be_visible()
+        may_be_known.set()
+        await expect(page.locator("#model")).to_have_text("fake")
 
 
 async def test_everything_works_by_keyboard(site_of, window, until):
