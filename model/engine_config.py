@@ -42,6 +42,7 @@ class EngineConfig:
     captures_decodes: bool = True  # False where every step announces its layers, which none does that is replayed
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
+    lends_cores: bool = False  # to other workers' steps while it has none, and borrows theirs; on CPUs, of one rank
     max_context: int | None = None  # tokens; None: what the model and the cache allow
 
 

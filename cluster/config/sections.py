@@ -117,6 +117,11 @@ class WorkerResources(Section):
     """What weights, steps and cache may take of the worker's GPU, or of its part of one."""
     prefill_kernel: PrefillKernel = "auto"
 
+    @property
+    def names_cores(self) -> bool:
+        """Whether a worker's cores are said, and not shared out."""
+        return self.threads is not None or self.cores is not None
+
     @model_validator(mode="after")
     def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):
