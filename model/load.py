@@ -270,7 +270,9 @@ def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     # Of few blocks all groups share one, as they share tensors.
     rows = range(-(-(length + 1) // kv_cache.block_size))
     table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
-    draw = Draw(SamplingParams(temperature=0.0), history=[0] * (length + 1), num_prompt_tokens=length)
+    # A GPU compiles the kernels of both filters.
+    sampling = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
+    draw = Draw(sampling, history=[0] * (length + 1), num_prompt_tokens=length)
     prompt = SequenceStep([0] * length, start=0, block_ids=table, draw=draw)
     following = SequenceStep([0], start=length, block_ids=table, draw=draw)
     for step in (prompt, following):

@@ -42,8 +42,8 @@ _BINS: tl.constexpr = tl.constexpr(1 << 11)
 _PASSES: tl.constexpr = tl.constexpr(3)  # 11 bits each: all 32
 _FIELDS: tl.constexpr = tl.constexpr(8)  # of a search, six of which are in use
 _OFF: tl.constexpr = tl.constexpr(-1)  # the shift of a search that is over, or was none
-_FEW: tl.constexpr = tl.constexpr(2)  # kept logits of a tile up to which a rough score of all of them is not worth it
-_ROUGHLY: tl.constexpr = tl.constexpr(1e-3)  # more than twice the error of a rough score above _HOPELESS
+_FEW: tl.constexpr = tl.constexpr(2)  # kept logits of a tile up to which bounds of all of them are not worth it
+_SLACK: tl.constexpr = tl.constexpr(1e-4)  # more than the rounding of a bound above _HOPELESS
 _HOPELESS: tl.constexpr = tl.constexpr(-50.0)  # the largest logit of a row scores -3.7 at least
 
 TILE = 2048  # logits that a program looks at, at a time
@@ -69,6 +69,9 @@ class Asked(NamedTuple):
     draws: bool = True  # any temperature above 0; the others matter to these rows alone
     top_k: bool = True
     top_p: bool = True
+
+
+EVERYTHING = Asked()
 
 
 class _Search(NamedTuple):
@@ -104,25 +107,23 @@ def _load(row_logits, ids, vocab_size):
 
 
 @triton.jit
-def _exponents(values, highest, temperature):
+def _exponents(values, highest, least, rate):
     """(l - m) / T in fp32, of what is far below `highest` -200; no temperature makes it NaN."""
-    rate = tl.minimum(1.0 / temperature, 1e30)
-    least = -tl.minimum(200.0 / rate, _LARGEST)
-    return tl.maximum(values - highest, least.to(tl.float32)) * rate.to(tl.float32)
+    return tl.maximum(values - highest, least) * rate
 
 
 @triton.jit
-def _masses(values, highest, temperature):
+def _masses(values, highest, least, rate):
     """exp((l - m) / T) as multiples of 2^-44."""
-    return (tl.exp2(_exponents(values, highest, temperature) * _LOG2_E) * _UNIT).to(tl.int64)
+    return (tl.exp2(_exponents(values, highest, least, rate) * _LOG2_E) * _UNIT).to(tl.int64)
 
 
 @triton.jit
-def _weights(values, counts, highest, temperature, MASSES: tl.constexpr):
+def _weights(values, counts, highest, least, rate, MASSES: tl.constexpr):
     """int64: the masses, or the number, of the logits that count."""
     weights = counts.to(tl.int64)
     if MASSES:
-        weights = tl.where(counts, _masses(values, highest, temperature), 0)
+        weights = tl.where(counts, _masses(values, highest, least, rate), 0)
     return weights
 
 
@@ -170,10 +171,10 @@ def _begin(states, bins, row, distance, is_on, BINS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_groups"])
 def prepare_kernel(
     vocab_size, num_groups, group_values, group_ids, broken, temperatures, top_ks, top_ps, log_min_ps,
-    highests, cuts, lasts, tokens, row_broken, k_states, k_bins, p_states, p_bins,
+    highests, leasts, rates, cuts, lasts, drawn, k_states, k_bins, p_states, p_bins,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Writes fp32 highests and cuts, int32 lasts, int64 tokens and int32 row_broken [N], and where searches begin."""
+    """Writes fp32 highests, leasts, rates and cuts and int32 lasts [N], int64 drawn [2, N], and how searches begin."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, GROUPS)
     places, is_group = row * num_groups + groups, groups < num_groups
@@ -181,12 +182,16 @@ def prepare_kernel(
     ids = tl.load(group_ids + places, mask=is_group, other=vocab_size)
     highest = tl.max(values, axis=0)
     token = tl.min(tl.where(values == highest, ids, vocab_size), axis=0)
-    tl.store(tokens + row, token.to(tl.int64))
-    tl.store(row_broken + row, tl.max(tl.load(broken + places, mask=is_group, other=0), axis=0))
+    is_broken = tl.max(tl.load(broken + places, mask=is_group, other=0), axis=0)
+    tl.store(drawn + row, token.to(tl.int64))
+    tl.store(drawn + tl.num_programs(0) + row, is_broken.to(tl.int64))
     tl.store(highests + row, highest)
     temperature = tl.load(temperatures + row)
     draws = (temperature > 0) & (highest > float("-inf"))
     if draws:
+        rate = tl.minimum(1.0 / temperature, 1e30)
+        tl.store(rates + row, rate.to(tl.float32))
+        tl.store(leasts + row, -tl.minimum(200.0 / rate, _LARGEST).to(tl.float32))
         # min_p: the least fp32 that is not below the fp64 floor, and never -inf.
         floor = tl.maximum(highest.to(tl.float64) + temperature * tl.load(log_min_ps + row), -_LARGEST)
         cut = floor.to(tl.float32)
@@ -233,7 +238,7 @@ def _narrow(states, bins, row, top_ks, top_ps, MASSES: tl.constexpr, PASS: tl.co
     state = states + (EARLIER * rows + row) * _FIELDS
     base, shift, above = tl.load(state), tl.load(state + 1), tl.load(state + 2)
     within, target = tl.load(state + 3), tl.load(state + 4)
-    if PASS > 0:
+    if PASS > 0:  # noqa: SIM102 - Triton would ask both on the device
         if shift >= 0:
             if PASS == 1:
                 total = tl.load(state + 5)
@@ -258,7 +263,7 @@ def _narrow(states, bins, row, top_ks, top_ps, MASSES: tl.constexpr, PASS: tl.co
 
 @triton.jit
 def weigh_kernel(
-    logits, row_stride, vocab_size, part, highests, temperatures, top_ks, top_ps, cuts, lasts, states, bins,
+    logits, row_stride, vocab_size, part, highests, leasts, rates, top_ks, top_ps, cuts, lasts, states, bins,
     MASSES: tl.constexpr, PASS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Adds the number, or the mass, of a row's kept logits to the bins of one pass; pass 0 sums all of them, too."""
@@ -275,7 +280,7 @@ def weigh_kernel(
         return
     row_logits = logits + row * row_stride
     row_bins = bins + (PASS * rows + row) * BINS
-    highest, temperature = tl.load(highests + row), tl.load(temperatures + row)
+    highest, least, rate = tl.load(highests + row), tl.load(leasts + row), tl.load(rates + row)
     cut, last = tl.load(cuts + row), tl.load(lasts + row)
     high_rank, base, shift = _rank(highest), base.to(tl.uint32), shift.to(tl.uint32)
     total = tl.zeros([], tl.int64)
@@ -287,9 +292,9 @@ def weigh_kernel(
         digits = (distances - base) >> shift
         is_binned = is_kept & (distances >= base) & (digits < BINS)
         if PASS == 0:
-            total += tl.sum(_weights(values, is_kept, highest, temperature, MASSES), axis=0)
+            total += tl.sum(_weights(values, is_kept, highest, least, rate, MASSES), axis=0)
         if tl.max(is_binned.to(tl.int32), axis=0) > 0:
-            weights = _weights(values, is_binned, highest, temperature, MASSES)
+            weights = _weights(values, is_binned, highest, least, rate, MASSES)
             tl.atomic_add(row_bins + digits.to(tl.int32), weights, mask=weights > 0, sem="relaxed")
     if PASS == 0:
         tl.atomic_add(states + row * _FIELDS + 5, total, sem="relaxed")
@@ -297,7 +302,7 @@ def weigh_kernel(
 
 @triton.jit
 def cut_kernel(
-    logits, row_stride, vocab_size, highests, temperatures, top_ks, top_ps, cuts, lasts, states, bins,
+    logits, row_stride, vocab_size, highests, leasts, rates, top_ks, top_ps, cuts, lasts, states, bins,
     MASSES: tl.constexpr, PASSES: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Moves the cuts and lasts of rows up to where a search has ended."""
@@ -310,7 +315,7 @@ def cut_kernel(
     value = _of_rank(_rank(highest) - base.to(tl.uint32))
     one = tl.full([], 1, tl.int64)
     if MASSES:
-        one = _masses(value, highest, tl.load(temperatures + row))
+        one = _masses(value, highest, tl.load(leasts + row), tl.load(rates + row))
     last = tl.where(value == tl.load(cuts + row), tl.load(lasts + row), vocab_size)
     needed = (target - above + one - 1) // one
     if needed < within // one:
@@ -346,34 +351,32 @@ def _gumbel(key, ids):
 
 
 @triton.jit
-def _rough_gumbel(key, ids):
-    """As `_gumbel`, in fp32; wrong by less than 1e-5.
+def _most_gumbel(key, ids):
+    """Noise that `_gumbel`'s exceeds by less than 1e-5, fp32: -ln(-ln(u)) <= -ln(1 - u).
 
-    Near 1 a uniform number has fewer bits than its distance from 1, which the largest noise comes from.
+    For that logarithm log2(x) >= exponent + mantissa - 1 is enough; both read as one fixed-point number.
     """
-    bits = _random(key, ids)
-    is_upper = bits >= (1 << 51)
-    small = (tl.where(is_upper, (1 << 52) - 1 - bits, bits).to(tl.int64).to(tl.float32) + 0.5) * 2.220446049250313e-16
-    near = 1.0 - small
-    exponential = tl.where(is_upper, (small - (1.0 - near)) - tl.log(near), -tl.log(small))
-    return -tl.log(exponential)
+    left = (1 << 52) - 1 - _random(key, ids)
+    complement = (left.to(tl.int64).to(tl.float32) + 0.5) * 2.220446049250313e-16
+    return (127.0 - complement.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07) * 0.6931472
 
 
 @triton.jit
 def race_kernel(
-    logits, row_stride, vocab_size, part, highests, temperatures, keys, cuts, lasts, scores, score_ids,
+    logits, row_stride, vocab_size, part, highests, leasts, rates, temperatures, keys, cuts, lasts, scores, score_ids,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes fp64 scores and int32 score_ids [N, parts]; nothing for rows where nothing is drawn.
 
-    The exact score, whose logarithms in fp64 cost more than all else, is computed for those alone whose rough one is
-    next to a tile's best: one or two of it.
+    A score's logarithms in fp64 would cost more than all else: it is computed for those alone, the most promising
+    first, that a bound does not show to lose, one or two of a tile.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * part
     temperature, highest = tl.load(temperatures + row), tl.load(highests + row)
     if (temperature <= 0) | (highest == float("-inf")):
         return
     row_logits = logits + row * row_stride
+    least, rate = tl.load(leasts + row), tl.load(rates + row)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
     cut, last = tl.load(cuts + row), tl.load(lasts + row)
     best = tl.full([], float("-inf"), tl.float64)
@@ -381,28 +384,29 @@ def race_kernel(
     for start in range(first, tl.minimum(first + part, vocab_size), TILE):
         ids = start + tl.arange(0, TILE)
         values = _load(row_logits, ids, vocab_size)
-        contends = _is_kept(values, ids, cut, last)
-        if tl.sum(contends.to(tl.int32), axis=0) > _FEW:
-            rough = _exponents(values, highest, temperature) + _rough_gumbel(key, ids)
-            rough = tl.where(contends, rough, float("-inf"))
-            leading = tl.maximum(tl.max(rough, axis=0), best.to(tl.float32))
-            contends = rough >= tl.maximum(leading - _ROUGHLY, _HOPELESS)
-        token = tl.min(tl.where(contends, ids, vocab_size), axis=0)
-        while token < vocab_size:
+        is_kept = _is_kept(values, ids, cut, last)
+        bounds = tl.where(is_kept, _LARGEST, float("-inf"))
+        if tl.sum(is_kept.to(tl.int32), axis=0) > _FEW:
+            bounds = _exponents(values, highest, least, rate) + _most_gumbel(key, ids) + _SLACK
+            bounds = tl.where(is_kept, bounds, float("-inf"))
+        leading = tl.max(bounds, axis=0)
+        while (leading > _HOPELESS) & (leading.to(tl.float64) >= best):
+            token = tl.min(tl.where(bounds == leading, ids, vocab_size), axis=0)
             one = token + tl.arange(0, 1)  # of one, for the interpreter warns where bare numbers wrap
             value = _sound(tl.load(row_logits + one)).to(tl.float64)
             score = tl.max((value - highest.to(tl.float64)) / temperature + _gumbel(key, one), axis=0)
-            best_id = tl.where(score > best, token, best_id)
+            best_id = tl.where((score > best) | ((score == best) & (token < best_id)), token, best_id)
             best = tl.maximum(best, score)
-            token = tl.min(tl.where(contends & (ids > token), ids, vocab_size), axis=0)
+            bounds = tl.where(ids == token, float("-inf"), bounds)
+            leading = tl.max(bounds, axis=0)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(scores + place, best)
     tl.store(score_ids + place, best_id)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def settle_kernel(highests, temperatures, scores, score_ids, num_parts, tokens, PARTS: tl.constexpr):
-    """Writes int64 tokens [N] of the rows that draw."""
+def settle_kernel(highests, temperatures, scores, score_ids, num_parts, drawn, PARTS: tl.constexpr):
+    """Writes the int64 drawn [N] of rows that draw."""
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(temperatures + row) <= 0) | (tl.load(highests + row) == float("-inf")):
         return
@@ -411,7 +415,7 @@ def settle_kernel(highests, temperatures, scores, score_ids, num_parts, tokens, 
     noisy = tl.load(scores + places, mask=inside, other=float("-inf"))
     ids = tl.load(score_ids + places, mask=inside, other=0)
     leading = tl.max(noisy, axis=0)
-    tl.store(tokens + row, tl.min(tl.where((noisy == leading) & inside, ids, 0x7FFFFFFF), axis=0).to(tl.int64))
+    tl.store(drawn + row, tl.min(tl.where((noisy == leading) & inside, ids, 0x7FFFFFFF), axis=0).to(tl.int64))
 
 
 @triton.jit
@@ -434,8 +438,8 @@ def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     )
 
 
-def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = Asked()) -> tuple[Tensor, Tensor]:
-    """One token for each row of logits fp32 [N, V]: (int64 [N] tokens, int32 [N] whether the row held NaN or +inf).
+def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = EVERYTHING) -> Tensor:
+    """One token for each row of logits fp32 [N, V]: int64 [2, N], tokens, and 1 where the row held NaN or +inf.
 
     A row of -inf alone gives token 0. Nothing synchronises with the host; may be captured in a CUDA graph.
     """
@@ -455,24 +459,25 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = As
         )
 
     values, ids, broken = (new(dtype, rows, groups) for dtype in (torch.float32, torch.int32, torch.int32))
-    highests, cuts, lasts = new(torch.float32, rows), new(torch.float32, rows), new(torch.int32, rows)
-    tokens, row_broken = new(torch.int64, rows), new(torch.int32, rows)
+    highests, leasts, rates, cuts = (new(torch.float32, rows) for _ in range(4))
+    lasts = new(torch.int32, rows)
+    drawn = new(torch.int64, 2, rows)
     has_top_k, has_top_p = asked.draws and asked.top_k, asked.draws and asked.top_p
     by_count, by_mass = search(has_top_k), search(has_top_p)
     row_logits = (logits, logits.stride(0), vocab_size)
     extremes_kernel[(rows, parts)](*row_logits, part, values, ids, broken, GROUP=GROUP, TILE=TILE, num_warps=8)
     prepare_kernel[(rows,)](
         vocab_size, groups, values, ids, broken, parameters.temperature, parameters.top_k, parameters.top_p,
-        parameters.log_min_p, highests, cuts, lasts, tokens, row_broken, *by_count, *by_mass,
+        parameters.log_min_p, highests, leasts, rates, cuts, lasts, drawn, *by_count, *by_mass,
         TOP_K=has_top_k, TOP_P=has_top_p, GROUPS=power_of_two(groups), BINS=_BINS.value, num_warps=4,
     )  # fmt: skip
     for is_on, masses, (states, bins) in ((has_top_k, False, by_count), (has_top_p, True, by_mass)):
         if not is_on:
             continue
-        filtered = (highests, parameters.temperature, parameters.top_k, parameters.top_p, cuts, lasts, states, bins)
+        filtered = (highests, leasts, rates, parameters.top_k, parameters.top_p, cuts, lasts, states, bins)
         for index in range(_PASSES.value):
             weigh_kernel[(rows, parts)](
-                *row_logits, part, *filtered, MASSES=masses, PASS=index, BINS=_BINS.value, TILE=TILE, num_warps=8
+                *row_logits, part, *filtered, MASSES=masses, PASS=index, BINS=_BINS.value, TILE=TILE, num_warps=4
             )
         cut_kernel[(rows,)](
             *row_logits, *filtered, MASSES=masses, PASSES=_PASSES.value, BINS=_BINS.value, TILE=TILE, num_warps=8
@@ -480,10 +485,10 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = As
     if asked.draws:
         scores, score_ids = new(torch.float64, rows, parts), new(torch.int32, rows, parts)
         race_kernel[(rows, parts)](
-            *row_logits, part, highests, parameters.temperature, parameters.keys, cuts, lasts, scores, score_ids,
-            TILE=TILE, num_warps=8,
+            *row_logits, part, highests, leasts, rates, parameters.temperature, parameters.keys, cuts, lasts,
+            scores, score_ids, TILE=TILE, num_warps=4,
         )  # fmt: skip
         settle_kernel[(rows,)](
-            highests, parameters.temperature, scores, score_ids, parts, tokens, PARTS=power_of_two(tiles), num_warps=1
+            highests, parameters.temperature, scores, score_ids, parts, drawn, PARTS=power_of_two(tiles), num_warps=1
         )
-    return tokens, row_broken
+    return drawn
