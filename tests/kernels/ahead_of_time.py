@@ -235,10 +235,13 @@ def experts(capability: int) -> None:
 
 
 def sampling(capability: int) -> None:
-    """Drawing from a large vocabulary."""
+    """Drawing from large vocabularies, with both filters."""
     del capability
-    rows = 64
+    for rows, vocab_size in ((64, 128256), (1, 262144)):
+        run_sampling(rows, vocab_size)
 
+
+def run_sampling(rows: int, vocab_size: int) -> None:
     def empty(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, dtype=dtype, device="meta")
 
@@ -249,9 +252,10 @@ def sampling(capability: int) -> None:
         log_min_p=empty(torch.float64),
         keys=empty(torch.int64),
     )
-    logits = torch.empty((rows, 128256), device="meta")
+    logits = torch.empty((rows, vocab_size), device="meta")
     draw_on_device(logits, parameters)
-    mask_on_device(logits, empty(torch.int64), torch.empty((rows, 4008), dtype=torch.int32, device="meta"))
+    words = torch.empty((rows, vocab_size // 32), dtype=torch.int32, device="meta")
+    mask_on_device(logits, empty(torch.int64), words)
 
 
 FAMILIES: dict[str, Callable[[int], None]] = {

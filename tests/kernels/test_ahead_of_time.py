@@ -131,13 +131,27 @@ def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capabil
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
-def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sampling_compiles_to_wide_loads_and_programs_that_share_a_multiprocessor(
+    capability: int, tmp_path: Path
+) -> None:
     # ptxas keeps one number of the row's, not of its logits, in memory.
-    kernels = compiled("sampling", 90, tmp_path, most_spilled=8)
-    assert names(kernels) == {"extremes_kernel", "cut_kernel", "race_kernel", "settle_kernel", "mask_kernel"}
+    kernels = compiled("sampling", capability, tmp_path, most_spilled=8)
+    of_rows, of_parts = (
+        {"prepare_kernel", "cut_kernel", "settle_kernel"},
+        {"extremes_kernel", "weigh_kernel", "race_kernel"},
+    )
+    assert names(kernels) == of_rows | of_parts | {"mask_kernel"}
+    # Neither the number of rows nor the size of a part asks for a kernel of its own: it would be compiled in a request.
+    for name, count in {"weigh_kernel": 6, "cut_kernel": 2, "extremes_kernel": 1, "race_kernel": 1}.items():
+        assert sum(kernel["kernel"] == name for kernel in kernels) == count, name
     for kernel in kernels:
-        # These two read no logits: what is left of a row's parts, and a word for 32 tokens.
-        assert kernel["wide_loads"] or kernel["kernel"] in ("settle_kernel", "mask_kernel"), kernel
+        # Four programs of 128 threads on one multiprocessor, at least: their loads are what hides memory's latency.
+        assert kernel["registers"] <= 128, kernel
+        assert kernel["shared_bytes"] <= 16 << 10, kernel
+        # These three read no logits: what is left of a row's groups or parts, and a word for 32 tokens.
+        few = ("prepare_kernel", "settle_kernel", "mask_kernel")
+        assert kernel["wide_loads"] or kernel["kernel"] in few, kernel
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

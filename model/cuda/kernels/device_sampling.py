@@ -288,9 +288,9 @@ def weigh_kernel(
         ids = start + tl.arange(0, TILE)
         values = _load(row_logits, ids, vocab_size)
         is_kept = _is_kept(values, ids, cut, last)
-        distances = high_rank - _rank(values)
-        digits = (distances - base) >> shift
-        is_binned = is_kept & (distances >= base) & (digits < BINS)
+        # Distances lie below 2^32 - 2^24: what comes before `base` wraps to far behind all bins.
+        digits = (high_rank - _rank(values) - base) >> shift
+        is_binned = is_kept & (digits < BINS)
         if PASS == 0:
             total += tl.sum(_weights(values, is_kept, highest, least, rate, MASSES), axis=0)
         if tl.max(is_binned.to(tl.int32), axis=0) > 0:
