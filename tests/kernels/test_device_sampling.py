@@ -1,6 +1,8 @@
 """Sampling on the GPU draws what the reference draws."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from tests.model.conftest import draw_batch
+from twostroke.model.cuda.kernels import device_sampling
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling
@@ -141,6 +144,29 @@ def test_a_row_is_drawn_alike_alone_in_a_batch_and_in_parts_of_any_size(monkeypa
         assert draw_on_device(logits[row : row + 1], alone)[0].tolist() == [together[row]]
     monkeypatch.setattr("twostroke.model.cuda.kernels.device_sampling._PROGRAMS", 8)
     assert draw_on_device(logits, parameters)[0].tolist() == together
+
+
+def test_of_a_language_models_logits_few_are_added_to_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[tuple[Tensor, Tensor]] = []
+    cut = device_sampling.cut_kernel
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*arguments: Any, **options: Any) -> None:
+                searches.append(arguments[-2:])
+                cut[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(device_sampling, "cut_kernel", Recorded())
+    logits = torch.randn((1, 9001), generator=torch.Generator().manual_seed(3)) * 5
+    logits[0, 3000:6000] = -torch.inf
+    draw_on_device(logits, parameters_of(draw_batch(1, (8, 1.0, 0.0), [1.0])))
+    draw_on_device(logits, parameters_of(draw_batch(1, (0, 0.9, 0.0), [1.0])))
+    (_, counts), _, _, (masses_state, masses) = searches
+    assert 8 <= counts[0].sum() <= 24
+    assert counts[1].sum() <= counts[0].max() + 8
+    assert 0.95 * masses_state[0, 0, 5] < masses[0].sum() < masses_state[0, 0, 5]
 
 
 def test_what_lies_around_rows_is_neither_read_nor_written() -> None:

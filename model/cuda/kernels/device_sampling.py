@@ -201,9 +201,10 @@ def prepare_kernel(
         if TOP_K:
             top_k = tl.load(top_ks + row)
             low = cut
-            if top_k <= num_groups:
+            is_finite = values > float("-inf")
+            if top_k <= tl.sum(is_finite.to(tl.int32), axis=0):
                 # Each group has a logit as large as its largest: what k groups reach is a bound of the k-th largest.
-                low = tl.min(tl.where(is_group, values, highest), axis=0)
+                low = tl.min(tl.where(is_finite, values, highest), axis=0)
                 high = highest
                 for _ in range(10):
                     middle = low * 0.5 + high * 0.5
