@@ -240,9 +240,9 @@ def measure_gpu(
 def largest_batch(
     bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None, num_groups: int = 1
 ) -> list[SequenceStep]:
-    """As many sequences as a step may have, with all the tokens that it may have, each drawing at random."""
+    """As many sequences as a step may have, with all the tokens that it may have, each drawing with all filters."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, logprobs=logprobs)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=logprobs)
     left = bounds.max_tokens
     batch: list[SequenceStep] = []
     for index in range(count):
