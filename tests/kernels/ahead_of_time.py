@@ -30,7 +30,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
     copy_and_digest_units,
@@ -235,7 +235,7 @@ def experts(capability: int) -> None:
 
 
 def sampling(capability: int) -> None:
-    """Drawing from large vocabularies, with both filters."""
+    """Drawing from large vocabularies, whatever rows ask for."""
     del capability
     for rows, vocab_size in ((64, 128256), (1, 262144)):
         run_sampling(rows, vocab_size)
@@ -253,7 +253,8 @@ def run_sampling(rows: int, vocab_size: int) -> None:
         keys=empty(torch.int64),
     )
     logits = torch.empty((rows, vocab_size), device="meta")
-    draw_on_device(logits, parameters)
+    for asked in itertools.starmap(Asked, itertools.product((False, True), repeat=3)):
+        draw_on_device(logits, parameters, asked)
     words = torch.empty((rows, vocab_size // 32), dtype=torch.int32, device="meta")
     mask_on_device(logits, empty(torch.int64), words)
 

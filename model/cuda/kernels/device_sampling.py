@@ -168,11 +168,11 @@ def _begin(states, bins, row, distance, is_on, BINS: tl.constexpr):
             tl.store(bins + (index * rows + row) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "has_top_k", "has_top_p"])
 def prepare_kernel(
-    vocab_size, num_groups, group_values, group_ids, broken, temperatures, top_ks, top_ps, log_min_ps,
-    highests, leasts, rates, cuts, lasts, drawn, k_states, k_bins, p_states, p_bins,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
+    vocab_size, num_groups, has_top_k, has_top_p, group_values, group_ids, broken, temperatures, top_ks, top_ps,
+    log_min_ps, highests, leasts, rates, cuts, lasts, drawn, k_states, k_bins, p_states, p_bins,
+    GROUPS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Writes fp32 highests, leasts, rates and cuts and int32 lasts [N], int64 drawn [2, N], and how searches begin."""
     row = tl.program_id(0).to(tl.int64)
@@ -198,7 +198,7 @@ def prepare_kernel(
         cut = tl.where(cut.to(tl.float64) < floor, _of_rank(_rank(cut) + 1), cut)
         tl.store(cuts + row, cut)
         tl.store(lasts + row, vocab_size)
-        if TOP_K:
+        if has_top_k:
             top_k = tl.load(top_ks + row)
             low = cut
             is_finite = values > float("-inf")
@@ -214,16 +214,16 @@ def prepare_kernel(
                 low = tl.maximum(low, cut)
             is_on = (top_k > 0) & (top_k < vocab_size)
             _begin(k_states, k_bins, row, _rank(highest) - _rank(low), is_on, BINS)
-        if TOP_P:
+        if has_top_p:
             top_p = tl.load(top_ps + row)
             # All V logits from here on have less than half of the 1 - p that top_p may lose; beyond 31 masses are 0.
             spread = tl.minimum(tl.log(2.0 * vocab_size / tl.maximum(1.0 - top_p, 1e-18)), 31.0)
             low = tl.maximum(highest.to(tl.float64) - temperature * spread, cut.to(tl.float64)).to(tl.float32)
             _begin(p_states, p_bins, row, _rank(highest) - _rank(low), top_p < 1.0, BINS)
     else:
-        if TOP_K:
+        if has_top_k:
             _begin(k_states, k_bins, row, tl.zeros([], tl.uint32), False, BINS)
-        if TOP_P:
+        if has_top_p:
             _begin(p_states, p_bins, row, tl.zeros([], tl.uint32), False, BINS)
 
 
@@ -468,9 +468,9 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = EV
     row_logits = (logits, logits.stride(0), vocab_size)
     extremes_kernel[(rows, parts)](*row_logits, part, values, ids, broken, GROUP=GROUP, TILE=TILE, num_warps=8)
     prepare_kernel[(rows,)](
-        vocab_size, groups, values, ids, broken, parameters.temperature, parameters.top_k, parameters.top_p,
-        parameters.log_min_p, highests, leasts, rates, cuts, lasts, drawn, *by_count, *by_mass,
-        TOP_K=has_top_k, TOP_P=has_top_p, GROUPS=power_of_two(groups), BINS=_BINS.value, num_warps=4,
+        vocab_size, groups, int(has_top_k), int(has_top_p), values, ids, broken, parameters.temperature,
+        parameters.top_k, parameters.top_p, parameters.log_min_p, highests, leasts, rates, cuts, lasts, drawn, *by_count, *by_mass,
+        GROUPS=power_of_two(groups), BINS=_BINS.value, num_warps=4,
     )  # fmt: skip
     for is_on, masses, (states, bins) in ((has_top_k, False, by_count), (has_top_p, True, by_mass)):
         if not is_on:
