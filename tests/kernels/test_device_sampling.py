@@ -81,6 +81,8 @@ def shaped(shape: str, rows: int, vocab_size: int) -> Tensor:
             logits = logits * torch.tensor(10.0) ** -(torch.arange(vocab_size) % 40)
             logits[:, ::7], logits[:, 1::7] = 0.0, -0.0
             return logits
+        case "both zeros":
+            return torch.zeros_like(logits).index_fill(1, torch.arange(1, vocab_size, 3), -0.0)
         case "far apart":
             return logits * 1e6
         case "huge":
@@ -99,12 +101,13 @@ def shaped(shape: str, rows: int, vocab_size: int) -> Tensor:
 @pytest.mark.parametrize(
     "shape",
     [
-        "all equal", "two values", "next to each other", "around zero", "far apart", "huge", "mostly masked",
+        "all equal", "two values", "both zeros", "next to each other", "around zero", "far apart", "huge", "mostly masked",
         "one left",
     ],
 )  # fmt: skip
 def test_draws_are_the_references_over_logits_of_any_shape(shape: str) -> None:
     filters = [(3, 1.0, 0.0), (0, 0.002, 0.0), (0, 0.5, 0.0), (0, 1 - 2**-53, 0.0), (700, 0.6, 0.01), (2999, 0.0, 0.0)]
+    filters += [(7, 0.99, 0.0), (2500, 1.0, 0.0)]
     logits = shaped(shape, rows=len(filters), vocab_size=3000)
     for temperature in (1e-9, 1.0, 1e7):
         batch = draw_batch(len(filters), (0, 1.0, 0.0), [temperature])

@@ -469,8 +469,8 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = EV
     extremes_kernel[(rows, parts)](*row_logits, part, values, ids, broken, GROUP=GROUP, TILE=TILE, num_warps=8)
     prepare_kernel[(rows,)](
         vocab_size, groups, int(has_top_k), int(has_top_p), values, ids, broken, parameters.temperature,
-        parameters.top_k, parameters.top_p, parameters.log_min_p, highests, leasts, rates, cuts, lasts, drawn, *by_count, *by_mass,
-        GROUPS=power_of_two(groups), BINS=_BINS.value, num_warps=4,
+        parameters.top_k, parameters.top_p, parameters.log_min_p, highests, leasts, rates, cuts, lasts, drawn,
+        *by_count, *by_mass, GROUPS=power_of_two(groups), BINS=_BINS.value, num_warps=4,
     )  # fmt: skip
     for is_on, masses, (states, bins) in ((has_top_k, False, by_count), (has_top_p, True, by_mass)):
         if not is_on:
