@@ -101,8 +101,8 @@ def shaped(shape: str, rows: int, vocab_size: int) -> Tensor:
 @pytest.mark.parametrize(
     "shape",
     [
-        "all equal", "two values", "both zeros", "next to each other", "around zero", "far apart", "huge", "mostly masked",
-        "one left",
+        "all equal", "two values", "both zeros", "next to each other", "around zero", "far apart", "huge",
+        "mostly masked", "one left",
     ],
 )  # fmt: skip
 def test_draws_are_the_references_over_logits_of_any_shape(shape: str) -> None:
@@ -136,6 +136,7 @@ def test_few_kept_logits_are_drawn_as_often_as_the_reference_does() -> None:
 
 def test_a_row_is_drawn_alike_alone_in_a_batch_and_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn((5, 9000), generator=torch.Generator().manual_seed(3)) * 2
+    logits[::2, 8990] = 20.0  # in the last part
     batch = draw_batch(5, (0, 1.0, 0.0), [0.5, 1.0, 3.0, 1.0, 1.0])
     batch.top_k[:], batch.top_p[:] = [0, 40, 300, 7, 0], [0.9, 0.8, 0.3, 1.0, 1.0]
     parameters = parameters_of(batch)
