@@ -173,7 +173,14 @@ def test_of_a_language_models_logits_few_are_added_to_bins(monkeypatch: pytest.M
     assert 0.95 * masses_state[0, 0, 5] < masses[0].sum() < masses_state[0, 0, 5]
 
 
-def test_what_lies_around_rows_is_neither_read_nor_written() -> None:
+def test_what_lies_around_rows_and_in_new_memory_is_neither_read_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*arguments: Any, **options: Any) -> Tensor:
+        tensor = empty(*arguments, **options)
+        return tensor if tensor.is_floating_point() else tensor.fill_(1 << 30)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     inner = torch.randn((3, 2049), generator=torch.Generator().manual_seed(3)) * 2
     around = torch.full((5, 2200), torch.nan)
     around[1::2] = torch.inf
