@@ -181,7 +181,7 @@ def test_what_lies_around_rows_and_in_new_memory_is_neither_read_nor_written(mon
         return tensor if tensor.is_floating_point() else tensor.fill_(1 << 30)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    inner = torch.randn((3, 2049), generator=torch.Generator().manual_seed(3)) * 2
+    inner = shaped("next to each other", rows=3, vocab_size=2049)
     around = torch.full((5, 2200), torch.nan)
     around[1::2] = torch.inf
     around[1:4, 64 : 64 + 2049] = inner
