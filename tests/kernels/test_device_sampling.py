@@ -173,7 +173,10 @@ def test_of_a_language_models_logits_few_are_added_to_bins(monkeypatch: pytest.M
     assert 0.95 * masses_state[0, 0, 5] < masses[0].sum() < masses_state[0, 0, 5]
 
 
-def test_what_lies_around_rows_and_in_new_memory_is_neither_read_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", ["next to each other", "far apart"])
+def test_what_lies_around_rows_and_in_new_memory_is_neither_read_nor_written(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = torch.empty
 
     def poisoned(*arguments: Any, **options: Any) -> Tensor:
@@ -181,11 +184,11 @@ def test_what_lies_around_rows_and_in_new_memory_is_neither_read_nor_written(mon
         return tensor if tensor.is_floating_point() else tensor.fill_(1 << 30)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    inner = shaped("next to each other", rows=3, vocab_size=2049)
+    inner = shaped(shape, rows=3, vocab_size=2049)
     around = torch.full((5, 2200), torch.nan)
     around[1::2] = torch.inf
     around[1:4, 64 : 64 + 2049] = inner
-    before, batch = around.clone(), draw_batch(3, (30, 0.9, 0.0))
+    before, batch = around.clone(), draw_batch(3, (30, 0.9, 0.0), [1e6])
     tokens, broken = draw_on_device(around[1:4, 64 : 64 + 2049], parameters_of(batch))
     assert tokens.tolist() == reference_tokens(inner, batch)
     assert broken.tolist() == [0] * 3
