@@ -87,7 +87,7 @@ def _of_worker(
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
     from twostroke.model.checkpoint.weights import has_weights
-    from twostroke.model.engine_config import resolve_dtype
+    from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
     from twostroke.model.fit import fit
 
     section = config.roles[role]
@@ -101,11 +101,13 @@ def _of_worker(
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
     found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
     dtype = resolve_dtype(held.dtype, found_dtype, device)
+    kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     found = fit(
         model,
         dtype,
         held.quantization,
+        kv_dtype=kv_dtype,
         memory=memory,
         ranks=ranks,
         is_gpu=arguments.gpu is not None,
@@ -118,6 +120,7 @@ def _of_worker(
         "parameters": found.parameters,
         "active_parameters": found.active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
         "quantization": held.quantization,
         "weights": model.weights_as(held.quantization),
         "ranks": ranks,

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, Linear
+from twostroke.model.backend import (
+    AS_THEY_ARE,
+    AttentionForm,
+    Chosen,
+    ExpertWeights,
+    HeadNorms,
+    KVScales,
+    LatentHeads,
+    Linear,
+)
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
@@ -227,9 +236,15 @@ class CudaBackend:
     scale = staticmethod(torch.mul)
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        layout: BatchLayout,
+        norms: HeadNorms | None = None,
+        kv_scales: KVScales = AS_THEY_ARE,
     ) -> Tensor:
-        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
+        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
 
     write_latents = staticmethod(write_latents)
 
@@ -240,6 +255,8 @@ class CudaBackend:
         return elementwise.gate(gate_up, activation)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
+        if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:
+            kv_layer = kv_layer.view(torch.int8)
         self._compile_once(q, kv_layer, form)
         out = _rows_like(q)
         if layout.num_decodes:
@@ -262,7 +279,7 @@ class CudaBackend:
         heads, dim = q.shape[1:]
         groups, block_size = kv_layer.shape[2:4]
         by_tma = None
-        if self._prefill_kernel != "plain":
+        if self._prefill_kernel != "plain" and kv_layer.dtype == q.dtype:
             by_tma = tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len)
         return by_tma or prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len)
 
@@ -287,7 +304,7 @@ class CudaBackend:
         seconds for a compiler. On the way the TMA kernel, whose warps Triton specialises by itself, is held against
         the plain one: where they differ, the plain one is taken from here on.
         """
-        key = (q.dtype, q.shape[1:], kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
+        key = (q.dtype, q.shape[1:], kv_layer.dtype, kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
         if key in self._compiled:
             return
         self._compiled.add(key)
