@@ -152,7 +152,8 @@ class Checkpoint:
             for part in (name,) if stored is None else stored.tensors:
                 sha.update(xxhash.xxh3_128_digest(self._files[part].content(part)))
         for name in self._kv_scales.values():
-            sha.update(f"{name} {self._scale(name)}".encode())
+            if (scale := self._scale(name)) != 1:
+                sha.update(f"{name} {scale}".encode())
         return sha.hexdigest()[:16]
 
     def _scale(self, name: str) -> float:

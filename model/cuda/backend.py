@@ -281,7 +281,10 @@ class CudaBackend:
         by_tma = None
         if self._prefill_kernel != "plain" and kv_layer.dtype == q.dtype:
             by_tma = tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len)
-        return by_tma or prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len)
+        if by_tma is not None:
+            return by_tma
+        is_fp8 = kv_layer.dtype.itemsize == 1
+        return prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len, is_fp8)
 
     def _attend_chunks(
         self,

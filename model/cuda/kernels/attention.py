@@ -85,16 +85,25 @@ _FP32_PREFILL = (
 # Chunks of at most this many rows take tiles of as many, since half of a larger one would be padding, and half the keys
 # a step, since half the warps hold half the registers.
 _SHORT_ROWS, _SHORT_WARPS = 64, 4
+# Head dimensions from which a cache in FP8, widened in registers, leaves room for half the keys a step.
+_FP8_HALVES = {Architecture.HOPPER: 256, Architecture.AMPERE: 128}
 
 
 def prefill_config(
-    architecture: Architecture, head_dim: int, dtype: torch.dtype, heads_per_group: int, max_query_len: int
+    architecture: Architecture,
+    head_dim: int,
+    dtype: torch.dtype,
+    heads_per_group: int,
+    max_query_len: int,
+    is_fp8: bool = False,
 ) -> PrefillConfig:
-    """The table's row for a batch. Raises ValueError for heads wider than the table goes."""
+    """The table's row for a batch; `is_fp8` of the cache. Raises ValueError for heads wider than the table goes."""
     for widest, config in _FP32_PREFILL if dtype == torch.float32 else _PREFILL[architecture]:
         if head_dim <= widest:
             if max_query_len * heads_per_group <= _SHORT_ROWS < config.block_m:
                 config = replace(config, block_m=_SHORT_ROWS, block_n=config.block_n // 2, num_warps=_SHORT_WARPS)
+            if is_fp8 and widest >= _FP8_HALVES.get(architecture, math.inf) and config.block_n > 16:
+                config = replace(config, block_n=config.block_n // 2)
             # A tile holds at least all heads of one token.
             return replace(config, block_m=max(config.block_m, power_of_two(heads_per_group)))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
