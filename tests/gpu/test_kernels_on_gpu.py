@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.paged_cases import ReferenceBackend, make_layout, paged_case
-from twostroke.model.backend import Backend
+from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
+from twostroke.model.backend import Backend, KVScales
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation, Quantization
 
@@ -97,6 +97,33 @@ def test_attention_of_every_form_equals_its_reference(
     case = paged_case(lengths, heads=8, groups=2, dim=dim, block_size=block_size, dtype=dtype, device="cuda", **form)
     actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
     assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (80, 24), (128, 64), (256, 128)])
+@pytest.mark.parametrize("form", [{}, {"window": 300, "soft_cap": 5.0, "has_sinks": True}], ids=str)
+def test_attention_over_a_cache_in_fp8_equals_its_reference(
+    backend: Backend, form: dict[str, Any], dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = [(1, 1), (1, 700), (1, 3001), (3, 40), (130, 130), (257, 1300), (64, 2048)]
+    case = in_fp8(
+        paged_case(lengths, heads=8, groups=2, dim=dim, block_size=block_size, dtype=dtype, device="cuda", **form)
+    )
+    actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
+
+
+def test_a_cache_in_fp8_is_written_as_the_reference_rounds(backend: Backend) -> None:
+    layout, num_blocks = make_layout([(1, 1), (300, 300)], 16, "cuda")
+    qkv = randn(301, 20 * 64, dtype=torch.bfloat16) * torch.logspace(-12, 11, 20 * 64, base=2.0, device="cuda")
+    qkv[3, -1] = float("nan")
+    cos_sin = torch.ones(300, 64, device="cuda").tril_()  # products are exact
+    scales = KVScales(0.5, 1.0)
+    shape = (num_blocks, 2, 4, 16, 64)
+    written, expected = (torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    backend.rope_and_write_kv(qkv.bfloat16(), cos_sin, written, layout, None, scales)
+    REFERENCES.rope_and_write_kv(qkv.bfloat16(), cos_sin, expected, layout, None, scales)
+    assert torch.equal(written.float().nan_to_num(1000), expected.float().nan_to_num(1000))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

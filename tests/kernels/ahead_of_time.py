@@ -78,11 +78,27 @@ def attention(capability: int) -> None:
         run_attention(TARGETS[capability], 128, 16, torch.float32, PLAIN)
 
 
-def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.dtype, form: AttentionForm) -> None:
+def attention_over_fp8(capability: int) -> None:
+    """The same over a cache in FP8, and the write into it."""
+    for head_dim, block_size, form in ((64, 16, SUNK), (80, 32, PLAIN), (128, 64, PLAIN), (256, 64, CAPPED)):
+        run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form, torch.float8_e4m3fn)
+    qkv, cos_sin = (torch.empty((1003, width), dtype=torch.bfloat16, device="meta") for width in (48 * 128, 128))
+    kv_layer = torch.empty((4096, 2, 8, 16, 128), dtype=torch.float8_e4m3fn, device="meta")
+    CudaBackend(TARGETS[capability]).rope_and_write_kv(qkv, cos_sin.float(), kv_layer, _layout(1003, 16))
+
+
+def run_attention(
+    target: Target,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    form: AttentionForm,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
     groups = 8
     layout = _layout(tokens=1003, block_size=block_size)
     q = torch.empty((1003, HEADS, head_dim), dtype=dtype, device="meta")
-    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=dtype, device="meta")
+    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=kv_dtype or dtype, device="meta")
     CudaBackend(target, prefill_kernel="tma").attention(q, kv_layer, layout, form)
 
 
@@ -256,6 +272,7 @@ def sampling(capability: int) -> None:
 
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
+    "attention_over_fp8": attention_over_fp8,
     "latents": latents,
     "elementwise": elementwise,
     "projections": projections,

@@ -71,6 +71,18 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("attention_over_fp8", capability, tmp_path)
+    attending = {"prefill_attention_kernel", "decode_attention_kernel"}
+    assert names(kernels) == attending | {"merge_segments_kernel", "rope_kv_kernel"}
+    for kernel in kernels:
+        prefill = kernel["kernel"] == "prefill_attention_kernel"
+        assert kernel["async_copies"] == (kernel["kernel"] in attending), kernel
+        assert kernel["wgmma"] == (prefill and capability == 90), kernel
+        assert kernel["tcgen05"] == (prefill and capability == 100), kernel
+
+
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
 def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
     kernels = compiled("latents", capability, tmp_path)
     attending = {"latent_decode_kernel", "latent_part_kernel"}
