@@ -213,17 +213,18 @@ def _rotate_tile(
     """
     first = tl.load(x + x_offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + x_offsets + HALF, mask=inside, other=0.0).to(tl.float32)
-    element, normalised = out.dtype.element_ty, x.dtype.element_ty
     if NORMALISE:
         dims = tl.arange(0, first.shape[1])
         real = dims < HALF
         scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)
         gain = tl.load(gains + dims, mask=real, other=0.0).to(tl.float32)[None, :]
         more = tl.load(gains + HALF + dims, mask=real, other=0.0).to(tl.float32)[None, :]
-        first = (first * scale[:, None] * gain).to(normalised).to(tl.float32)
-        second = (second * scale[:, None] * more).to(normalised).to(tl.float32)
-    tl.store(out + out_offsets, rounded((first * cos - second * sin) * factor, element), mask=inside)
-    tl.store(out + out_offsets + HALF, rounded((second * cos + first * sin) * factor, element), mask=inside)
+        first = (first * scale[:, None] * gain).to(x.dtype.element_ty).to(tl.float32)
+        second = (second * scale[:, None] * more).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + out_offsets, rounded((first * cos - second * sin) * factor, out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + out_offsets + HALF, rounded((second * cos + first * sin) * factor, out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
