@@ -29,7 +29,7 @@ from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, Lat
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
-from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
@@ -223,6 +223,16 @@ def grouped_projections(capability: int) -> None:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
+def fp8_projections(capability: int) -> None:
+    """FP8 by FP8 in every tile, columns split where tokens are few, scales a row and a block."""
+    target, workspace = TARGETS[capability], SplitWorkspace(torch.device("cpu"))
+    for groups in (1, 32):
+        values = torch.zeros((1024, 4096), dtype=torch.float8_e4m3fn)
+        weight = QuantizedWeight(values, torch.ones((1024, groups)), 4096 // groups, 8)
+        linear = Fp8CudaLinear(weight, None, target, workspace)
+        linear(torch.zeros((1, 4096), dtype=torch.bfloat16))
+
+
 def experts(capability: int) -> None:
     """Routers of several kinds; experts as they are, quantised and in MXFP4, in every tile."""
     backend, number, size, hidden = CudaBackend(TARGETS[capability]), 4, 64, 256
@@ -277,6 +287,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "elementwise": elementwise,
     "projections": projections,
     "grouped_projections": grouped_projections,
+    "fp8_projections": fp8_projections,
     "experts": experts,
     "sampling": sampling,
     "transfer": transfer,

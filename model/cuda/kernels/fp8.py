@@ -2,12 +2,20 @@
 
 What is written is rounded by integer arithmetic: the same everywhere, in Triton's interpreter too. What is read is
 converted by the GPU where it knows the type (sm_89 and later), and by its bits elsewhere.
+
+Activations that meet weights in FP8 are rounded to it with a scale of each token's own.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-_LIMIT = tl.constexpr(448.0)
+from twostroke.model.cuda.kernels.launch import power_of_two
+from twostroke.model.reference import FP8_LIMIT
+
+_LIMIT = tl.constexpr(FP8_LIMIT)
+_LEAST = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too
 
 
 @triton.jit
@@ -53,3 +61,36 @@ def of_cache(stored, element: tl.constexpr):
         number = ((code << 20) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36
         stored = tl.where((code & 0x7F) == 0x7F, float("nan"), number)
     return stored.to(element)
+
+
+def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> e4m3 [T, in] and fp32 scales [T], a token's largest magnitude over e4m3's largest number."""
+    wide = x.float()
+    scales = wide.abs().amax(1).clamp(min=_LEAST) / FP8_LIMIT
+    codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+@triton.jit
+def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.constexpr, LEAST: tl.constexpr):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=0), LEAST), _LIMIT)
+    inverse = tl.div_rn(1.0, scale)
+    tl.store(codes + token * COLUMNS + columns, rounded(values * inverse, tl.uint8), mask=columns < COLUMNS)
+    tl.store(scales + token, scale)
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens_reference` of contiguous x. NaN stays; infinity becomes it."""
+    tokens, columns = x.shape
+    codes = torch.empty((tokens, columns), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    padded = power_of_two(columns)
+    if tokens:
+        quantize_tokens_kernel[(tokens,)](
+            x, codes, scales, COLUMNS=columns, PADDED=padded, LEAST=_LEAST, num_warps=8 if padded > 2048 else 4
+        )
+    return codes.view(torch.float8_e4m3fn), scales
