@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
 from twostroke.model.backend import Backend, KVScales
-from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, fp8_linear_reference, pack_fp8
 
 pytestmark = pytest.mark.gpu
 REFERENCES = ReferenceBackend()
@@ -196,6 +197,22 @@ def test_linears_equal_their_reference(
         logits = linear(x, torch.float32)
         assert logits.dtype == torch.float32
         assert_near(logits, expected, RELATIVE_ERRORS[dtype] if quantization == "int4" else 1e-4)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (1000, 1040), (28672, 512)])
+def test_products_of_fp8_equal_their_reference(backend: Backend, rows: int, columns: int, is_grouped: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU knows no FP8")
+    groups = -(-columns // FP8_GROUP) if is_grouped else 1
+    values = randn(rows, columns, dtype=torch.float32).mul_(100).to(torch.float8_e4m3fn)
+    scales = (torch.rand(rows, groups, device="cuda") + 0.1) / 100 / columns**0.5
+    weight = QuantizedWeight(values, scales, FP8_GROUP if is_grouped else columns, 8)
+    linear = backend.make_linear(weight, None, "auto", torch.bfloat16)
+    for tokens in (1, 16, 17, 33, 64, 65, 200, 1111):
+        x = randn(tokens, columns, dtype=torch.bfloat16)
+        expected = fp8_linear_reference(x, pack_fp8(weight), None, torch.float32)
+        assert_near(linear(x, torch.float32), expected, 1e-3)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

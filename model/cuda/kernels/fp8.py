@@ -64,9 +64,11 @@ def of_cache(stored, element: tl.constexpr):
 
 
 def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> e4m3 [T, in] and fp32 scales [T], a token's largest magnitude over e4m3's largest number."""
+    """x [T, in] -> e4m3 [T, in] and fp32 scales [T], a token's largest magnitude over e4m3's largest number; NaN for a
+    token that holds NaN or infinity."""
     wide = x.float()
     scales = wide.abs().amax(1).clamp(min=_LEAST) / FP8_LIMIT
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
     return codes.to(torch.float8_e4m3fn), scales
 
@@ -77,14 +79,16 @@ def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.c
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=0), LEAST), _LIMIT)
+    # A maximum passes over NaN.
+    largest = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)
+    scale = tl.where(largest < float("inf"), tl.div_rn(tl.maximum(largest, LEAST), _LIMIT), float("nan"))
     inverse = tl.div_rn(1.0, scale)
     tl.store(codes + token * COLUMNS + columns, rounded(values * inverse, tl.uint8), mask=columns < COLUMNS)
     tl.store(scales + token, scale)
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens_reference` of contiguous x. NaN stays; infinity becomes it."""
+    """`quantize_tokens_reference` of contiguous x."""
     tokens, columns = x.shape
     codes = torch.empty((tokens, columns), dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
