@@ -25,7 +25,9 @@ from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import make_layout
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MOST_TOKENS
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.step import Draw, SequenceStep
@@ -52,12 +54,50 @@ def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator
 
 
 def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
-    """One token a sequence: all that it must read is its context's keys and values."""
+    """One token a sequence: all that it must read is its context's keys and values. In FP8 they are half the bytes,
+    which hardware widens twice as fast as they come, beside what a launch and the merge take anyway."""
+    times: list[float] = []
     for batch, context in sizes.long_decodes:
-        run = _ours(sizes, place, [(1, context)] * batch, True)
-        read = batch * context * 2 * sizes.model.kv_size * 2 / place.clock.seconds(run)
+        times.append(place.clock.seconds(_ours(sizes, place, [(1, context)] * batch, True)))
+        read = batch * context * 2 * sizes.model.kv_size * 2 / times[-1]
         name = f"decode attention, batch {batch}, context {context}"
         yield Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth")
+    for (batch, context), bf16_s in zip(sizes.long_decodes, times, strict=True):
+        run = _ours(sizes, place, [(1, context)] * batch, True, kv_dtype=torch.float8_e4m3fn)
+        fp8_s = place.clock.seconds(run)
+        figure = f"{batch * context * 2 * sizes.model.kv_size / fp8_s / 1e12:.2f} TB/s"
+        name = f"decode attention over FP8, batch {batch}, context {context}"
+        yield Row(name, bf16_s / fp8_s, 1.7, figure, "bf16", predicted=1.8)
+
+
+def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    """FP8 by FP8, activations rounded on the way, of the gate and up projections' size: by what bounds it, and by
+    torch's own product of codes that are there already.
+
+    Predicted: prompts at 0.6 of twice the bf16 rate, since fresh sums of each step are added in fp32 on the ordinary
+    lanes; few tokens at 0.75 of the bandwidth, where rounding is a launch of its own.
+    """
+    rows, columns = 2 * sizes.model.mlp_width, sizes.model.hidden_size
+    codes = torch.empty((rows, columns), dtype=torch.bfloat16, device=place.device).normal_().to(torch.float8_e4m3fn)
+    one, backend = torch.ones((), device=place.device), CudaBackend(place.target)
+    linears = {}
+    for name, groups in (("rows", 1), ("blocks", -(-columns // FP8_GROUP))):
+        scales = torch.ones((rows, groups), device=place.device)
+        weight = QuantizedWeight(codes, scales, columns if name == "rows" else FP8_GROUP, 8)
+        linears[name] = backend.make_linear(weight, None, "auto", torch.bfloat16)
+    for tokens in sizes.fp8_tokens:
+        x = torch.empty((tokens, columns), dtype=torch.bfloat16, device=place.device).normal_()
+        x_codes = x.to(torch.float8_e4m3fn)
+        torch_s = place.clock.seconds(
+            partial(torch._scaled_mm, x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        )
+        least_s = max(rows * columns / limits.read, 2.0 * tokens * rows * columns / (2 * limits.gemm))
+        for name, linear in linears.items():
+            ours_s = place.clock.seconds(partial(linear, x))
+            told, figure = f"FP8 by FP8, {tokens} tokens, scales of {name}", f"{ours_s * 1e6:.0f} us"
+            predicted = 0.75 if tokens <= MOST_TOKENS else 0.6
+            yield Row(told, least_s / ours_s, None, figure, "the limit", predicted)
+            yield Row(f"{told}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
 
 
 def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
@@ -107,7 +147,12 @@ def _fastest(place: GpuPlace, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, flo
 
 
 def _ours(
-    sizes: Sizes, place: GpuPlace, lengths: Sequence[tuple[int, int]], is_scattered: bool, window: int = 0
+    sizes: Sizes,
+    place: GpuPlace,
+    lengths: Sequence[tuple[int, int]],
+    is_scattered: bool,
+    window: int = 0,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], Tensor]:
     """Attention of sequences (query length, context length) over a cache of random values."""
     config, size = sizes.model, sizes.block_size
@@ -119,7 +164,7 @@ def _ours(
         used += width
     layout = make_layout(steps, size, place.device)
     shape = (used, 2, config.num_kv_heads, size, config.head_dim)
-    kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_()
+    kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_().to(kv_dtype)
     tokens = sum(query for query, _ in lengths)
     q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
     backend, form = CudaBackend(place.target), AttentionForm(config.head_dim**-0.5, window)

@@ -29,7 +29,7 @@ from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, Lat
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
-from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
@@ -78,11 +78,27 @@ def attention(capability: int) -> None:
         run_attention(TARGETS[capability], 128, 16, torch.float32, PLAIN)
 
 
-def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.dtype, form: AttentionForm) -> None:
+def attention_over_fp8(capability: int) -> None:
+    """The same over a cache in FP8, and the write into it."""
+    for head_dim, block_size, form in ((64, 16, SUNK), (80, 32, PLAIN), (128, 64, PLAIN), (256, 64, CAPPED)):
+        run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form, torch.float8_e4m3fn)
+    qkv, cos_sin = (torch.empty((1003, width), dtype=torch.bfloat16, device="meta") for width in (48 * 128, 128))
+    kv_layer = torch.empty((4096, 2, 8, 16, 128), dtype=torch.float8_e4m3fn, device="meta")
+    CudaBackend(TARGETS[capability]).rope_and_write_kv(qkv, cos_sin.float(), kv_layer, _layout(1003, 16))
+
+
+def run_attention(
+    target: Target,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    form: AttentionForm,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
     groups = 8
     layout = _layout(tokens=1003, block_size=block_size)
     q = torch.empty((1003, HEADS, head_dim), dtype=dtype, device="meta")
-    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=dtype, device="meta")
+    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=kv_dtype or dtype, device="meta")
     CudaBackend(target, prefill_kernel="tma").attention(q, kv_layer, layout, form)
 
 
@@ -207,6 +223,16 @@ def grouped_projections(capability: int) -> None:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
+def fp8_projections(capability: int) -> None:
+    """FP8 by FP8 in every tile, columns split where tokens are few, scales a row and a block."""
+    target, workspace = TARGETS[capability], SplitWorkspace(torch.device("cpu"))
+    for groups in (1, 32):
+        values = torch.zeros((1024, 4096), dtype=torch.float8_e4m3fn)
+        weight = QuantizedWeight(values, torch.ones((1024, groups)), 4096 // groups, 8)
+        linear = Fp8CudaLinear(weight, None, target, workspace)
+        linear(torch.zeros((1, 4096), dtype=torch.bfloat16))
+
+
 def experts(capability: int) -> None:
     """Routers of several kinds; experts as they are, quantised and in MXFP4, in every tile."""
     backend, number, size, hidden = CudaBackend(TARGETS[capability]), 4, 64, 256
@@ -261,10 +287,12 @@ def run_sampling(rows: int, vocab_size: int) -> None:
 
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
+    "attention_over_fp8": attention_over_fp8,
     "latents": latents,
     "elementwise": elementwise,
     "projections": projections,
     "grouped_projections": grouped_projections,
+    "fp8_projections": fp8_projections,
     "experts": experts,
     "sampling": sampling,
     "transfer": transfer,

@@ -71,6 +71,18 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("attention_over_fp8", capability, tmp_path, most_spilled=8)  # of heads of 256, and of a sink
+    attending = {"prefill_attention_kernel", "decode_attention_kernel"}
+    assert names(kernels) == attending | {"merge_segments_kernel", "rope_kv_kernel"}
+    for kernel in kernels:
+        prefill = kernel["kernel"] == "prefill_attention_kernel"
+        assert kernel["async_copies"] == (kernel["kernel"] in attending), kernel
+        assert kernel["wgmma"] == (prefill and capability == 90), kernel
+        assert kernel["tcgen05"] == (prefill and capability == 100), kernel
+
+
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
 def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
     kernels = compiled("latents", capability, tmp_path)
     attending = {"latent_decode_kernel", "latent_part_kernel"}
@@ -129,6 +141,20 @@ def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capabil
     assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
     assert all(kernel["async_copies"] for kernel in products)
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
+
+
+@pytest.mark.parametrize("capability", [wide(89), 90, wide(100)])
+def test_products_of_fp8_compile_to_the_best_there_are(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("fp8_projections", capability, tmp_path)
+    assert names(kernels) == {"gemm_kernel", "quantize_tokens_kernel"}
+    products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
+    assert {(kernel["block_t"], kernel["scales_steps"]) for kernel in products} == {
+        (tokens, by_steps) for tokens in (16, 32, 64, 128) for by_steps in (False, True)
+    }
+    for kernel in products:
+        assert kernel["async_copies"], kernel
+        assert kernel["wgmma"] == (capability == 90), kernel
+        assert kernel["tcgen05"] == (capability == 100), kernel
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
