@@ -78,6 +78,7 @@ class WorkerSettings:
             device=self.device,
             gpu=gpu,
             dtype=self.model.dtype,
+            kv_cache_dtype=self.model.kv_cache_dtype,
             quantization=self.model.quantization,
             tensor_parallel=self.tensor_parallel,
             block_size=self.block_size,
