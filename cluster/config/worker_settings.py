@@ -92,7 +92,6 @@ class WorkerSettings:
             captures_decodes=not self.announces_layers,
             threads=self.threads,
             cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
-            # Who names a number of threads, or cores, gets no others.
-            lends_cores=self.device == "cpu" and self.tensor_parallel == 1 and not self.resources.names_cores,
+            lends_cores=self.resources.lends_cores and self.device == "cpu",
             max_context=self.model.max_context,
         )
