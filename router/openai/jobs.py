@@ -21,7 +21,7 @@ from twostroke.router.openai.schemas import (
     TokenizeRequest,
 )
 from twostroke.router.openai.structured import grammar_of
-from twostroke.router.openai.tools import NamedChoice, Tool
+from twostroke.router.openai.tools import Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import check, check_schema
@@ -158,10 +158,8 @@ class JobMaker:
         calls, functions = "", list[Function]()
         if call is not None and (forced or is_strict or (grammar and offered)):
             functions = [await self._function(asked, tool, call) for tool in forced or offered]
-            # Of a function by its name OpenAI, too, gives one call: small models would else call on to their limit.
-            is_parallel = asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, NamedChoice)
             is_free = not forced and not grammar
-            calls = rules.of_calls(call, functions, is_parallel=is_parallel, is_free=is_free)
+            calls = rules.of_calls(call, functions, is_parallel=asked.is_parallel, is_free=is_free)
         if forced:
             rest, param = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools"
         elif grammar and (calls or thinking is not None):
@@ -191,7 +189,7 @@ class JobMaker:
         if not is_strict and not asked.forced_tools:
             return Function(name, {}, is_strict)
         schema = tool.function.parameters or {}
-        param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
+        param = f"{asked.path_of(tool)}.parameters"
         await check_schema(self._grammars, schema, param, lenient=not is_strict)
         if call.argument is not None and is_strict and schema and "properties" not in schema:
             raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
