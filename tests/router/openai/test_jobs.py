@@ -118,6 +118,21 @@ async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
     assert job.request.sampling.logprobs == 0
 
 
+async def test_the_template_sees_the_documents_of_a_chat():
+    template = "{% for one in documents or [] %}[{{ one.title }}: {{ one.text }}]{% endfor %}{{ messages[0].content }}"
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
+    asked = {"messages": [{"role": "user", "content": "Which?"}]}
+    documents = [{"title": "a", "text": "b"}, {"title": "c", "text": "d é"}]
+    for more, prompt in (
+        ({"documents": documents}, "[a: b][c: d é]Which?"),
+        ({"documents": []}, "Which?"),
+        ({}, "Which?"),
+    ):
+        chat = ChatRequest.model_validate({**asked, **more})
+        (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+        assert speaker.decode(job.request.token_ids) == prompt
+
+
 FORMATS = sorted(
     path.name.removesuffix(".json") for path in files("twostroke.router.text").joinpath("output_formats").iterdir()
 )
