@@ -2,6 +2,7 @@ import json
 from importlib.resources import files
 
 import pytest
+from pydantic import ValidationError
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
@@ -131,6 +132,27 @@ async def test_the_template_sees_the_documents_of_a_chat():
         chat = ChatRequest.model_validate({**asked, **more})
         (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
         assert speaker.decode(job.request.token_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"regex": "a" * 1_000_000}, "65536 characters"),
+        ({"grammar": "start: " + "a " * 500_000}, "65536 characters"),
+        ({"json": {"enum": ["a" * 1_000_000]}}, "takes 1000013 bytes"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "is no JSON"),
+        ({"json": json.loads('{"items":' * 65 + "{}" + "}" * 65)}, "nested 64 levels deep"),
+        ({"json": {"multipleOf": 999_983}}, "too large together"),
+    ],
+    ids=range(6),
+)
+async def test_what_is_far_too_much_is_refused_before_it_is_compiled(tokenizer, monkeypatch, asked, said):
+    async def compiles(grammars, grammar):
+        raise AssertionError("it is compiled")
+
+    monkeypatch.setattr("twostroke.protocol.grammars.Grammars.matcher", compiles)
+    with pytest.raises((RequestError, ValidationError), match=said):
+        await only(JobMaker(tokenizer, SamplingDefaults()), structured_outputs=asked)
 
 
 FORMATS = sorted(
