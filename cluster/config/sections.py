@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator, StringConstraints, field_validator, 
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.model.config import PrefillKernel, Quantization
+from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.token_channels import TokenChannelConfig
@@ -55,6 +55,8 @@ class ModelSection(Section):
     dtype: Dtype = "auto"
     quantization: Quantization = "auto"
     """Of the projections' weights, as they are loaded; auto: as the checkpoint has them, none: widened to dtype."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto: dtype. fp8 and fp8_e4m3: one byte a number, of keys and of values."""
     block_size: BlockSize | None = None
     """Tokens; null: 16 on CPUs, 64 on GPUs."""
     max_context: Annotated[int, Ge(2)] | None = None
@@ -116,6 +118,11 @@ class WorkerResources(Section):
     gpu_memory_utilization: Annotated[float, Ge(0.05), Le(1)] = 0.9
     """What weights, steps and cache may take of the worker's GPU, or of its part of one."""
     prefill_kernel: PrefillKernel = "auto"
+
+    @property
+    def names_cores(self) -> bool:
+        """Whether a worker's cores are said, and not shared out."""
+        return self.threads is not None or self.cores is not None
 
     @model_validator(mode="after")
     def _check_resources(self) -> "WorkerResources":

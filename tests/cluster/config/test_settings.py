@@ -135,6 +135,13 @@ def test_a_role_may_hold_the_model_in_its_own_way() -> None:
     assert config.model_of(read_config({}).decode) == config.model
 
 
+def test_kv_in_fp8_is_not_encoded_once_more() -> None:
+    raw = {"model": {"kv_cache_dtype": "fp8"}, "kv_transfer": {"encoding": "int8"}}
+    with pytest.raises(ConfigError, match=r"^kv_transfer\.encoding: int8 beside model\.kv_cache_dtype fp8, .* to raw"):
+        read_config(raw)
+    assert read_config({**raw, "kv_transfer": None}).model.kv_cache_dtype == "fp8"
+
+
 def test_roles_that_exchange_kv_have_one_dtype() -> None:
     raw = {"model": {"dtype": "bfloat16"}, "prefill": {"dtype": "float32"}}
     with pytest.raises(
