@@ -112,11 +112,11 @@ class StopStrings:
         if not self.stops:
             return text
         text = self._held + text
-        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, self.found = min(found)
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:  # the one that is complete first, of several the longest: so it is however the text is cut
+            end, begin, self.found = min(found)
             self._held = ""
-            return text[: end + len(self.found) * self.shows_stop]
+            return text[: end if self.shows_stop else begin]
         keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -71,14 +71,51 @@ def test_a_stop_string_ends_the_text_however_it_is_cut(pieces, stops):
     whole = "".join(pieces)
     found = [at for stop in stops if (at := whole.find(stop)) >= 0]
     assert stopper.stopped == bool(found)
-    if stopper.stopped:
-        # The stop that is complete first counts, and with it the text before the earliest one seen by then.
-        end = min(whole.find(stop) + len(stop) for stop in stops if stop in whole)
-        assert whole.startswith("".join(shown))
-        assert len("".join(shown)) <= end
-        assert not any(stop in "".join(shown) for stop in stops)
-    else:
-        assert "".join(shown) + stopper.flush() == whole
+    assert "".join(shown) + stopper.flush() == up_to_stop(whole, stops)
+
+
+def up_to_stop(whole, stops):
+    """The text before the stop string that is complete first; of several the longest."""
+    for end in range(len(whole) + 1):
+        complete = [stop for stop in stops if whole[:end].endswith(stop)]
+        if complete:
+            return whole[: end - max(map(len, complete))]
+    return whole
+
+
+EMOJI = ("👩‍👩‍👧‍👦", "🇳🇴", "👍🏽", "❤️", "é", "e\u0301", "語", "�", "\x00", "\U0010ffff")
+SPOKEN = st.lists(st.sampled_from((*EMOJI, "a", "b", " ", "\n")) | st.characters(codec="utf-8"), max_size=12).map(
+    "".join
+)
+SPOKEN = SPOKEN.filter(lambda text: "<|" not in text)
+STOPS_IN_SPEECH = st.lists(st.sampled_from((*EMOJI, "🇳", "\u200d", "a ", "b\n", "aa")), max_size=3)
+
+
+def as_bytes(text, draws):
+    """The text in tokens of FALLBACK: characters that have one of their own by it, if drawn so; else by bytes."""
+    for char in text:
+        own = FALLBACK._tokenizer.token_to_id("▁" if char == " " else char)
+        if own is not None and draws.draw(st.booleans()):
+            yield own
+        else:
+            yield from (3 + byte for byte in char.encode())
+
+
+@settings(max_examples=300, deadline=None)
+@given(draws=st.data(), written=SPOKEN, stops=STOPS_IN_SPEECH)
+def test_speech_in_bytes_is_told_by_whole_characters_up_to_its_stop_string(tokenizer, draws, written, stops):
+    of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(2, 300)}
+    for speaker, token_ids, meant in (
+        (tokenizer, [of_byte[bytes([byte])] for byte in written.encode()], written),
+        (tokenizer, tokenizer._encode(written, False), written),
+        (FALLBACK, [*as_bytes(written, draws)], written.removeprefix(" ")),
+    ):
+        text, stopper = new_detokenizer(speaker), StopStrings(stops)
+        pieces = [text.add(token_id) for token_id in token_ids]
+        pieces.append(text.flush())
+        assert "".join(pieces) == meant
+        assert all("�" not in piece for piece in pieces) or "�" in written
+        assert "".join(map(stopper.add, pieces)) + stopper.flush() == up_to_stop(meant, stops)
 
 
 @settings(max_examples=200, deadline=None)
