@@ -60,6 +60,8 @@ class BareObject:
 
     def _value(self, schema: Any) -> str:
         if not isinstance(schema, Mapping):
+            if schema is False and self._is_strict:
+                raise self._unheld("false")
             return self._any
         said = [name for name in _SHAPES if name in schema]
         if self._is_strict and (len(said) > 1 or (said and said[0] not in ("const", "enum") and "type" in schema)):
@@ -119,7 +121,7 @@ class BareObject:
         if most == 0:
             return '"[]"'
         item = self._rule(self._value(schema.get("items", {})))
-        more = f'{item} ("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        more = f'{item} ("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}' if most != 1 else item
         return f'"[" ({more}){"" if least else "?"} "]"'
 
     def _rule(self, body: str) -> str:

@@ -1,12 +1,16 @@
 import json
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from tests.integration.schemas import all_schemas, takes
 from twostroke.protocol.errors import RequestError
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
+from twostroke.router.text.grammar import of_schema
 from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax, pick_output_format
 
 MODEL_FOLDER = Path(__file__).parents[3] / "model" / "bundled"
@@ -292,18 +296,77 @@ def test_objects_with_bare_keys_are_held_to_their_schemas(texts, form, around, q
     assert json.loads("".join(delta.arguments for delta in deltas)) == BARE_MEANT
 
 
+def names_of(schema):
+    """All names and texts in a schema."""
+    if isinstance(schema, dict):
+        return {*schema}.union(*map(names_of, schema.values()))
+    return set().union(*map(names_of, schema)) if isinstance(schema, list) else {str(schema)}
+
+
+def test_objects_with_bare_keys_drawn_at_random_are_read_and_valid(texts):
+    """What a strict function is called with follows its schema, but for what bounds texts; or it is refused."""
+    rules, call = AnswerGrammar(CONTROLS), pick_output_format("gemma", None, "", "").call
+    language = pick_output_format("gemma", None, "", "").language
+    tokenizer, names = LLTokenizer(texts, n_vocab=4096 + len(TOKENS), eos_token=[1]), Tokenizer.from_str(texts)
+    draw, outcomes = random.Random(14), Counter()
+    for part in all_schemas()[::2]:
+        if not {"pattern", "format", "minLength", "maxLength", "#"}.isdisjoint(names_of(part)):
+            continue
+        shared = {name: part[name] for name in ("$defs", "definitions") if name in part}
+        schema = {
+            "type": "object",
+            "properties": {"v": part},
+            "required": ["v"],
+            "additionalProperties": False,
+            **shared,
+        }
+        if LLMatcher(tokenizer, of_schema(schema)).is_error():
+            continue
+        try:
+            calls = rules.of_calls(call, [Function("rain", schema, True)], is_parallel=False)
+        except RequestError:
+            outcomes["refused"] += 1
+            continue
+        grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
+        matcher = LLMatcher(tokenizer, grammar)
+        assert not matcher.is_error(), f"{part} {matcher.get_error()}"
+        written = drawn(matcher, names, draw)
+        outcomes["read" if written else "too long"] += 1
+        if written:
+            parser = language.parser("", {"rain": schema})
+            told = [*parser.add(written).calls, *parser.finish().calls]
+            assert takes(schema, "".join(call.arguments for call in told)), f"{part} {written!r}"
+    assert outcomes["read"] > 4 * (outcomes["too long"] + outcomes["refused"])
+
+
+def drawn(matcher, names, draw):
+    """A random answer, which ends what it can at every second chance; empty where it does not end in time."""
+    ids = []
+    for _ in range(200):
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(len(mask) * 8) if mask[i // 8] >> i % 8 & 1]
+        ends = [i for i in allowed if names.id_to_token(i) in ("<escape>", "}", "]", ",", "<end_function_call>")]
+        token_id = draw.choice(ends if ends and draw.random() < 0.5 else allowed)
+        if token_id == 1:
+            return names.decode(ids, skip_special_tokens=False)
+        assert matcher.consume_token(token_id)
+        ids.append(token_id)
+    return ""
+
+
 @pytest.mark.parametrize(
     "part",
     [
         {"type": "array", "prefixItems": [{"type": "string"}]},
         {"allOf": [{"type": "object"}, {"required": ["a"]}]},
         {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        False,
     ],
 )
 def test_what_objects_with_bare_keys_can_not_be_held_to_is_refused_where_it_must_be(texts, part):
     call, rules = pick_output_format("gemma", None, "", "").call, AnswerGrammar(CONTROLS)
     schema = {"type": "object", "properties": {"a": part}}
-    with pytest.raises(RequestError, match=r"can't be held to (prefixItems|allOf|anyOf) here"):
+    with pytest.raises(RequestError, match=r"can't be held to (prefixItems|allOf|anyOf|false) here"):
         rules.of_calls(call, [Function("rain", schema, True)], is_parallel=False)
     calls = rules.of_calls(call, [Function("rain", schema, False)], is_parallel=False)
     grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
