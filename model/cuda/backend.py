@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -379,17 +380,18 @@ class CudaBackend:
         )
         for longest in (1, _MANY):
             self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
-        if self._prefill_kernel == "auto" and not self._tma_agrees(q, kv_layer, form):
-            _log.warning("prompts' attention by TMA is wrong on this GPU: the plain kernel is taken (prefill_kernel)")
+        if self._prefill_kernel == "auto" and (fault := self._fault_of_tma(q, kv_layer, form)) is not None:
+            _log.warning("prompts' attention by TMA %s on this GPU: the plain kernel is taken (prefill_kernel)", fault)
             self._prefill_kernel = "plain"
         for config in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
             self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), form, out, config)
 
-    def _tma_agrees(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
-        """Whether it computes what the plain kernel does, of prompts with and without a prefix. True if not in use."""
+    def _fault_of_tma(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
+        """What is wrong with it: other results than the plain kernel's, of prompts with and without a prefix, or no
+        compilation. None where nothing is, or it is not in use."""
         by_tma = self._prefill_config(q, kv_layer, _MANY)
         if not isinstance(by_tma, TmaPrefillConfig):
-            return True
+            return None
         heads, dim = q.shape[1:]
         groups, block_size = kv_layer.shape[2:4]
         steps, used = [], 0
@@ -405,9 +407,13 @@ class CudaBackend:
         )
         out, expected = _rows_like(queries), _rows_like(queries)
         plain = prefill_config(self._target.architecture, dim, q.dtype, heads // groups, _MANY)
-        tma_prefill_attention(queries, kv, layout, form, out, self._target, by_tma)
+        try:
+            tma_prefill_attention(queries, kv, layout, form, out, self._target, by_tma)
+        except (RuntimeError, triton.TritonError) as error:
+            return f"fails ({(str(error) or repr(error)).splitlines()[0]})"
         prefill_attention(queries, kv, layout, form, expected, plain)
-        return torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
+        agrees = torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
+        return None if agrees else "is wrong"
 
 
 def _rows_like(q: Tensor) -> Tensor:
