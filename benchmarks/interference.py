@@ -100,8 +100,10 @@ def bound_s(arguments: argparse.Namespace, costs: StepCosts | None, alone_s: flo
         return None
     if arguments.tpot_ms is not None:
         return float(arguments.tpot_ms) / 1e3
+    if costs is None:
+        return None
     bounds = StepBudget(_config(arguments), lambda: costs)
-    return None if costs is None else bounds.stall_s(costs, alone_s)
+    return bounds.stall_s(costs, alone_s, alone_s + costs.weights_s - costs.reading_s(arguments.streams))
 
 
 def summarise(alone: list[Turn], beside: list[Turn], bound: float | None = None) -> dict[str, float | None]:

@@ -11,8 +11,8 @@ same.
 Where the requests that decode were promised a time per token, prompts beside them get what that leaves. Where nothing
 was promised, a step with prompts may take as long as people hardly notice between two words: what LONGEST_CHUNK prompt
 tokens take on this worker, but LEAST_STALL_S at least, which is what an accelerator keeps to, and MOST_STALL_S at most,
-as on a CPU. A step whose decodes alone take so long may become LEAST_GROWTH times as long, or prompts would never get
-on. `max_stall_s` and `stall_factor`, where they are set, take the place of all that.
+as on a CPU. A step whose decodes alone take so long, all experts read, may become LEAST_GROWTH times as long, or
+prompts would never get on. `max_stall_s` and `stall_factor`, where they are set, take the place of all that.
 """
 
 import math
@@ -57,23 +57,29 @@ class StepBudget:
         costs = self.costs()
         if costs is None:
             return PromptBudget(min(tokens, CAUTIOUS_CHUNK))
-        decode_s = costs.base_s + costs.decode_s(len(contexts), sum(contexts))
-        step_s = self.stall_s(costs, decode_s) if tightest_s == math.inf else tightest_s * self.config.tpot_safety
-        return PromptBudget(tokens, least=self.config.min_chunk_tokens, seconds=step_s - decode_s, costs=costs)
+        rows_s = costs.decode_s(len(contexts), sum(contexts))
+        alone_s, beside_s = costs.reading_s(len(contexts)) + rows_s, costs.weights_s + rows_s
+        step_s = (
+            self.stall_s(costs, alone_s, beside_s) if tightest_s == math.inf else tightest_s * self.config.tpot_safety
+        )
+        return PromptBudget(tokens, least=self.config.min_chunk_tokens, seconds=step_s - beside_s, costs=costs)
 
-    def stall_s(self, costs: StepCosts, decode_s: float) -> float:
-        """How long a step may take whose decodes were promised nothing, and take `decode_s` alone."""
+    def stall_s(self, costs: StepCosts, alone_s: float, beside_s: float) -> float:
+        """How long a step may take whose decodes were promised nothing.
+
+        They take `alone_s`, and `beside_s` where a chunk of a prompt has all experts read.
+        """
         bounds_s = []
         if self.config.max_stall_s is not None:
             bounds_s.append(self.config.max_stall_s)
         if self.config.stall_factor is not None:
-            bounds_s.append(self.config.stall_factor * decode_s)
-        return min(bounds_s, default=max(usual_stall_s(costs), LEAST_GROWTH * decode_s))
+            bounds_s.append(self.config.stall_factor * alone_s)
+        return min(bounds_s, default=max(usual_stall_s(costs), LEAST_GROWTH * beside_s))
 
 
 def usual_stall_s(costs: StepCosts) -> float:
     """How long a worker's step may take where nothing was promised, and nothing set."""
-    return min(max(costs.base_s + costs.prompt_s(LONGEST_CHUNK), LEAST_STALL_S), MOST_STALL_S)
+    return min(max(costs.weights_s + costs.prompt_s(LONGEST_CHUNK), LEAST_STALL_S), MOST_STALL_S)
 
 
 class Places:
@@ -93,8 +99,8 @@ class Places:
             return True
         num_rows = self._num_rows + 1
         num_context_tokens = self._num_context_tokens + len(job.sequence.token_ids)
-        step_s = self._costs.base_s + self._costs.decode_s(num_rows, num_context_tokens)
-        lone_s = self._costs.base_s + self._costs.decode_s(1, num_context_tokens // num_rows)
+        step_s = self._costs.reading_s(num_rows) + self._costs.decode_s(num_rows, num_context_tokens)
+        lone_s = self._costs.reading_s(1) + self._costs.decode_s(1, num_context_tokens // num_rows)
         return step_s <= max(tightest_s * self._safety, LEAST_STRETCH * lone_s)
 
     def take(self, job: DecodeJob) -> None:

@@ -96,7 +96,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
     _scheduler: DecodeScheduler
 
     def __init__(self, config: DecodeConfig, equipment: Equipment, swap_space: HostBlocks | None = None):
-        costs = StepCostFit()
+        costs = StepCostFit(equipment.expert_share)
         self._router_wait_s = config.router_wait_s
         self._swap_space = swap_space
         self._swapping = Swapping(swap_space, config.preemption, equipment.pool.block_size)

@@ -230,6 +230,11 @@ class ModelShape:
         return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
+    def expert_share(self) -> float:
+        """Of a layer's experts, that a token takes; 0: the model has none, or nothing is known of them."""
+        return 0.0
+
+    @property
     def mlp_sizes(self) -> frozenset[int]:
         """Features between the projections of MLPs."""
         return frozenset({self.intermediate_size})
@@ -274,6 +279,11 @@ class ModelConfig(ModelShape):
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """None: this layer has no experts."""
         return None if layer in self.dense_layers else self.spec.layer.experts
+
+    @property
+    def expert_share(self) -> float:
+        experts = self.spec.layer.experts
+        return 0.0 if experts is None else experts.routing.top_k / experts.routing.num_experts
 
     @property
     def num_routed_layers(self) -> int:

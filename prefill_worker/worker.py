@@ -53,7 +53,7 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
 
     def __init__(self, config: PrefillConfig, equipment: Equipment):
         scheduler = PrefillScheduler(equipment.pool, config, equipment.max_context)
-        super().__init__(config, equipment, scheduler, StepCostFit())
+        super().__init__(config, equipment, scheduler, StepCostFit(equipment.expert_share))
         self._layers = range(equipment.store.layout.num_layers)
 
     async def prefill(

@@ -4,7 +4,8 @@ How long an engine step takes, as a function of what is in it: workers fit it, r
 
 The form is that of the rooflines of prefill and decode: a constant (weights are read once a step), the products of
 prompt tokens, attention over pairs of a prompt token and what it sees, then what every decoding row and every token of
-its context add.
+its context add. Of a mixture's experts a step reads those that its tokens hit: nearly all with a chunk of a prompt, few
+in a small batch of decodes.
 """
 
 from collections.abc import Iterable
@@ -22,12 +23,24 @@ LEAST_STRETCH = 1.5
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     """Seconds a unit; none is negative."""
 
-    base_s: float  # of any step
+    base_s: float  # of any step, the reading of experts aside
     token_s: float  # of a prompt token
     pair_s: float  # of a prompt token and a token that it attends to: n new after p cached tokens are n * (p + n / 2)
     row_s: float  # of a request that decodes
     context_s: float  # of a token in the context of a request that decodes, or before a chunk of a prompt
     num_samples: int = 0  # steps behind this
+    experts_s: float = 0.0  # of a step that reads all experts
+    expert_share: float = 0.0  # of the experts, that a token takes; 0: there are none
+
+    @property
+    def weights_s(self) -> float:
+        """The constant of a step that reads all weights, as with a chunk of a prompt."""
+        return self.base_s + self.experts_s
+
+    def reading_s(self, num_tokens: float) -> float:
+        """The constant of a step of so many tokens: it reads the experts that these hit, if all are hit alike."""
+        missed: float = (1.0 - self.expert_share) ** num_tokens
+        return self.base_s + self.experts_s * (1.0 - missed)
 
     def prompt_s(self, num_new: int, num_before: int = 0) -> float:
         """What `num_new` prompt tokens after `num_before` others add to steps, the constant aside."""
@@ -43,7 +56,8 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
             return 0.0
         num_steps = -(-num_new // step_tokens)
         num_read = num_steps * num_before + step_tokens * num_steps * (num_steps - 1) // 2  # before each step's chunk
-        return num_steps * self.base_s + num_read * self.context_s + self.prompt_s(num_new, num_before)
+        reading_s = num_steps * self.reading_s(min(num_new, step_tokens))
+        return reading_s + num_read * self.context_s + self.prompt_s(num_new, num_before)
 
 
 def typical(costs: Iterable[StepCosts | None]) -> StepCosts | None:
@@ -56,7 +70,7 @@ def typical(costs: Iterable[StepCosts | None]) -> StepCosts | None:
 
 
 def _usual_s(costs: StepCosts) -> float:
-    return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)
+    return costs.weights_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)
 
 
 Role = Literal["prefill", "decode"]

@@ -1,7 +1,8 @@
 """How long this worker's steps take, learnt from those that have run. No torch.
 
-The form is protocol.step_costs.StepCosts: seconds = sum of costs x features, the first feature being 1. It is fitted by
-least squares of the relative error, no cost below 0. What makes that safe on live steps:
+The form is protocol.stats.StepCosts: seconds = sum of costs x features, the first feature being 1, and the last, where
+the model has experts, the part of them that the step's tokens are expected to hit. It is fitted by least squares of the
+relative error, no cost below 0. What makes that safe on live steps:
 
 - A worker's first steps are left out: they load kernels and touch memory for the first time.
 - The last few steps of every kind are kept, a kind being steps of about the same size, and fitted anew each time. The
@@ -45,9 +46,10 @@ LEAST_PART = 0.05  # of what the steps taken in together mostly take: errors are
 # a token's products take, and about the same part of reading weights where it is read.
 TOKENS_A_BASE = 64.0
 PAIR_SHARE = 5e-5
+EXPERTS_A_BASE = 10.0  # all experts' weights, over all others: 28 in Mixtral-8x7B, 10 to 20 where experts are many
 TIE = 0.3  # how much a tie counts, in steps as far off as it is, for each part of a step that is the usual error
 
-_BASE, _TOKENS, _PAIRS, _ROWS, _CONTEXT = range(5)
+_BASE, _TOKENS, _PAIRS, _ROWS, _CONTEXT, _EXPERTS = range(6)  # the last only where there are experts
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Sample = tuple[float, ...]  # its number, features, seconds
@@ -80,7 +82,8 @@ class StepContent(NamedTuple):
     def expected_s(self, costs: StepCosts) -> float:
         """Seconds that a step of this content takes."""
         prompts_s = self.prompt_tokens * costs.token_s + self.pairs * costs.pair_s
-        return costs.base_s + prompts_s + costs.decode_s(self.rows, self.context_tokens)
+        reading_s = costs.reading_s(self.prompt_tokens + self.rows)
+        return reading_s + prompts_s + costs.decode_s(self.rows, self.context_tokens)
 
     def prompts_part(self, costs: StepCosts | None) -> float:
         """What part of such a step's time is its prompts': all, where nothing else is in it, or costs are not known."""
@@ -111,7 +114,9 @@ class _Kind:
 class StepCostFit:
     """Learns from each step of one worker. Cheap enough to be told of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert_share: float = 0.0) -> None:
+        """`expert_share` is the model's, as in StepCosts."""
+        self._expert_share = expert_share
         self._is_plain = False  # some step that was told of
         self._num_told = 0
         self._num_samples = 0
@@ -136,7 +141,10 @@ class StepCostFit:
         self._num_pending += 1
         name = _kind_of(content)
         kind = self._kinds[name] = self._kinds.pop(name) if name in self._kinds else _Kind()
-        kind.add((self._num_samples, 1.0, *content, seconds))
+        hits: Sample = ()
+        if self._expert_share:
+            hits = (1.0 - (1.0 - self._expert_share) ** (content.prompt_tokens + content.rows),)
+        kind.add((self._num_samples, 1.0, *content, *hits, seconds))
         if len(self._kinds) > MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if self._num_pending >= BATCH or self._num_samples == FIRST_SAMPLES:
@@ -153,9 +161,18 @@ class StepCostFit:
             [len(kind.samples) for kind in self._kinds.values()],
         )
         weights = np.maximum(each, LEAST_WEIGHT)
-        self._solution = _fit(samples[:, 1:6], samples[:, 6], weights, self._solution)
-        base, token, pair, row, context = self._solution.tolist()
-        self._costs = StepCosts(base, token, pair, row, context, self._num_samples)
+        self._solution = _fit(samples[:, 1:-1], samples[:, -1], weights, self._solution)
+        base, token, pair, row, context, *experts = self._solution.tolist()
+        self._costs = StepCosts(
+            base,
+            token,
+            pair,
+            row,
+            context,
+            self._num_samples,
+            experts_s=experts[0] if experts else 0.0,
+            expert_share=self._expert_share,
+        )
 
     def costs(self) -> StepCosts | None:
         """What steps cost, by the last fit; None before the first."""
@@ -207,12 +224,15 @@ def _median(values: Array, weights: Array) -> float:
 
 def _shared_out(features: Array, seconds: Array) -> Array:
     """Costs that could be, before anything is known: half of a step is the constant, the rest its tokens and rows."""
-    costs = np.zeros(5)
+    costs = np.zeros(features.shape[1])
     kinds = [kind for kind in (_TOKENS, _ROWS) if (features[:, kind] > 0).any()]
     for kind in kinds:
         has_some = features[:, kind] > 0
         costs[kind] = 0.5 / len(kinds) * np.median(seconds[has_some] / features[has_some, kind])
     costs[_BASE] = 0.5 * np.median(seconds)
+    if len(costs) > _EXPERTS:
+        costs[_BASE] /= 2
+        costs[_EXPERTS] = 0.25 * np.median(seconds / features[:, _EXPERTS])
     costs[_PAIRS] = PAIR_SHARE * costs[_TOKENS]
     costs[_CONTEXT] = PAIR_SHARE * costs[_BASE]
     return costs
@@ -228,14 +248,16 @@ def _ties(costs: Array, usual_s: float) -> Array:
     """
     base = max(costs[_BASE], 1e-3 * usual_s)
     token = max(costs[_TOKENS], base / TOKENS_A_BASE)
-    left = np.zeros((5, 5))
-    for tied, to, share, cost in (
+    ties = [
         (_TOKENS, _BASE, 1 / TOKENS_A_BASE, base),
         (_ROWS, _TOKENS, 1.0, token),
         (_PAIRS, _TOKENS, PAIR_SHARE, token),
         (_CONTEXT, _BASE, PAIR_SHARE, base),
-    ):
-        off = np.zeros(5)
+        (_EXPERTS, _BASE, EXPERTS_A_BASE, base),
+    ]
+    left = np.zeros((len(costs), len(costs)))
+    for tied, to, share, cost in ties[: len(costs) - 1]:
+        off = np.zeros(len(costs))
         off[tied], off[to] = 1.0, -share
         should = share * cost
         unit = max(should, costs[tied])

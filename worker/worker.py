@@ -57,6 +57,7 @@ class Equipment:
     clock: Clock
     max_context: int  # tokens; the model's
     weights: str | None = None  # what quantised ones are held in
+    expert_share: float = 0.0  # of the model's experts, that a token takes; 0: it has none
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
 
 
@@ -520,7 +521,7 @@ def _tightest_tpot_s(decoding: Sequence[tuple[Promise, int]], costs: StepCosts |
     if not promised_s or costs is None:
         return min(promised_s, default=None)
     context_tokens = sum(num_tokens for _, num_tokens in decoding) // len(decoding)
-    return max(min(promised_s), LEAST_STRETCH * (costs.base_s + costs.decode_s(1, context_tokens)))
+    return max(min(promised_s), LEAST_STRETCH * (costs.reading_s(1) + costs.decode_s(1, context_tokens)))
 
 
 def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:

@@ -184,18 +184,31 @@ def decode_capacity(
     is promised gives the same. `kv_tokens` 0: nobody knows how much room there is.
     """
     row_s = max(1e-9, costs.row_s + context * costs.context_s)
-    rows = min((longest_step_s(costs, tpot_s, spare) - costs.base_s) / row_s, float(max_batch))
+    rows = rows_within(costs, longest_step_s(costs, tpot_s, spare), row_s, float(max_batch))
     if kv_tokens > 0 and context > 0:
         rows = min(rows, kv_tokens * (1 - spare) / context)
     rows = max(1.0, rows)
-    return DecodeCapacity(rows, costs.base_s + rows * row_s)
+    return DecodeCapacity(rows, costs.reading_s(rows) + rows * row_s)
+
+
+def rows_within(costs: StepCosts, step_s: float, row_s: float, most: float) -> float:
+    """How many rows, up to `most`, a step of `step_s` seconds has time for, the experts read that they hit."""
+    low, high = (step_s - costs.weights_s) / row_s, (step_s - costs.base_s) / row_s  # all read, and none
+    while high - low > 1e-6 * high and low < most:
+        middle = (low + high) / 2
+        if costs.reading_s(max(0.0, middle)) + middle * row_s > step_s:
+            high = middle
+        else:
+            low = middle
+    return min(high, most)
 
 
 def longest_step_s(costs: StepCosts, tpot_s: float | None, spare: float) -> float:
     """What a step with rows may take."""
     if tpot_s is None:
-        return costs.base_s / max(spare, LEAST_SPARE)
-    return max(tpot_s * (1 - spare), costs.base_s * LEAST_STRETCH)  # an impossible promise is no reason for more
+        return costs.weights_s / max(spare, LEAST_SPARE)
+    # An impossible promise is no reason for more.
+    return max(tpot_s * (1 - spare), costs.reading_s(1) * LEAST_STRETCH)
 
 
 RATE_S = 60.0
@@ -237,7 +250,7 @@ def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
     else:  # the routers count none: as if all prompts of a look were alike
         pairs = tokens * (window.prompt_tokens - tokens / 2) / np.maximum(requests, 1.0)
     steps = np.where(tokens > 0, np.maximum(requests, tokens / step_tokens), 0.0)
-    work: Series = steps * costs.base_s + tokens * costs.token_s + pairs * costs.pair_s
+    work: Series = steps * costs.weights_s + tokens * costs.token_s + pairs * costs.pair_s
     return work
 
 
@@ -325,8 +338,12 @@ def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig,
     if role.costs is None:
         return UNKNOWN
     each = capacity_of(role, signals.tpot_s, window, config.spare)
-    # A single row may take longer than is promised, and a step without a constant has no longest of its own.
-    pace_s = max(longest_step_s(role.costs, signals.tpot_s, config.spare), each.step_s)
+    # A single row may take longer than is promised, and a step without a constant has no longest of its own. Prompts
+    # have all experts read, whatever is promised.
+    longest_s = longest_step_s(role.costs, signals.tpot_s, config.spare)
+    if role.costs.experts_s:
+        longest_s = max(longest_s, LEAST_STRETCH * role.costs.weights_s)
+    pace_s = max(longest_s, each.step_s)
     rows = rows_at_once(window.span_s, window.requests, (window.mean_output or 0.0) * pace_s)
     prompts = prompt_work_s(role.costs, role.step_tokens, window)
     work = _work_s(role, role.costs, prompts, rows, pace_s, window)
@@ -350,8 +367,8 @@ def _work_s(
     Rows need a step every `pace_s`, in every worker, so what is left for all other work is less by that share.
     """
     answers = rows * window.span_s / pace_s * (costs.row_s + mean_context(role, window) * costs.context_s)
-    in_others_steps = prompt_work_s(msgspec.structs.replace(costs, base_s=0.0), role.step_tokens, window)
-    work: Series = np.maximum(prompts + answers, (in_others_steps + answers) / (1 - costs.base_s / pace_s))
+    in_others_steps = prompt_work_s(msgspec.structs.replace(costs, base_s=0.0, experts_s=0.0), role.step_tokens, window)
+    work: Series = np.maximum(prompts + answers, (in_others_steps + answers) / (1 - costs.weights_s / pace_s))
     return work
 
 
@@ -403,7 +420,7 @@ def _token_s(role: RoleSignals, work: Series, window: Window) -> float:
     tokens = float(window.new_tokens.sum())
     if tokens > 0:
         return float(work.sum()) / tokens
-    return role.costs.token_s + role.costs.base_s / role.step_tokens if role.costs else 0.0
+    return role.costs.token_s + role.costs.weights_s / role.step_tokens if role.costs else 0.0
 
 
 def mean_context(role: RoleSignals, window: Window) -> float:

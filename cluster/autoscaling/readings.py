@@ -199,6 +199,8 @@ def _costs(role: Role, numbers: Mapping[str, float]) -> StepCosts | None:
         row_s=numbers[f"{role}.row_s"],
         context_s=numbers[f"{role}.context_s"],
         num_samples=int(numbers[f"{role}.num_samples"]),
+        experts_s=numbers.get(f"{role}.experts_s", 0.0),  # routers of before tell none
+        expert_share=numbers.get(f"{role}.expert_share", 0.0),
     )
 
 

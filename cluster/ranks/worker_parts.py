@@ -143,6 +143,7 @@ async def load_parts(
             clock=time.monotonic,
             max_context=rank.loaded.max_context,
             weights=rank.loaded.weights,
+            expert_share=rank.loaded.model_config.expert_share,
             grammars=Grammars(lambda: vocabulary_of(settings)),
         )
 

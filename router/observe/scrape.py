@@ -40,7 +40,7 @@ _GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("worker_draining", "1 while the worker takes nothing new.", lambda stats: stats.is_draining),
     (
         "engine_step_base_seconds",
-        "What any step takes here, as fitted; 0 until it is.",
+        "What any step takes here, experts aside, as fitted; 0 until it is.",
         lambda stats: stats.costs.base_s if stats.costs is not None else 0.0,
     ),
 )

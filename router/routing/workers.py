@@ -41,7 +41,7 @@ class KnownWorker:
     pair_s: float = 0.0
     context_s: float = 0.0
     # What computing a prompt takes.
-    step_s: float = 0.0  # of a step without one: with the requests that decode there
+    step_s: float = 0.0  # of a step beside it: with the requests that decode there, and all weights read
     chunk_tokens: float = 1.0  # of a prompt, in one step beside them
     stalled: float = 0.0  # requests that wait for each chunk: those that decode, and who comes next; at P none
     queue_token_s: float = 0.0  # a queued prompt token's time
@@ -90,7 +90,8 @@ class KnownWorker:
             decoding, context_tokens = self.requests, contexts
         self.token_s, self.pair_s, self.context_s = costs.token_s, costs.pair_s, costs.context_s
         self.tightest_tpot_s = _NO_LIMIT_S if stats.tightest_tpot_s is None else stats.tightest_tpot_s
-        self.step_s = step_s = costs.base_s + decoding * costs.row_s + context_tokens * costs.context_s
+        rows_s = decoding * costs.row_s + context_tokens * costs.context_s
+        self.step_s = step_s = costs.weights_s + rows_s
         room = (self.tightest_tpot_s - step_s) / costs.token_s if costs.token_s > 0 else info.max_step_tokens
         self.chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - decoding, room))
         self.stalled = decoding + 1 if info.role == "decode" else 0.0
@@ -102,11 +103,12 @@ class KnownWorker:
         self.layer_transfer_s = self.token_transfer_s / layout.num_layers
 
         request_tokens = max(context_tokens, 1.0) / max(self.requests, 1.0)
-        self.next_step_s = step_s + costs.row_s
+        one_s = costs.row_s + costs.reading_s(decoding + 1) - costs.reading_s(decoding)  # the next, its context aside
+        self.next_step_s = costs.reading_s(decoding) + rows_s + one_s
         self.requests_over = self.requests + 1 - info.max_batch
         self.requests_per_token = 1 / request_tokens
-        self.requests_per_s = 1 / max(costs.row_s + costs.context_s * request_tokens, 1e-9)
-        self.end_s = step_s / max(self.requests, 1.0)
+        self.requests_per_s = 1 / max(one_s + costs.context_s * request_tokens, 1e-9)
+        self.end_s = (costs.reading_s(decoding) + rows_s) / max(self.requests, 1.0)
 
     def queue_s(self, promise: Promise, classes: "Classes") -> float:
         """How long a new prompt with this promise waits for those that go first.

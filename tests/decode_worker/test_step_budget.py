@@ -1,5 +1,6 @@
 """How many decode together, and how much of prompts is computed beside them: numbers worked out by hand."""
 
+import msgspec
 import pytest
 
 from tests.worker.scheduler_rig import a_step_budget as step_budget
@@ -51,6 +52,23 @@ def test_without_a_promise_and_without_known_costs_nobody_waits() -> None:
 def test_a_promise_that_can_not_be_kept_lets_the_step_grow_by_half() -> None:
     # Alone it takes 13 ms, half as much again is 19.5: 10 + 3 x 3.
     assert fitting(0.001, 0.001) == 3 + 1
+
+
+def test_rows_pay_for_the_experts_that_they_hit_and_a_chunk_for_all() -> None:
+    # Two rows: 10 + 2 x 3 ms, and 3/4 of 20. A chunk has the other quarter read: 36 ms.
+    costs = msgspec.structs.replace(COSTS, experts_s=0.020, expert_share=0.5, pair_s=0.0)
+    places = step_budget(costs=costs, tpot_safety=1.0).places()
+    places.take(job(0.032))
+    assert places.allow(job(0.032))
+    places.take(job(0.032))
+    assert not places.allow(job(0.032))  # 10 + 3 x 3 + 17.5
+    budget = step_budget(512, costs).for_prompts([job(0.080), job(0.080)])
+    assert budget.take(500, 0) == 32  # of 44 ms, in whole sixteens
+    # Nothing promised: not 1.75 times what the rows take alone, or experts would leave a prompt nothing.
+    slow = msgspec.structs.replace(costs, experts_s=2.0, token_s=0.01)
+    assert (
+        step_budget(512, slow, stall_factor=None).for_prompts([job()]).take(500, 0) == 144
+    )  # (10 + 3 + 2,000) x 0.75 ms
 
 
 def test_chunks_fill_what_the_tightest_promise_leaves() -> None:

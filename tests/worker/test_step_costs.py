@@ -16,6 +16,7 @@ from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, MEMORY, StepC
 
 GPU = StepCosts(6e-3, 1.6e-5, 1e-9, 4e-5, 8e-8)  # about 8B parameters on a large one
 CPU = StepCosts(15e-3, 6e-4, 4e-8, 9e-4, 2e-6)  # about 160M on two cores
+MOE = StepCosts(2e-3, 2e-5, 1e-9, 4e-5, 8e-8, experts_s=18e-3, expert_share=8 / 128)  # 30B, of which 3B are active
 Draw = Callable[[random.Random], StepContent]
 
 
@@ -40,7 +41,9 @@ ALL: tuple[Draw, ...] = (prompts, rows, both)
 
 def seconds(costs: StepCosts, content: StepContent) -> float:
     values = (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s)
-    return sum(cost * feature for cost, feature in zip(values, (1, *content), strict=True))
+    missed = math.exp((content.prompt_tokens + content.rows) * math.log1p(-costs.expert_share))
+    others = sum(cost * feature for cost, feature in zip(values, (1, *content), strict=True))
+    return others + costs.experts_s * (1 - missed)
 
 
 def times(costs: StepCosts, factor: float) -> StepCosts:
@@ -67,9 +70,9 @@ def run(
         fit.add(content, seconds(costs, content) * stray * math.exp(draw.gauss(0, noise)), is_plain=is_plain)
 
 
-def warm() -> StepCostFit:
+def warm(expert_share: float = 0.0) -> StepCostFit:
     """One that has its cold steps behind it."""
-    fit = StepCostFit()
+    fit = StepCostFit(expert_share)
     for _ in range(COLD_STEPS):
         fit.add(StepContent(1, 1.0, 0, 0), 1.0)
     return fit
@@ -89,13 +92,13 @@ def error(fit: StepCostFit, costs: StepCosts, kinds: Sequence[Draw], share: floa
     return sorted(abs(seconds(fitted, one) / seconds(costs, one) - 1) for one in contents)[int(share * 300)]
 
 
-@pytest.mark.parametrize("truth", [GPU, CPU])
+@pytest.mark.parametrize("truth", [GPU, CPU, MOE], ids=["gpu", "cpu", "moe"])
 @pytest.mark.parametrize("kinds", [(prompts,), (rows,), ALL], ids=["prompts", "rows", "all"])
 @pytest.mark.parametrize("steps", [150, 2000])
 def test_other_steps_are_predicted_within_a_tenth_despite_noise_and_strays(
     truth: StepCosts, kinds: Sequence[Draw], steps: int
 ) -> None:
-    fit = warm()
+    fit = warm(truth.expert_share)
     run(fit, truth, kinds, steps)
     assert error(fit, truth, kinds) < 0.05
     assert error(fit, truth, kinds, 0.9) < 0.1
@@ -107,6 +110,22 @@ def test_without_noise_the_costs_themselves_are_found() -> None:
     fitted = known(fit)
     for field in ("base_s", "token_s", "pair_s", "row_s", "context_s"):
         assert getattr(fitted, field) == pytest.approx(getattr(CPU, field), rel=0.1), field
+
+
+def test_a_mixtures_small_batches_are_predicted_though_hardly_any_were_seen() -> None:
+    fit, line = warm(MOE.expert_share), warm()
+    draw = random.Random(3)
+    for number in range(1000):
+        num_rows = 1 + number % 3 if number % 50 == 0 else draw.randrange(16, 65)
+        content = StepContent(0, 0.0, num_rows, 500 * num_rows)
+        for one in (fit, line):
+            one.add(content, seconds(MOE, content))
+    for num_rows in (1, 2, 4, 8, 16, 64):
+        content = StepContent(0, 0.0, num_rows, 500 * num_rows)
+        assert content.expected_s(known(fit)) == pytest.approx(seconds(MOE, content), rel=0.1), num_rows
+    lone = StepContent(0, 0.0, 1, 500)
+    assert lone.expected_s(known(line)) > 2 * seconds(MOE, lone)  # a constant, and so much more a row
+    assert (known(line).experts_s, known(line).expert_share) == (0.0, 0.0)
 
 
 def test_nothing_is_told_before_some_warm_steps_and_something_soon_after() -> None:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace as replace_costs
 
 from tests.cluster.autoscaling.load import COSTS, EIGHT_EACH, MINUTE_S, System
+from twostroke.cluster.autoscaling.demand import decode_capacity
 from twostroke.cluster.autoscaling.policy import HOUR_S, decide
 from twostroke.cluster.autoscaling.readings import Arrived, Reason, RoleSignals, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
@@ -288,6 +290,35 @@ def test_an_aggregated_server_goes_back_when_the_load_does_and_to_the_fewest_whe
     system.goes_on(2 * AGGREGATED.cooldown_s)
     assert system.counts == (0, 1)
     assert {Reason.SPARE, Reason.IDLE} <= system.reasons()
+
+
+def test_workers_of_a_mixture_take_more_rows_than_a_straight_line_from_a_single_one_tells() -> None:
+    costs = replace_costs(COSTS, experts_s=0.02, expert_share=1 / 16, context_s=0.0)
+    each = decode_capacity(costs, context=0.0, tpot_s=0.04, kv_tokens=0.0, max_batch=1000, spare=0.0)
+    assert each.step_s == pytest.approx(0.04)
+    assert each.rows == pytest.approx(100, rel=0.01)  # 10 ms, 20 ms of experts nearly all, 100 x 0.1 ms
+    few = decode_capacity(costs, context=0.0, tpot_s=0.02, kv_tokens=0.0, max_batch=1000, spare=0.0)
+    assert few.step_s == pytest.approx(0.02)
+    assert 10 + 20 * (1 - (15 / 16) ** few.rows) + few.rows / 10 == pytest.approx(20)
+    assert decode_capacity(costs, 0.0, 0.04, 0.0, max_batch=8, spare=0.0).rows == 8
+    assert decode_capacity(costs, 0.0, None, 0.0, max_batch=10**6, spare=0.1).step_s == pytest.approx(0.3)
+
+
+def test_prompts_have_all_experts_read() -> None:
+    mixture = replace_costs(COSTS, experts_s=0.3, expert_share=1 / 16)
+    system = System()
+    system.prefill = replace(system.prefill, costs=mixture)
+    system.goes_on(MINUTE_S, rate=5)
+    assert system.prefill.target == 3  # 5 a second x 0.4 s, and 15% to spare
+
+    def beside(base_s: float, experts_s: float) -> int:
+        both = aggregated()
+        costs = replace_costs(COSTS, base_s=base_s, experts_s=experts_s, expert_share=1 / 16)
+        both.decode = replace(both.decode, costs=costs)
+        both.goes_on(10 * MINUTE_S, rate=20, prompt=900, output=200)
+        return both.decode.target
+
+    assert beside(0.01, 0.02) == beside(0.03, 0.0) > beside(0.01, 0.0)
 
 
 def test_without_any_costs_an_aggregated_server_counts_only_those_that_wait() -> None:

@@ -91,6 +91,10 @@ def test_costs_are_there_once_a_worker_knows_its_own() -> None:
     signals = signals_of({"a": known}, Counted(BEGUN), {"decode": 1}, {})
     assert signals.decode.costs == StepCosts(0.1, 0.2, 0.3, 0.4, 0.5, 9)
     assert signals.prefill == replace(signals.prefill, running=0, target=0, costs=None)
+    told |= {"experts_s": 0.6, "expert_share": 0.7}
+    mixture = reading(decode__running=1, **{f"decode__{name}": one for name, one in told.items()})
+    signals = signals_of({"a": mixture}, Counted(BEGUN), {"decode": 1}, {})
+    assert signals.decode.costs == StepCosts(*told.values())
 
 
 def test_the_tightest_promise_is_that_of_whichever_router_is_asked_for_it() -> None:

@@ -257,6 +257,19 @@ def test_a_decode_step_takes_longer_with_each_request_and_its_context():
     assert answering(IDLE, need(1000)).step_s == pytest.approx(0.01 + 0.002 + 0.001)
 
 
+def test_a_decode_step_reads_the_experts_that_its_rows_hit_and_a_prompts_all():
+    costs = msgspec.structs.replace(COSTS, experts_s=0.04, expert_share=0.5)
+    fleet = Fleet([IDLE], [IDLE, load(running=1), load(running=2, tightest_tpot_s=0.034)], costs=costs)
+    steps = [answer(fleet[name], need(10)) for name in ("d0", "d1", "d2")]
+    assert steps[0].step_s == pytest.approx(0.01 + 0.002 + 0.02)
+    assert steps[1].step_s == pytest.approx(0.01 + 0.004 + 0.03)
+    assert steps[2].step_s == pytest.approx(0.01 + 0.006 + 0.035)
+    # 17 ms too long: more than the two, who end one by one.
+    assert steps[2].slot_s == pytest.approx(2 * 10 * (0.01 + 0.004 + 0.03) / 2)
+    assert reading(fleet, "p0", need(400)).prefill_s == pytest.approx(0.05 + 0.4)
+    assert reading(fleet, "d1", need(400)).prefill_s == pytest.approx(0.05 + 0.002 + 0.4)
+
+
 def test_a_slot_is_there_when_as_many_have_ended_as_batch_blocks_or_promises_want():
     full = answering(load(running=8), need(100, answer_tokens=40))
     assert full.slot_s == pytest.approx((0.01 + 8 * 0.002) * 40 / 8), "one of the batch"
