@@ -145,6 +145,8 @@ class ExpertWeights:
 class Experts(Protocol):
     """A layer's experts with their weights inside, laid out once for the device: there is no other copy."""
 
+    hits: Tensor  # int64 [number], on the device: how often each was chosen so far
+
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """x [T, hidden] -> the weighted sum of what each token's experts make of it, in x's dtype.
 

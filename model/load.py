@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache, kv_block_bytes, make_kv_cache
@@ -75,6 +76,7 @@ class LoadedEngine:
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
+    expert_hits: ExpertHits | None  # None: the model has no experts, or nobody counts their hits
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
@@ -152,8 +154,11 @@ class LoadedEngine:
         self.swap_space = _swap_space(config, self.kv_cache)
         self.max_context = resolve_max_context(config, model, blocks)
         captured = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
-        runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space)
+        hits = self.expert_hits = _expert_hits(decoder)
+        runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space, hits)
         _warm_up(runner, self.kv_cache, self.max_context)
+        if hits is not None:
+            hits.clear()
         return runner
 
 
@@ -191,6 +196,11 @@ def _captured_steps(
     if config.tensor_parallel > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
         return None  # the ranks' sums are torch's, and so is most of what transformers computes
     return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
+
+
+def _expert_hits(decoder: StepDecoder) -> ExpertHits | None:
+    hits = decoder.expert_hits if isinstance(decoder, Decoder) else []
+    return ExpertHits(hits) if any(layer is not None for layer in hits) else None
 
 
 def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
@@ -139,14 +140,19 @@ class ModelRunner:
         max_context: int,
         captured: CapturedSteps | None = None,
         swap_space: SwapSpace | None = None,
+        expert_hits: ExpertHits | None = None,
     ):
-        """`captured` runs the decode steps that it can, over the same decoder and cache; `swap_space` is its."""
+        """`captured` runs the decode steps that it can, over the same decoder and cache; `swap_space` is its.
+
+        `expert_hits` are the decoder's, and sees to it that they can be read.
+        """
         self._decoder = decoder
         self._sampler = sampler
         self._kv_cache = kv_cache
         self._max_context = max_context
         self._captured = captured
         self._swap_space = swap_space
+        self._expert_hits = expert_hits
         self._masks = MaskFiller(decoder.vocab_size)
         self._device = kv_cache.tensors[0].device
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
@@ -180,6 +186,8 @@ class ModelRunner:
         Where the sampler need not be waited for and no log-probabilities are asked for, the step may still be under way
         on the device when this returns.
         """
+        if self._expert_hits is not None:
+            self._expert_hits.copy()
         follows = any(step.follows is not None for step in batch)
         drawn = earlier.on_device() if follows and earlier is not None else None
         if follows and drawn is None:

@@ -146,6 +146,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised
     costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
     is_draining: bool = False  # takes no new requests
+    expert_skews: tuple[float, ...] = ()  # by layer: hits of the hottest expert over the mean, of late; 0: no hits
 
 
 class TransferStats(msgspec.Struct, array_like=True):

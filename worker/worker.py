@@ -31,6 +31,7 @@ from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Pro
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
+from twostroke.worker.expert_load import ExpertLoad, ReadHits
 from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerLife
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
@@ -58,6 +59,7 @@ class Equipment:
     max_context: int  # tokens; the model's
     weights: str | None = None  # what quantised ones are held in
     expert_share: float = 0.0  # of the model's experts, that a token takes; 0: it has none
+    expert_hits: ReadHits | None = None  # None: nobody counts them
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
 
 
@@ -146,6 +148,8 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._costs = costs
         self._counters = WorkerCounters()
         self._runs_ahead = runs_ahead
+        hits = equipment.expert_hits
+        self._expert_load = None if hits is None else ExpertLoad(hits, self._clock)
         self._calls: dict[str, CallT] = {}  # by request
         self._under_way = StepsUnderWay[ScheduledStep[JobT]](equipment.engine, self._clock)
         self._compiling: set[asyncio.Task[None]] = set()  # for requests with grammars
@@ -246,6 +250,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             tightest_tpot_s=_tightest_tpot_s(contexts, costs),
             costs=costs,
             is_draining=self._life.is_draining,
+            expert_skews=() if self._expert_load is None else self._expert_load.skews(),
             **asdict(self._counters),
         )
 

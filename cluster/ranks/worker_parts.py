@@ -144,6 +144,7 @@ async def load_parts(
             max_context=rank.loaded.max_context,
             weights=rank.loaded.weights,
             expert_share=rank.loaded.model_config.expert_share,
+            expert_hits=None if rank.loaded.expert_hits is None else rank.loaded.expert_hits.read,
             grammars=Grammars(lambda: vocabulary_of(settings)),
         )
 

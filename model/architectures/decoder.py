@@ -99,6 +99,11 @@ class Decoder:
         """Of the logits, on the rank that gathers them."""
         return self._config.vocab_size
 
+    @property
+    def expert_hits(self) -> list[Tensor | None]:
+        """Of each layer, as Experts.hits; None where it has no experts."""
+        return [None if layer.routed is None else layer.routed.experts.hits for layer in self._weights.layers]
+
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward."""
         with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:

@@ -88,16 +88,17 @@ class CpuExperts:
 
     def __init__(self, weights: ExpertWeights, activation: Activation, quantization: Quantization, launcher: Launcher):
         """Weights that `is_packed`; all are copied."""
-        number = self._number = weights.number
+        number = weights.number
         self._gate_up = _Stack(weights.gate_up, weights.gate_up_bias, number, quantization, launcher)
         self._down = _Stack(weights.down, weights.down_bias, number, quantization, launcher)
+        self.hits = torch.zeros(number, dtype=torch.int64)
         self._activation = activation
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts, for contiguous x."""
         launcher, most_rows = self._launcher, min(gemm.most_task_rows(x.dtype), quant.ROWS_AN_ITEM)
-        order = experts.order(launcher, chosen.experts, self._number, most_rows)
+        order = experts.order(launcher, chosen.experts, self.hits, most_rows)
         gate_up = self._gate_up(experts.gather(launcher, x, order.choices), order.tasks, x.dtype)
         inner = elementwise.gate(launcher, gate_up, self._activation)
         del gate_up  # its place is another's
@@ -120,13 +121,16 @@ class PlainExperts:
             [make_linear(part, bias, quantization, dtype, launcher) for part, bias in weights.of_each(which)]
             for which in ("gate_up", "down")
         )
+        self.hits = torch.zeros(weights.number, dtype=torch.int64)
         self._activation = activation
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts."""
         out = torch.zeros(x.shape)
-        for expert in torch.unique(chosen.experts).tolist():
+        found, counts = torch.unique(chosen.experts, return_counts=True)
+        self.hits[found.long()] += counts
+        for expert in found.tolist():
             tokens, places = (chosen.experts == expert).nonzero(as_tuple=True)
             gate_up = self._gate_up[expert](x[tokens])
             inner = elementwise.gate(self._launcher, gate_up, self._activation)

@@ -192,9 +192,9 @@ class CudaExperts:
 
         Raises ValueError for groups of columns that the kernels don't know.
         """
-        self._number = weights.number
         self._gate_up = self._packed(weights.gate_up, weights.gate_up_bias, quantization)
         self._down = self._packed(weights.down, weights.down_bias, quantization)
+        self.hits = torch.zeros(weights.number, dtype=torch.int64, device=self._gate_up.device)
         self._activation = activation
         self._is_compiled = False
 
@@ -203,11 +203,11 @@ class CudaExperts:
         if not self._is_compiled:
             self._is_compiled = True
             top_k = chosen.experts.shape[1]
-            for tokens in (1, self._number * experts.FEW_ROWS // top_k + 1):
+            for tokens in (1, len(self.hits) * experts.FEW_ROWS // top_k + 1):
                 nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
                 self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
-        config = experts.experts_config(x.dtype, chosen.experts.numel(), self._number)
-        return experts.compute(x, chosen, self._gate_up, self._down, self._number, self._activation, config)
+        config = experts.experts_config(x.dtype, chosen.experts.numel(), len(self.hits))
+        return experts.compute(x, chosen, self._gate_up, self._down, self.hits, self._activation, config)
 
     @staticmethod
     def _packed(

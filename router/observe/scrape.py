@@ -138,7 +138,7 @@ def _ejected(reading: RouterReading) -> Metric:
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     """What the workers tell of themselves; each is in `numbers` once."""
-    families = _queues(numbers)
+    families = [*_queues(numbers), _expert_skews(numbers)]
     for name, help_text, value in _GAUGES:
         told = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Gauges, name, help_text, _LABELS, told))
@@ -161,6 +161,18 @@ def _queues(numbers: WorkerNumbers) -> list[Metric]:
         family(Gauges, "queued_requests", "Requests that still have prompt to be computed.", labels, requests),
         family(Gauges, "queued_tokens", "Prompt tokens of those.", labels, tokens),
     ]
+
+
+def _expert_skews(numbers: WorkerNumbers) -> Metric:
+    """A series for each layer, of a hundred at most, and none for each expert, of which there are thousands."""
+    skews = {
+        (*_labels(info), str(layer)): skew
+        for info, stats in numbers
+        for layer, skew in enumerate(stats.expert_skews)
+        if skew
+    }
+    about = "Hits of a layer's hottest expert over the mean of its experts, of the last minute or so."
+    return family(Gauges, "expert_skew", about, (*_LABELS, "layer"), skews)
 
 
 def _labels(info: WorkerInfo) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ SHARED = "The quick brown fox jumps over the lazy dog. " * 12
 _SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10m])'
 
 EMPTY_UNTIL = {
+    "Hottest experts": "the model has experts",
     "Queues by class": "a scrape finds requests that wait",
 }
 """Panels that may be empty here, by what has to happen first. We see to refusals, errors and a lost worker."""

@@ -47,7 +47,9 @@ def test_whatever_the_logits_are_those_chosen_are_different_experts(routing: Rou
 @pytest.mark.parametrize("tokens", [1, 40, 700])
 def test_choices_come_in_the_order_of_their_experts_and_of_the_tokens(tokens: int) -> None:
     chosen = choices(tokens, 9, 3).experts
-    starts, ordered = order(chosen, 9)
+    hits = torch.arange(9) * 2**40
+    starts, ordered = order(chosen, hits)
+    assert torch.equal(hits - torch.arange(9) * 2**40, torch.bincount(chosen.flatten(), minlength=9))
     expected = chosen.flatten().sort(stable=True)
     assert torch.equal(ordered.long(), expected.indices)
     assert starts.tolist() == [int((expected.values < expert).sum()) for expert in range(10)]
@@ -71,7 +73,11 @@ def test_experts_compute_what_the_reference_does(
     weights = expert_weights(dtype, number=3, form=form, size=48, hidden=72, has_bias=activation == "clamped")
     x, chosen = torch.randn(tokens, 72).to(dtype), choices(tokens, 3, 2)
     expected = reference.experts(x, chosen, weights, activation)
-    close(CudaBackend(H100).make_experts(weights, activation, "auto", dtype)(x, chosen), expected)
+    experts = CudaBackend(H100).make_experts(weights, activation, "auto", dtype)
+    close(experts(x, chosen), expected)
+    experts.hits.zero_()  # of what was compiled
+    experts(x, chosen)
+    assert torch.equal(experts.hits, torch.bincount(chosen.experts.flatten(), minlength=3))
 
 
 def test_experts_are_quantised_as_projections_are_and_one_may_take_all_tokens() -> None:

@@ -152,8 +152,15 @@ def test_experts_compute_what_the_reference_does(
     weights = expert_weights(dtype, size=size, has_bias=activation == "clamped")
     x, chosen = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)).to(dtype), choices(tokens, 5, 2)
     expected = reference.experts(x, chosen, weights, activation)
-    close(BACKEND.make_experts(weights, activation, "none", dtype)(x, chosen), expected)
-    close(PlainExperts(weights, activation, "none", dtype, BACKEND.launcher)(x, chosen), expected)
+    hits = torch.bincount(chosen.experts.flatten(), minlength=5)
+    for experts in (
+        BACKEND.make_experts(weights, activation, "none", dtype),
+        PlainExperts(weights, activation, "none", dtype, BACKEND.launcher),
+    ):
+        close(experts(x, chosen), expected)
+        assert torch.equal(experts.hits, hits)
+        experts(x, chosen)
+        assert torch.equal(experts.hits, 2 * hits)
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fp4 by 32"])
@@ -204,8 +211,12 @@ def test_a_replayed_step_takes_the_experts_of_its_own_tokens() -> None:
         generator = torch.Generator().manual_seed(seed)
         x.copy_(torch.randn(4, 64, generator=generator))
         logits.copy_(torch.randn(4, 5, generator=generator))
+        before = experts.hits.clone()
         program.replay()
+        replayed = experts.hits - before
         assert torch.equal(out, experts(x, backend.route(logits, None, routing)))
+        assert torch.equal(experts.hits, before + 2 * replayed)
+        assert replayed.sum() == 4 * 2
 
 
 def test_codes_of_fp4_are_its_numbers() -> None:

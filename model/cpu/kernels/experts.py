@@ -126,10 +126,11 @@ class Order(NamedTuple):
 
 @Kernel
 def _order(words):
-    """words: experts, choices, places, tasks, their number, number of experts, most rows of a task. One item."""
-    count, num_experts, most_rows = words[7], words[8], words[9]
+    """words: experts, choices, places, tasks, hits, how many choices, of experts, most rows of a task. One item."""
+    count, num_experts, most_rows = words[8], words[9], words[10]
     experts, choices = carray(as_short_integers(words[3]), (count,)), carray(as_short_integers(words[4]), (count,))
     places, tasks = carray(as_short_integers(words[5]), (count,)), as_integers(words[6])
+    hits = carray(as_integers(words[7]), (num_experts,))
     for _ in taken(words, 1):
         ends = np.zeros(num_experts + 1, np.int64)
         for i in range(count):
@@ -137,6 +138,7 @@ def _order(words):
         num_tasks = np.int64(0)
         for expert in range(num_experts):
             rows = ends[expert + 1]
+            hits[expert] += rows
             for first in range(0, rows, most_rows):
                 tasks[3 * num_tasks + 1] = expert
                 tasks[3 * num_tasks + 2] = ends[expert] + first
@@ -150,13 +152,14 @@ def _order(words):
             choices[place], places[i] = i, place
 
 
-def order(launcher: Launcher, experts: Tensor, num_experts: int, most_rows: int) -> Order:
-    """experts int32 [T, top_k]. Those of an expert stay in the order of the tokens."""
-    count = experts.numel()
+def order(launcher: Launcher, experts: Tensor, hits: Tensor, most_rows: int) -> Order:
+    """experts int32 [T, top_k], counted in hits int64 [number of experts]. Those of an expert stay in the order of the
+    tokens."""
+    count, num_experts = experts.numel(), len(hits)
     most_tasks = min(count, num_experts + count // most_rows)
     choices, places = (launcher.empty((count,), torch.int32) for _ in range(2))
     tasks = launcher.empty((1 + 3 * most_tasks,), torch.int64)
-    launcher.run(_order, 1, 1, experts, choices, places, tasks, count, num_experts, most_rows)
+    launcher.run(_order, 1, 1, experts, choices, places, tasks, hits, count, num_experts, most_rows)
     return Order(choices, places, tasks)
 
 

@@ -109,8 +109,11 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
 
 
 @triton.jit(do_not_specialize=["count"])
-def order_kernel(experts, starts, choices, count, BLOCK: tl.constexpr):
-    """One program an expert, and one behind the last: where its choices start, and which they are, in their order."""
+def order_kernel(experts, hits, starts, choices, count, BLOCK: tl.constexpr):
+    """One program an expert, and one behind the last: where its choices start, and which they are, in their order.
+
+    Nobody else counts an expert's hits: no program adds to another's.
+    """
     expert = tl.program_id(0)
     place = 0
     for first in range(0, count, BLOCK):
@@ -118,19 +121,26 @@ def order_kernel(experts, starts, choices, count, BLOCK: tl.constexpr):
         found = tl.load(experts + at, mask=at < count, other=2147483647)
         place += tl.sum((found < expert).to(tl.int32), 0)
     tl.store(starts + expert, place)
+    start = place
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
         is_mine = tl.load(experts + at, mask=at < count, other=2147483647) == expert
         ranks = tl.cumsum(is_mine.to(tl.int32), 0)
         tl.store(choices + place + ranks - 1, at, mask=is_mine)
         place += tl.sum(is_mine.to(tl.int32), 0)
+    is_expert = expert < tl.num_programs(0) - 1
+    tl.store(hits + expert, tl.load(hits + expert, mask=is_expert) + (place - start), mask=is_expert)
 
 
-def order(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """experts int32 [T, top_k] -> starts int32 [number + 1], and choices int32 [T top_k] in the order of experts."""
+def order(experts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
+    """experts int32 [T, top_k] -> starts int32 [number + 1], and choices int32 [T top_k] in the order of experts.
+
+    They are counted in hits int64 [number].
+    """
+    number = len(hits)
     starts = torch.empty(number + 1, dtype=torch.int32, device=experts.device)
     choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    order_kernel[(number + 1,)](experts, starts, choices, experts.numel(), BLOCK=1024, num_warps=4)
+    order_kernel[(number + 1,)](experts, hits, starts, choices, experts.numel(), BLOCK=1024, num_warps=4)
     return starts, choices
 
 
@@ -317,6 +327,10 @@ class ExpertsWeight:
         weight = self.weight
         return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.rows, weight.columns)
 
+    @property
+    def device(self) -> torch.device:
+        return (self.weight if isinstance(self.weight, Tensor) else self.weight.packed).device
+
     def launched(self, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, object]]:
         """The kernels' tensors, x in the place of those that there are not, and their constants."""
         weight, bias = self.weight, x if self.bias is None else self.bias
@@ -335,13 +349,13 @@ def compute(
     chosen: Chosen,
     gate_up: ExpertsWeight,
     down: ExpertsWeight,
-    number: int,
+    hits: Tensor,
     activation: Activation,
     config: ExpertsConfig,
 ) -> Tensor:
     """As Experts, for contiguous x; sums are fp32. Returns a new tensor."""
-    (tokens, top_k), hidden = chosen.experts.shape, x.shape[1]
-    starts, choices = order(chosen.experts, number)
+    (tokens, top_k), hidden, number = chosen.experts.shape, x.shape[1], len(hits)
+    starts, choices = order(chosen.experts, hits)
     tiles = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
     tiles |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     size = gate_up.shape[0] // (2 * number)

@@ -43,6 +43,13 @@ def test_what_workers_tell_is_told_under_its_name_by_role():
         assert f"twostroke:{line}" in text
 
 
+def test_the_skew_of_a_mixtures_experts_is_told_by_layer_once_there_are_hits():
+    text = scraped(workers=[(PREFILL, WorkerStats()), (INFO, WorkerStats(expert_skews=(0.0, 1.5, 2.0)))])
+    assert text.count("twostroke:expert_skew{") == 2
+    assert 'twostroke:expert_skew{layer="1",role="decode",worker="d0"} 1.5' in text
+    assert 'twostroke:expert_skew{layer="2",role="decode",worker="d0"} 2.0' in text
+
+
 def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
     queued = (QueuedWork("fast", 1, 0.0, 100, 2), QueuedWork("fast", 5, 0.0, 30, 1), QueuedWork("slow", 0, 0.0, 7, 1))
     text = scraped(workers=((PREFILL, WorkerStats(queued=queued)),))

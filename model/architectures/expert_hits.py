@@ -1,0 +1,54 @@
+"""How often each expert of a model was chosen: counted where choices are put in order, read without waiting for a step.
+
+On a CPU the counts are the kernels' own. On a GPU they stay there: now and then a copy to the host is queued behind a
+step, and readers see the last that has come.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twostroke.protocol.clock import Clock
+
+COPY_S = 0.5
+"""Counts on the host are as old as this, or as the step before the last."""
+
+
+class ExpertHits:
+    """The counts of all layers' experts, of one rank: each rank has the same, since each routes all tokens."""
+
+    def __init__(self, layers: Sequence[Tensor | None], clock: Clock = time.monotonic):
+        """layers: each one's `Experts.hits`, int64 [experts], as many in each; None where there are none, not in all."""
+        self._layers = layers
+        self._clock = clock
+        self._counts = counts = [hits for hits in layers if hits is not None]
+        self._copied_at = clock()
+        self._host: Tensor | None = None
+        if counts[0].device.type == "cuda":
+            self._host = torch.zeros((len(counts), len(counts[0])), dtype=torch.int64, pin_memory=True)
+
+    def clear(self) -> None:
+        """Begin anew, on the thread of `copy`: what was computed until now was nobody's."""
+        for hits in self._counts:
+            hits.zero_()
+        if self._host is not None:
+            torch.cuda.synchronize(self._counts[0].device)
+            self._host.zero_()
+
+    def copy(self) -> None:
+        """To be called on the thread that launches steps, between them. Waits for nothing."""
+        if self._host is not None and (now := self._clock()) >= self._copied_at + COPY_S:
+            self._copied_at = now
+            self._host.copy_(torch.stack(self._counts), non_blocking=True)
+
+    def read(self) -> NDArray[np.int64]:
+        """[layers, experts], counters; zeros for layers without experts. On any thread, steps may be under way."""
+        found = self._counts if self._host is None else self._host.unbind()
+        told = iter(found)
+        return np.stack(
+            [np.zeros(len(found[0]), np.int64) if hits is None else next(told).numpy() for hits in self._layers]
+        )

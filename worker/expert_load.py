@@ -1,0 +1,37 @@
+"""How unevenly tokens choose among a model's experts of late. No torch."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from twostroke.protocol.clock import Clock
+
+MEMORY_S = 60.0
+"""After so long a choice counts 1/e."""
+
+ReadHits = Callable[[], np.ndarray[Any, np.dtype[np.int64]]]
+"""[layers, experts]: how often each was chosen so far; zeros where a layer has none."""
+
+
+class ExpertLoad:
+    """The choices of one worker's tokens, the older the less."""
+
+    def __init__(self, read: ReadHits, clock: Clock):
+        self._read = read
+        self._clock = clock
+        self._told_at = clock()
+        self._hits = read()
+        self._recent = np.zeros(self._hits.shape)
+
+    def skews(self) -> tuple[float, ...]:
+        """Of each layer, how often its hottest expert was chosen, over the mean of its experts.
+
+        1 where all were chosen alike, experts / top_k where all tokens chose the same. 0 without choices, or experts.
+        """
+        now, hits = self._clock(), self._read()
+        self._recent = self._recent * math.exp((self._told_at - now) / MEMORY_S) + (hits - self._hits)
+        self._told_at, self._hits = now, hits
+        means = self._recent.mean(axis=1)
+        return tuple((self._recent.max(axis=1) / np.where(means > 0, means, 1.0)).tolist())
