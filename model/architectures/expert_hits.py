@@ -22,7 +22,8 @@ class ExpertHits:
     """The counts of all layers' experts, of one rank: each rank has the same, since each routes all tokens."""
 
     def __init__(self, layers: Sequence[Tensor | None], clock: Clock = time.monotonic):
-        """layers: each one's `Experts.hits`, int64 [experts], as many in each; None where there are none, not in all."""
+        """layers: each one's `Experts.hits`, int64 [experts], as many in each; None where there are none, not in
+        all."""
         self._layers = layers
         self._clock = clock
         self._counts = counts = [hits for hits in layers if hits is not None]

@@ -1,0 +1,88 @@
+"""A DeepSeek-like model's rows of latents on their way: sent, shared, swapped out and damaged. No token changes by it.
+
+Its experts are counted on the way, and its workers know what part of them a token takes.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from twostroke.kvtransfer.transports.tcp import TcpStream
+
+NEW_TOKENS = 24
+PROMPTS = random_prompts(96, 1, (1, 15, 16, 17, 64, 100, 300))
+PLENTY = Shape(None, num_blocks=256)
+WAYS = {
+    "swapped out": replace(
+        PLENTY, num_blocks=40, swap_bytes=2**20, decode={"preemption": "swap", "swap_gib": 1.0}, decode_step_tokens=64
+    ),
+    "tcp, unequal blocks": replace(PLENTY, transport="tcp", decode_block_size=8, prefill_step_tokens=129),
+    "shm": replace(PLENTY, transport="shm"),
+    "tcp, 2 ranks to 1": replace(PLENTY, transport="tcp", prefill_ranks=2),
+    "tcp, 1 rank to 2": replace(PLENTY, transport="tcp", decode_ranks=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(write_checkpoint: Any) -> Path:
+    made: Path = write_checkpoint(seed=3, **FAMILY_SHAPES["deepseek_v3_experts"])
+    return made
+
+
+async def answers(served: Served) -> list[list[int]]:
+    return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return of_one_worker(folder, answers, PLENTY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, expected: list[list[int]]) -> None:
+    async with serve(folder, WAYS[way]) as served:
+        assert {info.layout.kinds for info in served.fleet.infos} == {1}
+        assert await answers(served) == expected
+        await served.idle()
+        hits = served.fleet.stats("decode").prefix_hits
+        assert await answers(served) == expected, "with a warm prefix cache"
+        await served.idle()
+        stats = served.fleet.stats("decode")
+        dense, *routed = stats.expert_skews
+        parts = [parts.equipment for parts in served.fleet.parts.values()]
+    assert stats.prefix_hits > hits
+    assert stats.transfers_failed == 0
+    assert stats.transfers_done == (2 * len(PROMPTS) if WAYS[way].transport else 0)
+    assert (stats.swaps > 0) == (way == "swapped out")
+    assert dense == 0
+    assert all(1 < skew <= 8 / 3 for skew in routed), "of eight experts each token takes three"
+    assert {one.expert_share for one in parts} == {3 / 8}
+
+
+async def test_a_flipped_bit_of_a_latent_is_found_by_its_digest(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, flipped = TcpStream._read, []
+
+    def read_and_flip(stream: TcpStream, views: Sequence[memoryview]) -> int:
+        num_bytes = read(stream, views)
+        if not flipped:
+            flipped.append(views[0].nbytes)
+            views[0].cast("B")[views[0].nbytes // 2] ^= 1
+        return num_bytes
+
+    monkeypatch.setattr(TcpStream, "_read", read_and_flip)
+    async with serve(folder, WAYS["tcp, unequal blocks"]) as served:
+        assert await answers(served) == expected
+        await served.idle()
+        stats = served.fleet.stats("decode")
+    (block_bytes,) = flipped
+    assert block_bytes >= 8 * (32 + 8) * 4, "a block of latents with what of their keys turns, in fp32"
+    assert stats.transfer_digest_failures == 1
+    assert stats.transfers_failed >= 1
