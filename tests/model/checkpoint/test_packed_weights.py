@@ -219,18 +219,34 @@ def test_a_quantised_checkpoint_generates_what_transformers_does_with_its_weight
         assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 
-@pytest.mark.parametrize("name", ["FP8 by blocks", "AWQ", "GPTQ with desc_act"])
+QUANTISED_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # two ranks have 128 features of each expert
+    "FP8 by blocks": ("qwen3_moe", {"hidden_size": 128, "moe_intermediate_size": 256, "head_dim": 32}),
+    "AWQ": ("qwen3_moe", {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}),
+    "GPTQ with desc_act": ("qwen3_moe", {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}),
+    # As DeepSeek publishes V3, the latents' projections among them; blocks are cut by heads, and end with a latent.
+    "FP8 by blocks, with latents": (
+        "deepseek_v3_experts",
+        {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 384, "kv_lora_rank": 160},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED_EXPERTS)
 def test_quantised_experts_generate_what_transformers_does_with_their_weights(
     name: str, tmp_path: Path, write_checkpoint: Any, generate: Any
 ) -> None:
-    more = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
-    folder = write_checkpoint(**FAMILY_SHAPES["qwen3_moe"] | more)
-    told, pack = FORMATS[name]
+    family, more = QUANTISED_EXPERTS[name]
+    folder = write_checkpoint(**FAMILY_SHAPES[family] | more)
+    told, pack = FORMATS[name.removesuffix(", with latents")]
     quantised(folder, told, pack(), tmp_path)
     prompts = random_prompts(96, 1, LENGTHS)
     expected, margins = reference(folder, prompts)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
     assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+    if "desc_act" in name:
+        return  # its columns can't be shared out
+    with ranks(tmp_path, 2) as both:
+        assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 
 def mxfp4(weight: Tensor) -> Packed:
