@@ -19,7 +19,8 @@ from tests.model.conftest import make_decoder
 from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
 from tests.model.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, random_prompts, reference
-from twostroke.model.backend import LoadOptions
+from tests.model.test_experts import choices
+from twostroke.model.backend import Experts, LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -27,8 +28,9 @@ from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
+from twostroke.model.cpu.experts import CpuExperts
 from twostroke.model.cpu.linears import CpuQuantizedLinear
-from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.protocol.errors import ConfigError
@@ -262,10 +264,8 @@ def mxfp4(weight: Tensor) -> Packed:
     return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, meant
 
 
-def test_experts_in_mxfp4_generate_what_their_numbers_mean(
-    tmp_path: Path, write_checkpoint: Any, generate: Any
-) -> None:
-    folder = write_checkpoint(**FAMILY_SHAPES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 128})
+def in_mxfp4(folder: Path, into: Path) -> None:
+    """As `quantised`, of a folder's stacked experts."""
     packed: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / SINGLE_FILE).items():
@@ -273,10 +273,17 @@ def test_experts_in_mxfp4_generate_what_their_numbers_mean(
         parts, meant[name] = mxfp4(tensor) if is_weight else ({}, tensor)
         packed |= {f"{name}_{part}": held for part, held in parts.items()} or {name: tensor}
     save_file(meant, folder / SINGLE_FILE, metadata={"format": "pt"})
-    save_file(packed, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(packed, into / SINGLE_FILE, metadata={"format": "pt"})
     told = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": told}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (into / "config.json").write_text(json.dumps(raw))
+
+
+def test_experts_in_mxfp4_generate_what_their_numbers_mean(
+    tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    folder = write_checkpoint(**FAMILY_SHAPES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 128})
+    in_mxfp4(folder, tmp_path)
     prompts = random_prompts(96, 5, LENGTHS)
     expected, margins = reference(folder, prompts)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
@@ -285,6 +292,48 @@ def test_experts_in_mxfp4_generate_what_their_numbers_mean(
         assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
     config = load_model_config(tmp_path)
     assert Checkpoint(tmp_path, config).forms == stored_forms(config)
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("form", ["int8", "int4", "FP8 by blocks", "AWQ", "mxfp4"])
+def test_two_ranks_kernels_compute_with_their_parts_of_quantised_experts(
+    form: str, tmp_path: Path, write_checkpoint: Any
+) -> None:
+    """Against fp32 with the weights as they were, or as what is stored means: two ranks come as near as one does."""
+    if form == "mxfp4":
+        folder = write_checkpoint(**FAMILY_SHAPES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 128})
+        in_mxfp4(folder, tmp_path)
+    else:
+        more = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 5, "head_dim": 32}
+        folder = write_checkpoint(**FAMILY_SHAPES["qwen3_moe"] | more)
+        if form in FORMATS:
+            told, pack = FORMATS[form]
+            quantised(folder, told, pack(), tmp_path)
+    anew: dict[str, Quantization] = {"int8": "int8", "int4": "int4"}
+
+    def of_rank(source: Path, dtype: torch.dtype, held: Quantization, shard: Shard) -> Experts:
+        config = load_model_config(source)
+        options = LoadOptions(dtype, torch.device("cpu"), 64, held)
+        weights = load_decoder_weights(Checkpoint(source, config), config, options, CpuBackend(), shard)
+        assert weights.layers[0].routed is not None
+        return weights.layers[0].routed.experts
+
+    whole = of_rank(folder, torch.float32, "none", Shard())
+    hidden, chosen = load_model_config(folder).hidden_size, choices(40, len(whole.hits), 2)
+    x = torch.randn(40, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    meant = whole(x.float(), chosen)
+    source = folder if form in anew else tmp_path
+
+    def error(size: int) -> float:
+        ranks_own = [of_rank(source, torch.bfloat16, anew.get(form, "auto"), Shard(rank, size)) for rank in range(size)]
+        assert all(isinstance(one, CpuExperts) for one in ranks_own)
+        total = sum((one(x, chosen).float() for one in ranks_own), torch.zeros_like(meant))
+        return float((total - meant).norm() / meant.norm())
+
+    limit = {"int8": 0.02, "int4": 0.2}.get(form, 0.008)  # bf16 alone rounds by up to 0.004
+    of_one = error(1)
+    assert of_one < limit
+    assert error(2) < 1.1 * of_one
 
 
 @needs_avx512_bf16
