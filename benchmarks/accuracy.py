@@ -1,6 +1,6 @@
-"""`twostroke bench accuracy`: what quantising its weights costs a model, as perplexity of held-out text.
+"""`twostroke bench accuracy`: what quantising its weights, or KV in FP8, costs a model, as perplexity of held-out text.
 
-Each quantisation runs on this CPU's own kernels, over the same windows of Python's standard library that the bundled
+Each runs on this CPU's own kernels, over the same windows of Python's standard library that the bundled
 model never read; another model reads the same text in its own tokens.
 """
 
@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +38,14 @@ from twostroke.tools.bundled.evaluate import held_out_windows
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
-KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
+PLAIN = "none"
+KINDS: Mapping[str, tuple[Quantization, torch.dtype | None]] = {
+    PLAIN: ("none", None),
+    "int8": ("int8", None),
+    "int4": ("int4", None),
+    "kv_fp8": ("none", torch.float8_e4m3fn),
+}
+"""What is measured: how weights are held, and KV."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,21 +59,21 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; the last line of stdout is one JSON object. Returns the exit code. Raises ConfigError."""
     load_model_config(args.model)  # so that a folder that is none is told as such
     windows = held_out_text(args.model, args.length, args.windows)
-    losses: dict[Quantization, list[float]] = {}
-    for quantization in KINDS:
-        say(f"{quantization}: {len(windows)} windows of {args.length} tokens")
-        losses[quantization] = window_losses(args.model, windows, quantization)
-    plain = losses["none"]
+    losses: dict[str, list[float]] = {}
+    for kind, (quantization, kv_dtype) in KINDS.items():
+        say(f"{kind}: {len(windows)} windows of {args.length} tokens")
+        losses[kind] = window_losses(args.model, windows, quantization, kv_dtype)
+    plain = losses[PLAIN]
     result: dict[str, float] = {"perplexity": round(math.exp(statistics.fmean(plain)), 4)}
     print(f"{'':8}{'perplexity':>12}{'ratio':>10}{'+- of the ratio':>18}")
-    for quantization, found in losses.items():
+    for kind, found in losses.items():
         perplexity = math.exp(statistics.fmean(found))
         ratio = perplexity / math.exp(statistics.fmean(plain))
         differences = [a - b for a, b in zip(found, plain, strict=True)]
         error = ratio * statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-        print(f"{quantization:8}{perplexity:>12.4f}{ratio:>10.4f}{error:>18.4f}")
-        if quantization != "none":
-            result |= {f"{quantization}_over_plain": round(ratio, 5), f"{quantization}_error": round(error, 5)}
+        print(f"{kind:8}{perplexity:>12.4f}{ratio:>10.4f}{error:>18.4f}")
+        if kind != PLAIN:
+            result |= {f"{kind}_over_plain": round(ratio, 5), f"{kind}_error": round(error, 5)}
     print(json.dumps(result))
     return 0
 
@@ -84,19 +91,27 @@ def held_out_text(folder: Path, length: int, limit: int, files: int | None = Non
     return held_out_windows((tokenizer.encode(text).ids for text in texts), length, limit)
 
 
-def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantization) -> list[float]:
+def window_losses(
+    folder: Path, windows: Sequence[Tensor], quantization: Quantization, kv_dtype: torch.dtype | None = None
+) -> list[float]:
     """Mean cross-entropy in nats of the tokens of each window, all of one length. Raises ConfigError."""
     length = len(windows[0]) - 1
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder, config)
     dtype = resolve_dtype("auto", checkpoint.dtype, CPU)
     backend = CpuBackend()
-    weights = load_decoder_weights(checkpoint, config, LoadOptions(dtype, CPU, length, quantization), backend)
+    options = LoadOptions(dtype, CPU, length, quantization, kv_dtype)
+    weights = load_decoder_weights(checkpoint, config, options, backend)
     decoder = Decoder(config, weights, backend, SingleRank())
     groups = config.kv_groups
     blocks = range(-(-length // BLOCK_SIZE) * groups.count)
     cache = make_kv_cache(
-        config, num_blocks=len(blocks), block_size=BLOCK_SIZE, dtype=dtype, device=CPU, model_digest="accuracy"
+        config,
+        num_blocks=len(blocks),
+        block_size=BLOCK_SIZE,
+        dtype=kv_dtype or dtype,
+        device=CPU,
+        model_digest="accuracy",
     )
     every_row = Drawing(rows=torch.arange(length), sequences=torch.zeros(length, dtype=torch.int64))
     losses: list[float] = []

@@ -26,6 +26,7 @@ class LoadOptions:
     device: torch.device
     max_context: int  # tokens
     quantization: Quantization = "auto"
+    kv_dtype: torch.dtype | None = None  # of the cache; None: that of activations
 
 
 class Linear(Protocol):
@@ -65,6 +66,18 @@ class RowNorms:
 
 
 @dataclass(frozen=True)
+class KVScales:
+    """What a layer's keys and values are divided by before they are rounded to a cache in FP8, and multiplied by where
+    they are read. 1 for any other cache."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+AS_THEY_ARE = KVScales()
+
+
+@dataclass(frozen=True)
 class AttentionForm:
     """What becomes of a query's scores with its context's keys before they weigh the values."""
 
@@ -72,6 +85,12 @@ class AttentionForm:
     window: int = 0  # the last positions that a query attends to, its own included; 0: all
     soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
     sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
+    kv_scales: KVScales = AS_THEY_ARE
+
+    @property
+    def cached_scale(self) -> float:
+        """Of the scores of keys as they lie in the cache."""
+        return self.scale * self.kv_scales.key
 
 
 @dataclass(frozen=True)
@@ -179,13 +198,20 @@ class Backend(Protocol):
         """qkv with its queries and keys normalised by the sums over all ranks; may be written into qkv."""
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        layout: BatchLayout,
+        norms: HeadNorms | None = None,
+        kv_scales: KVScales = AS_THEY_ARE,
     ) -> Tensor:
         """Normalise Q and K where there are norms, rotate them, and write K and V into the cache; may write into qkv.
 
         qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin; rotation in the
-        half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D] is written at `layout.slots`.
-        Returns the rotated Q, [T, H, D].
+        half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
+        float8_e4m3fn, is written at `layout.slots`: in FP8 as `reference.to_fp8` rounds, straight from fp32. Returns
+        the rotated Q, [T, H, D].
         """
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:

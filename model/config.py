@@ -11,6 +11,9 @@ from twostroke.protocol.kv_layout import KVGroups, group_layers
 Quantization = Literal["auto", "none", "int8", "int4"]
 """How the projections' weights are held. auto: as the checkpoint has them."""
 
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
+"""What keys and values are cached in. auto: the dtype of activations; the other two are e4m3, one byte a number."""
+
 
 @dataclass(frozen=True)
 class WeightForm:

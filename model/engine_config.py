@@ -9,7 +9,7 @@ import torch
 
 from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
-from twostroke.model.config import ModelShape, PrefillKernel, Quantization
+from twostroke.model.config import KVCacheDtype, ModelShape, PrefillKernel, Quantization
 from twostroke.model.served import Way
 from twostroke.protocol.errors import ConfigError
 
@@ -29,6 +29,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     quantization: Quantization = "auto"  # of the projections' weights
     tensor_parallel: int = 1  # ranks that share the model
     block_size: int = 16  # tokens
@@ -42,11 +43,12 @@ class EngineConfig:
     captures_decodes: bool = True  # False where every step announces its layers, which none does that is replayed
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
+    lends_cores: bool = False  # to other workers' steps while it has none, and borrows theirs; on CPUs, of one rank
     max_context: int | None = None  # tokens; None: what the model and the cache allow
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and cache.
+    """The dtype of weights and activations.
 
     `auto` on CUDA is the checkpoint's; on a CPU bf16 where the checkpoint is bf16 and the CPU has instructions for it,
     else fp32 (fp16 has no fast CPU kernels, and bf16 would lose bits of it).
@@ -56,6 +58,18 @@ def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.devi
     if device.type == "cuda":
         return checkpoint_dtype
     return torch.bfloat16 if checkpoint_dtype == torch.bfloat16 and has_fast_bf16() else torch.float32
+
+
+def resolve_kv_dtype(choice: KVCacheDtype, model: ModelShape, dtype: torch.dtype) -> torch.dtype:
+    """The cache's dtype beside activations of `dtype`. Raises ConfigError where the model's cache can't have it."""
+    if choice == "auto":
+        return dtype
+    if model.kv_kinds == 1:
+        raise ConfigError(
+            f"kv_cache_dtype: {choice} is not for latents, which this model caches in place of keys and values: "
+            "leave it at auto"
+        )
+    return torch.float8_e4m3fn
 
 
 def has_fast_bf16() -> bool:
@@ -84,7 +98,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def resolve_num_blocks(
-    config: EngineConfig, model: ModelShape, dtype: torch.dtype, needed: int = 0, free: int | None = None
+    config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype, needed: int = 0, free: int | None = None
 ) -> int | None:
     """How many blocks the cache gets; None: as many as fit, on a GPU.
 
@@ -97,12 +111,12 @@ def resolve_num_blocks(
     if size is None:
         if config.device == "cuda":
             return None
-        one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
+        one = kv_block_bytes(model, config.block_size, kv_dtype, config.tensor_parallel)
         longest = config.max_context or model.max_position
         context = model.kv_groups.blocks_of(longest, config.block_size, config.bounds.max_tokens) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
         size = cache_bytes_on_host(free, config.host_ranks, needed=needed, full_context=context)
-    return blocks_in(size, config, model, dtype)
+    return blocks_in(size, config, model, kv_dtype)
 
 
 def resolve_max_context(config: EngineConfig, model: ModelShape, num_blocks: int | None) -> int:
@@ -127,9 +141,9 @@ def resolve_max_context(config: EngineConfig, model: ModelShape, num_blocks: int
     return config.max_context
 
 
-def blocks_in(size: int, config: EngineConfig, model: ModelShape, dtype: torch.dtype) -> int:
+def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
     """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
-    one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
+    one = kv_block_bytes(model, config.block_size, kv_dtype, config.tensor_parallel)
     if size < one:
         raise ConfigError(f"a KV cache of {size} bytes does not hold one block, which takes {one}")
     return size // one

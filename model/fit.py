@@ -36,6 +36,7 @@ def fit(
     dtype: torch.dtype,
     quantization: Quantization,
     *,
+    kv_dtype: torch.dtype,
     memory: int,
     ranks: int = 1,
     is_gpu: bool = False,
@@ -51,7 +52,7 @@ def fit(
     weights = model.weight_bytes(dtype, quantization, ranks)
     step = step_bytes_on_cpu(shape, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
-    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, dtype, ranks)
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_dtype, ranks)
     rows = max(0, cache // of_row)  # of one token and one group
     context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(

@@ -1,6 +1,7 @@
 """From a model folder to a running engine."""
 
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from twostroke.model.cache.memory import (
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.config import ModelShape
+from twostroke.model.cpu.core_lending import lend_cores
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, batch_sizes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
@@ -31,6 +33,7 @@ from twostroke.model.engine_config import (
     check_cores,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_context,
     resolve_num_blocks,
 )
@@ -84,18 +87,20 @@ class LoadedEngine:
         check_cores(config)
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
+        self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
         self.weights = found.weights_as(config.quantization)
         weights = found.weight_bytes(self._dtype, config.quantization, config.tensor_parallel)
-        block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
+        block = kv_block_bytes(model, config.block_size, self._kv_dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0
-        blocks = resolve_num_blocks(config, model, self._dtype, weights + step)
+        blocks = resolve_num_blocks(config, model, self._kv_dtype, weights + step)
         self.max_context = resolve_max_context(config, model, blocks)
         free = available_bytes(self._device)
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
         try:
             build = partial(self._build, found, blocks)
-            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
+            lending = lend_cores(config.threads or len(os.sched_getaffinity(0))) if config.lends_cores else None
+            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores, lending=lending)
         except torch.OutOfMemoryError as error:
             # No room for the steps, or for weights: others may have taken it while they were loaded.
             said = str(error).splitlines()[0] if str(error) else "out of memory"
@@ -124,14 +129,14 @@ class LoadedEngine:
         else:
             self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
         backend = _backend(device, config)
-        options = LoadOptions(self._dtype, device, self.max_context, config.quantization)
+        options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype)
         decoder = found.decoder(options, backend, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
         make_cache = partial(
             make_kv_cache,
             model,
             block_size=config.block_size,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
             device=device,
             tp_size=self._shard.size,
             rank=rank,
@@ -139,7 +144,7 @@ class LoadedEngine:
         if blocks is None:
             one = make_cache(num_blocks=1, model_digest="")
             memory = measure_gpu(decoder, sampler, one, config, self.max_context)
-            blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._dtype)
+            blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._kv_dtype)
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
         digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
         blocks = min(map(int, self.parallel.exchange(str(blocks))))
@@ -240,9 +245,9 @@ def measure_gpu(
 def largest_batch(
     bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None, num_groups: int = 1
 ) -> list[SequenceStep]:
-    """As many sequences as a step may have, with all the tokens that it may have, each drawing at random."""
+    """As many sequences as a step may have, with all the tokens that it may have, each drawing with all filters."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, logprobs=logprobs)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=logprobs)
     left = bounds.max_tokens
     batch: list[SequenceStep] = []
     for index in range(count):
@@ -270,7 +275,9 @@ def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     # Of few blocks all groups share one, as they share tensors.
     rows = range(-(-(length + 1) // kv_cache.block_size))
     table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
-    draw = Draw(SamplingParams(temperature=0.0), history=[0] * (length + 1), num_prompt_tokens=length)
+    # A GPU compiles the kernels of both filters.
+    sampling = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
+    draw = Draw(sampling, history=[0] * (length + 1), num_prompt_tokens=length)
     prompt = SequenceStep([0] * length, start=0, block_ids=table, draw=draw)
     following = SequenceStep([0], start=length, block_ids=table, draw=draw)
     for step in (prompt, following):

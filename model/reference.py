@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, RowNorms
+from twostroke.model.backend import (
+    AS_THEY_ARE,
+    AttentionForm,
+    Chosen,
+    ExpertWeights,
+    HeadNorms,
+    KVScales,
+    LatentHeads,
+    RowNorms,
+)
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation, Routing
 
@@ -72,9 +81,24 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
     cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin.
     """
+    return _turned(x, positions, cos_sin).to(x.dtype)
+
+
+def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """As `rope`, in fp32."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+FP8_LIMIT = 448.0
+"""The largest number of e4m3 (Micikevicius et al. 2022)."""
+
+
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """x / scale, by multiplication with the inverse in fp32, to nearest in e4m3, ties to even; what is beyond its range
+    becomes its largest number, and NaN stays."""
+    return (x.float() * torch.tensor(1 / scale)).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
 
 
 def rope_and_write_kv(
@@ -84,6 +108,7 @@ def rope_and_write_kv(
     positions: Tensor,
     slots: Tensor,
     norms: HeadNorms | None = None,
+    kv_scales: KVScales = AS_THEY_ARE,
 ) -> Tensor:
     """Rotated Q [T, H, D]; rotated K and V go into `kv_layer` at `slots`, but for negative ones."""
     _, _, groups, block_size, dim = kv_layer.shape
@@ -93,7 +118,10 @@ def rope_and_write_kv(
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     kept = slots >= 0
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
-    kv_layer[blocks, 0, :, offsets] = rope(k, positions, cos_sin)[kept]
+    turned = _turned(k, positions, cos_sin)
+    if kv_layer.dtype == torch.float8_e4m3fn:
+        turned, v = to_fp8(turned, kv_scales.key), to_fp8(v, kv_scales.value)
+    kv_layer[blocks, 0, :, offsets] = turned[kept].to(kv_layer.dtype)
     kv_layer[blocks, 1, :, offsets] = v[kept]
     return rope(q, positions, cos_sin)
 
@@ -109,8 +137,9 @@ def paged_attention(
     """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
 
     q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D], or of one kind of rows, which are keys and values alike;
-    the last of a sequence's queries stands at the last position of its context. Returns [T, H * D], rounded once to q's
-    dtype. Only slots within the context and the queries' windows are read.
+    the last of a sequence's queries stands at the last position of its context. What the cache holds is multiplied by
+    the form's scales of KV. Returns [T, H * D], rounded once to q's dtype. Only slots within the context and the
+    queries' windows are read.
     """
     _, heads, _ = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -124,7 +153,7 @@ def paged_attention(
         keys = torch.arange(first, context_len, device=q.device)
         blocks = block_tables[sequence, keys // block_size].long()
         kinds = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2)
-        k, v = kinds[:, 0], kinds[:, -1]
+        k, v = kinds[:, 0] * form.kv_scales.key, kinds[:, -1] * form.kv_scales.value
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * form.scale
         if form.soft_cap:
             scores = form.soft_cap * torch.tanh(scores / form.soft_cap)

@@ -30,12 +30,12 @@ parts in a row take llguidance their square in time and memory, in one go that n
 MAX_KEPT = 32  # compiled grammars in each process
 
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
+    initial_lexer_fuel=500_000,
     step_lexer_fuel=200_000,
     step_max_items=10_000,
     max_items_in_row=600,
     max_lexer_states=50_000,
-    max_grammar_size=200_000,
+    max_grammar_size=60_000,
     verbose_errors=False,  # they would show the schema and the answer
 )
 

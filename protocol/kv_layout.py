@@ -22,7 +22,8 @@ import msgspec
 Encoding = Literal["raw", "int8", "fp8"]
 """KV on the wire: as it is stored, or one byte a value with a bf16 scale for each (token, head) of K and of V."""
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP8 = "float8_e4m3fn"
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 NO_BLOCK = -1
 
@@ -178,7 +179,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "raw") -> str | None:
     """Why KV can't go from `source` to `target`, with both sides' values; None where it can.
 
-    Block sizes and tensor-parallel sizes may differ; dtypes only where the KV is encoded on its way.
+    Block sizes and tensor-parallel sizes may differ; dtypes only where the KV is encoded on its way, and none is FP8.
     """
     for name, what in (
         ("model", "model"),
@@ -192,8 +193,10 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
             return f"the {what} differs: {ours} at the source, {theirs} at the target"
-    if encoding == "raw" and source.dtype != target.dtype:
+    if source.dtype != target.dtype and (encoding == "raw" or FP8 in (source.dtype, target.dtype)):
         return f"the KV dtype differs: {source.dtype} at the source, {target.dtype} at the target"
+    if encoding != "raw" and source.dtype == FP8:
+        return f"KV in {FP8} has one byte a value already: it is sent as it is stored, not as {encoding}"
     if any(source.windows) and source.block_size != target.block_size:
         return (  # a window would begin within one side's block, which could never be found again as a prefix
             "the model has layers with a window, which need the same block size on both sides: it is "

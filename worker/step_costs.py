@@ -112,6 +112,7 @@ class StepCostFit:
     """Learns from each step of one worker. Cheap enough to be told of all of them."""
 
     def __init__(self) -> None:
+        self._is_plain = False  # some step that was told of
         self._num_told = 0
         self._num_samples = 0
         self._num_pending = 0
@@ -119,8 +120,15 @@ class StepCostFit:
         self._solution: Array | None = None
         self._costs: StepCosts | None = None
 
-    def add(self, content: StepContent, seconds: float) -> None:
-        """A step with this content has taken so long. One that took no time is not looked at."""
+    def add(self, content: StepContent, seconds: float, *, is_plain: bool = True) -> None:
+        """A step with this content has taken so long. One that took no time is not looked at.
+
+        One that is not plain has done more than its content tells (logits of whole prompts). It teaches only where no
+        plain step has been: a worker that does nothing else would never be known, and its queue grow without bound.
+        """
+        if self._is_plain and not is_plain:
+            return
+        self._is_plain |= is_plain
         self._num_told += 1
         if self._num_told <= COLD_STEPS or seconds < LEAST_S:
             return

@@ -319,10 +319,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._counters.steps += 1
         self._counters.step_seconds += ended.seconds
         self._counters.computed_tokens += content.prompt_tokens
-        # What copies and prompts' logits take says nothing about other steps.
         is_scored = any((one.job.request.reading or _UNREAD).logprobs is not None for one in ended.step.entries)
-        if not (ended.step.swaps or is_scored):
-            self._costs.add(content, ended.seconds)
+        if not ended.step.swaps:  # what copies take says nothing about other steps
+            self._costs.add(content, ended.seconds, is_plain=not is_scored)
 
     def _end_unfollowable(self, step: ScheduledStep[JobT]) -> None:
         """End those of whom a step has drawn a token that their grammar had no say in."""

@@ -20,6 +20,7 @@ import torch
 
 from twostroke.benchmarks.gpu.kernels import (
     measure_decode_attention,
+    measure_fp8_products,
     measure_packing,
     measure_prefill_attention,
     measure_prefix,
@@ -48,6 +49,7 @@ KINDS: Mapping[str, Kind] = {  # the most telling first
     "decode-attention": Kind(measure_decode_attention, 30),
     "sampling": Kind(measure_sampling, 20),
     "quantized": Kind(measure_quantized, 90),
+    "fp8": Kind(measure_fp8_products, 20),
     "packing": Kind(measure_packing, 30),
     "prefix": Kind(measure_prefix, 20),
     "windows": Kind(measure_windows, 40),

@@ -45,6 +45,7 @@ TINY = Sizes(
     decode_steps=1,
     turns=1,
     long_decodes=((2, 100), (2, 300), (3, 200)),
+    fp8_tokens=(1, 20, 65, 130),
     window=64,
     windowed_prompt=150,
     windowed_decodes=((1, 140), (2, 140)),

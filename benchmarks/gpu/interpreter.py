@@ -17,7 +17,8 @@ def bf16_interpreter() -> Iterator[None]:
 
     By itself it keeps bf16 as bare uint16 bits. Loads and stores move them unharmed, but a dot multiplies them as
     integers and fp32 -> bf16 truncates or mis-carries. Our kernels touch bf16 in three ways only: widen, round, dot.
-    Those three are replaced here by torch's own conversions; any arithmetic on bf16 raises, since it breaks the
+    Those three are replaced here by torch's own conversions, as is what widens FP8 (e4m3), since the interpreter takes
+    its NaN for 480; any arithmetic on bf16 raises, since it breaks the
     kernels' rule that arithmetic is in fp32 and would silently compute on bits.
     """
     builder, handle = triton_interpreter.InterpreterBuilder, triton_interpreter.TensorHandle
@@ -46,6 +47,10 @@ def bf16_interpreter() -> Iterator[None]:
         return unary(self, value, op)
 
     def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.dtype.scalar == tl.float8e4nv:
+            source = handle(widen(source.data, torch.float8_e4m3fn), tl.float32)
+            if target.scalar == tl.float32:
+                return source
         if _is_bf16(source) or target.scalar == tl.bfloat16:
             return cast_impl(self, source, target)
         return convert(self, source, target, rounding)
@@ -68,10 +73,10 @@ def bf16_interpreter() -> Iterator[None]:
             setattr(builder, name, function)
 
 
-def widen(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """bf16 bits as uint16 -> the same values as fp32."""
-    whole = np.ascontiguousarray(bits).view(np.int16)
-    return torch.from_numpy(whole).view(torch.bfloat16).float().numpy().reshape(bits.shape)
+def widen(bits: npt.NDArray[Any], dtype: torch.dtype = torch.bfloat16) -> npt.NDArray[Any]:
+    """The bits of bf16, as uint16, or of another type -> the same values as fp32."""
+    whole = np.ascontiguousarray(bits).view(f"int{8 * dtype.itemsize}")
+    return torch.from_numpy(whole).view(dtype).float().numpy().reshape(bits.shape)
 
 
 def narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import make_layout
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MOST_TOKENS
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.step import Draw, SequenceStep
@@ -51,12 +54,50 @@ def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator
 
 
 def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
-    """One token a sequence: all that it must read is its context's keys and values."""
+    """One token a sequence: all that it must read is its context's keys and values. In FP8 they are half the bytes,
+    which hardware widens twice as fast as they come, beside what a launch and the merge take anyway."""
+    times: list[float] = []
     for batch, context in sizes.long_decodes:
-        run = _ours(sizes, place, [(1, context)] * batch, True)
-        read = batch * context * 2 * sizes.model.kv_size * 2 / place.clock.seconds(run)
+        times.append(place.clock.seconds(_ours(sizes, place, [(1, context)] * batch, True)))
+        read = batch * context * 2 * sizes.model.kv_size * 2 / times[-1]
         name = f"decode attention, batch {batch}, context {context}"
         yield Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth")
+    for (batch, context), bf16_s in zip(sizes.long_decodes, times, strict=True):
+        run = _ours(sizes, place, [(1, context)] * batch, True, kv_dtype=torch.float8_e4m3fn)
+        fp8_s = place.clock.seconds(run)
+        figure = f"{batch * context * 2 * sizes.model.kv_size / fp8_s / 1e12:.2f} TB/s"
+        name = f"decode attention over FP8, batch {batch}, context {context}"
+        yield Row(name, bf16_s / fp8_s, 1.7, figure, "bf16", predicted=1.8)
+
+
+def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    """FP8 by FP8, activations rounded on the way, of the gate and up projections' size: by what bounds it, and by
+    torch's own product of codes that are there already.
+
+    Predicted: prompts at 0.6 of twice the bf16 rate, since fresh sums of each step are added in fp32 on the ordinary
+    lanes; few tokens at 0.75 of the bandwidth, where rounding is a launch of its own.
+    """
+    rows, columns = 2 * sizes.model.mlp_width, sizes.model.hidden_size
+    codes = torch.empty((rows, columns), dtype=torch.bfloat16, device=place.device).normal_().to(torch.float8_e4m3fn)
+    one, backend = torch.ones((), device=place.device), CudaBackend(place.target)
+    linears = {}
+    for name, groups in (("rows", 1), ("blocks", -(-columns // FP8_GROUP))):
+        scales = torch.ones((rows, groups), device=place.device)
+        weight = QuantizedWeight(codes, scales, columns if name == "rows" else FP8_GROUP, 8)
+        linears[name] = backend.make_linear(weight, None, "auto", torch.bfloat16)
+    for tokens in sizes.fp8_tokens:
+        x = torch.empty((tokens, columns), dtype=torch.bfloat16, device=place.device).normal_()
+        x_codes = x.to(torch.float8_e4m3fn)
+        torch_s = place.clock.seconds(
+            partial(torch._scaled_mm, x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        )
+        least_s = max(rows * columns / limits.read, 2.0 * tokens * rows * columns / (2 * limits.gemm))
+        for name, linear in linears.items():
+            ours_s = place.clock.seconds(partial(linear, x))
+            told, figure = f"FP8 by FP8, {tokens} tokens, scales of {name}", f"{ours_s * 1e6:.0f} us"
+            predicted = 0.75 if tokens <= MOST_TOKENS else 0.6
+            yield Row(told, least_s / ours_s, None, figure, "the limit", predicted)
+            yield Row(f"{told}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
 
 
 def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
@@ -106,7 +147,12 @@ def _fastest(place: GpuPlace, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, flo
 
 
 def _ours(
-    sizes: Sizes, place: GpuPlace, lengths: Sequence[tuple[int, int]], is_scattered: bool, window: int = 0
+    sizes: Sizes,
+    place: GpuPlace,
+    lengths: Sequence[tuple[int, int]],
+    is_scattered: bool,
+    window: int = 0,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], Tensor]:
     """Attention of sequences (query length, context length) over a cache of random values."""
     config, size = sizes.model, sizes.block_size
@@ -118,7 +164,7 @@ def _ours(
         used += width
     layout = make_layout(steps, size, place.device)
     shape = (used, 2, config.num_kv_heads, size, config.head_dim)
-    kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_()
+    kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_().to(kv_dtype)
     tokens = sum(query for query, _ in lengths)
     q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
     backend, form = CudaBackend(place.target), AttentionForm(config.head_dim**-0.5, window)
@@ -131,10 +177,48 @@ def _operations(sizes: Sizes, first: int, end: int) -> float:
 
 
 SEAL = 12345
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A way of drawing, and what reasoning gives for it on an H100 over logits of 128,256 tokens."""
+
+    sampling: SamplingParams
+    launches: int  # of ours, each with a start and an end that nothing hides
+    logit_s: float  # the device's time for each logit, over all launches
+    spread: float = 4.0  # standard deviation of the logits: 4 is as a language model's, 1 is flat
+
+    def expected_s(self, count: int, vocab_size: int) -> float:
+        return (self.launches + _COPIES) * _LAUNCH_S + count * vocab_size * self.logit_s
+
+
+# A launch takes 2 to 3 us beside its work: a start, an end, and a chain of loads. A logit's 4 bytes take 1.33 ps of the
+# 3.0 TB/s that are left of 3.35. An instruction for each logit takes 0.06 ps: 132 multiprocessors issue four times 32 a
+# clock, 60 percent of which are used. extremes: a read. weigh: a read, and in its first pass 45 instructions of
+# masses, 30 of counts. race: a read and a few, or 85 where whole tiles are kept. Each of flat logits is added to a bin,
+# of which a multiprocessor sends one in less than two clocks.
+_LAUNCH_S, _COPIES = 2.5e-6, 2
+_READ_S, _ADD_S = 1.33e-12, 7.5e-12
+_DENSE_RACE_S, _SPARSE_RACE_S = 85 * 0.06e-12, 1.7e-12
+_COUNTED_S, _WEIGHED_S = 2.0e-12, 2.8e-12
+_H100_READ = 3.0e12
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "top_p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
-    "top_k 50": SamplingParams(temperature=0.8, top_k=50, seed=1),
+    "greedy": Sampled(SamplingParams(temperature=0.0), 2, _READ_S),
+    "top_p 0.9": Sampled(
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1), 8, 3 * _READ_S + _WEIGHED_S + _SPARSE_RACE_S
+    ),
+    "top_k 50": Sampled(
+        SamplingParams(temperature=0.8, top_k=50, seed=1), 8, 3 * _READ_S + _COUNTED_S + _SPARSE_RACE_S
+    ),
+    "top_k 50, top_p 0.9": Sampled(
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=1),
+        12,
+        5 * _READ_S + _COUNTED_S + _WEIGHED_S + _SPARSE_RACE_S,
+    ),
+    "no filter": Sampled(SamplingParams(temperature=0.8, seed=1), 4, _READ_S + _DENSE_RACE_S),
+    "top_p 0.9, flat": Sampled(
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1), 8, 3 * _READ_S + _WEIGHED_S + _ADD_S + _DENSE_RACE_S, 1.0
+    ),
 }
 COLD_START_S = 20.0
 
@@ -146,16 +230,44 @@ def measure_packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterato
 
 
 def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
-    """Drawing from logits of the whole vocabulary, against reading them once."""
-    sampler = DeviceSampler(sizes.model.vocab_size, place.device)
+    """Drawing from logits of the whole vocabulary, against reading them once, and against torch's operations.
+
+    These draw with another generator, and by a sort where top_p alone is asked for.
+    """
+    sampler, vocab_size = DeviceSampler(sizes.model.vocab_size, place.device), sizes.model.vocab_size
     for count in sizes.sampled_rows:
-        logits = torch.randn(count, sizes.model.vocab_size, device=place.device)
-        for name, sampling in SAMPLINGS.items():
-            launch = partial(sampler.launch, logits, [Draw(sampling, [1], 1)] * count, [1] * count)
-            launch()  # compiles
-            taken_s = place.clock.queued_seconds(launch)
-            share = logits.nbytes / limits.read / taken_s
-            yield Row(f"sampling {count} rows, {name}", share, None, f"{taken_s * 1e6:.0f} us", "one read")
+        for name, sampled in SAMPLINGS.items():
+            logits = torch.randn(count, vocab_size, device=place.device) * sampled.spread
+            launch = partial(sampler.launch, logits, [Draw(sampled.sampling, [1], 1)] * count, [1] * count)
+            peer = partial(_draw_by_torch, logits, sampled.sampling)
+            taken_s, torch_s = (_queued_seconds(place, run) for run in (launch, peer))
+            figure, label = f"{taken_s * 1e6:.0f} us", f"sampling {count} rows, {name}"
+            expected_s = sampled.expected_s(count, vocab_size)
+            read_s, predicted = logits.nbytes / limits.read, logits.nbytes / _H100_READ / expected_s
+            yield Row(label, read_s / taken_s, None, figure, "one read", predicted)
+            yield Row(f"{label}, torch", torch_s / taken_s, 1.0, f"{torch_s * 1e6:.0f} us", "torch")
+
+
+def _queued_seconds(place: GpuPlace, run: Callable[[], object]) -> float:
+    run()  # compiles
+    return place.clock.queued_seconds(run)
+
+
+def _draw_by_torch(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Tokens [N], with the filters of a usual pipeline: top_k, then top_p over what is left."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    ids = None
+    if sampling.top_k:
+        logits, ids = logits.topk(min(sampling.top_k, logits.shape[1]))
+    elif sampling.top_p < 1:
+        logits, ids = logits.sort(descending=True)
+    probabilities = (logits / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    drawn = torch.multinomial(probabilities, 1)
+    return drawn if ids is None else ids.gather(1, drawn)
 
 
 def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:

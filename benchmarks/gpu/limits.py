@@ -115,13 +115,14 @@ class Sizes:
     decode_steps: int = 32
     turns: int = 3  # of a step, the best of which counts
     long_decodes: tuple[tuple[int, int], ...] = ((32, 4096), (32, 16384), (128, 4096))  # batch, context
+    fp8_tokens: tuple[int, ...] = (1, 64, 1024, 8192)
     window: int = 1024  # tokens; Gemma 3's
     windowed_prompt: int = 8192
     windowed_decodes: tuple[tuple[int, int], ...] = (
         (1, 32800),
         (32, 32800),
     )  # batch, context; windows begin within a step
-    sampled_rows: tuple[int, ...] = (1, 32, 256)
+    sampled_rows: tuple[int, ...] = (64, 1, 256)  # the most telling first
     pack_blocks: tuple[int, ...] = (16, 32, 64, 128)
     pack_bytes: int = 2**28
     started: str = "1.2b"  # of `twostroke bench engine`'s shapes, which a process starts with

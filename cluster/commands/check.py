@@ -9,8 +9,9 @@ from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import held_as
-from twostroke.model.config import Quantization
+from twostroke.model.config import KVCacheDtype, Quantization
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import FP8
 from twostroke.protocol.stats import Role
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantization", choices=get_args(Quantization))
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -60,6 +62,8 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     raw: dict[str, Any] = load_yaml(arguments.config) if arguments.config is not None else {}
     read_config(raw)  # so that what is wrong in the file is told as the file's
     lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
+    if arguments.kv_cache_dtype is not None:
+        raw["model"] = {**(raw.get("model") or {}), "kv_cache_dtype": arguments.kv_cache_dtype}
     return read_config(raw)
 
 
@@ -87,7 +91,7 @@ def _of_worker(
 
     from twostroke.model.cache.memory import StepBounds, available_bytes
     from twostroke.model.checkpoint.weights import has_weights
-    from twostroke.model.engine_config import resolve_dtype
+    from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
     from twostroke.model.fit import fit
 
     section = config.roles[role]
@@ -101,11 +105,13 @@ def _of_worker(
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
     found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
     dtype = resolve_dtype(held.dtype, found_dtype, device)
+    kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     found = fit(
         model,
         dtype,
         held.quantization,
+        kv_dtype=kv_dtype,
         memory=memory,
         ranks=ranks,
         is_gpu=arguments.gpu is not None,
@@ -118,6 +124,7 @@ def _of_worker(
         "parameters": found.parameters,
         "active_parameters": found.active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "quantization": held.quantization,
         "weights": model.weights_as(held.quantization),
         "ranks": ranks,
@@ -157,6 +164,7 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         return (
             f"weights {gibibytes(by['weight_bytes'])}{of_rank(by)}, the largest step {gibibytes(by['step_bytes'])}, "
             f"KV {by['kv_bytes_per_token'] / 1024:.1f} KiB a token"
+            + (" in FP8" if by["kv_dtype"] == FP8 else "")
             + (f" and up to {gibibytes(by['kv_window_bytes'])} a request that decodes" if by["kv_window_bytes"] else "")
         )
 
@@ -182,12 +190,15 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     )
     if arguments.gpu is None:
         flags = "".join(
-            f" --{name} {told[name]}" for name in ("dtype", "quantization") if getattr(arguments, name) is not None
+            f" --{name.replace('_', '-')} {getattr(arguments, name)}"
+            for name in ("dtype", "quantization", "kv_cache_dtype")
+            if getattr(arguments, name) is not None
         )
         return [*lines, "", f"    twostroke serve --model {arguments.model}{flags}"]
     worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks']}}}"
     settings = {
-        "model": f"{{path: {arguments.model}, quantization: {told['quantization']}}}",
+        "model": f"{{path: {arguments.model}, quantization: {told['quantization']}"
+        + (", kv_cache_dtype: fp8}" if told["kv_dtype"] == FP8 else "}"),
         "prefill": worker,
         "decode": worker,
     }

@@ -43,6 +43,7 @@ _FLAGS: Mapping[str, tuple[type, str, str]] = {
     "--max-model-len": (int, "TOKENS", "the longest context"),
     "--chat-template": (str, "FILE", "in place of the model's own"),
     "--generation-config": (str, "auto|none", "whose sampling defaults: the model's, or OpenAI's"),
+    "--kv-cache-dtype": (str, "auto|fp8", "of keys and values; fp8: one byte a number"),
     "--block-size": (int, "TOKENS", "of a KV block"),
     "--tensor-parallel-size": (int, "N", "GPUs, or ranks, of one worker"),
     "--max-num-seqs": (int, "N", "requests that a worker runs at once"),

@@ -65,6 +65,12 @@ class ClusterConfig(Section):
                 f"prefill.dtype: {dtypes[0]} beside decode.dtype {dtypes[1]}: KV is of a worker's dtype, which both "
                 "must have to exchange it: give them the same (quantization may differ)"
             )
+        encoding = self.kv_transfer.transfer.encoding
+        if self.model.kv_cache_dtype != "auto" and encoding != "raw":
+            raise ValueError(
+                f"kv_transfer.encoding: {encoding} beside model.kv_cache_dtype {self.model.kv_cache_dtype}, which has "
+                "one byte a number already: set encoding to raw"
+            )
         check_counts(self.autoscaling, self.counts, self.gpus_each)
         return self
 

@@ -81,14 +81,18 @@ def _as_many_as_fit(settings: Mapping[str, Any], config: ClusterConfig, gpus: in
     return Shared(told, f"{line}{more}. --prefill, --decode and --gpus choose otherwise", idle > 0)
 
 
-def one_for_each_rank(settings: Mapping[str, Any], *, has_gpus: bool) -> dict[str, Any]:
+def one_for_each_rank(settings: Mapping[str, Any], *, has_gpus: bool) -> Shared:
     """The settings for a Ray cluster, which knows how many workers it is to have, and may bring GPUs later."""
     config = read_config(settings)
-    if not has_gpus or config.model.device == "cpu":
-        return dict(settings)
+    if not has_gpus:
+        return Shared(dict(settings), None)
+    if config.model.device == "cpu":
+        return Shared(dict(settings), "The cluster's GPUs stay idle: model.device is cpu", True)
     said = [section.gpus for section in config.roles.values() if section.num_gpus != "auto"]
     autos = [role for role, section in config.roles.items() if section.num_gpus == "auto"]
-    return _told(settings, dict.fromkeys(autos, 0 if 0 in said else 1))
+    told = _told(settings, dict.fromkeys(autos, 0 if 0 in said else 1))
+    is_idle = 0 in said
+    return Shared(told, "The cluster's GPUs stay idle: num_gpus is 0" if is_idle else None, is_idle)
 
 
 def _told(

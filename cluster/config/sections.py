@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator, StringConstraints, field_validator, 
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.model.config import PrefillKernel, Quantization
+from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.token_channels import TokenChannelConfig
@@ -55,6 +55,8 @@ class ModelSection(Section):
     dtype: Dtype = "auto"
     quantization: Quantization = "auto"
     """Of the projections' weights, as they are loaded; auto: as the checkpoint has them, none: widened to dtype."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto: dtype. fp8 and fp8_e4m3: one byte a number, of keys and of values."""
     block_size: BlockSize | None = None
     """Tokens; null: 16 on CPUs, 64 on GPUs."""
     max_context: Annotated[int, Ge(2)] | None = None
@@ -107,6 +109,8 @@ class WorkerResources(Section):
     """Of a step; null: the cores shared among all workers."""
     cores: str | None = None
     """Which ones, as `0-3,8`; null: whichever the system chooses."""
+    lends_cores: bool = False
+    """While it is idle, to others of its machine that do so; it borrows theirs. On CPUs, of workers of one rank."""
     num_gpus: GpuCount = "auto"
     """auto: `twostroke serve` shares this machine's GPUs out; on a Ray cluster that has any, one for each rank."""
     kv_cache_gib: Annotated[float, Ge(0.001), Le(65536)] | None = None
@@ -134,6 +138,9 @@ class WorkerResources(Section):
             )
         if self.cores is not None and self.tensor_parallel > 1:
             raise ValueError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
+        if self.lends_cores and (self.cores is not None or self.tensor_parallel > 1):
+            other = "cores" if self.cores is not None else "tensor_parallel"
+            raise ValueError(f"lends_cores: not beside {other}: leave one of them out")
         return self
 
     @field_validator("cores")

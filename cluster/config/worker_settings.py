@@ -78,6 +78,7 @@ class WorkerSettings:
             device=self.device,
             gpu=gpu,
             dtype=self.model.dtype,
+            kv_cache_dtype=self.model.kv_cache_dtype,
             quantization=self.model.quantization,
             tensor_parallel=self.tensor_parallel,
             block_size=self.block_size,
@@ -91,5 +92,6 @@ class WorkerSettings:
             captures_decodes=not self.announces_layers,
             threads=self.threads,
             cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
+            lends_cores=self.resources.lends_cores and self.device == "cpu",
             max_context=self.model.max_context,
         )

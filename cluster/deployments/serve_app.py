@@ -8,6 +8,7 @@
 `twostroke serve` does the same on a Ray of its own.
 """
 
+import logging
 import os
 import secrets
 import warnings
@@ -31,6 +32,8 @@ from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica,
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import to_plain
 from twostroke.protocol.stats import Role
+
+logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "TWOSTROKE_SECRET"
 MIN_SECRET_CHARS = 16
@@ -134,7 +137,10 @@ def cluster_secret() -> bytes:
 def build_app(args: dict[str, Any]) -> Application:
     """For Serve's own tools: `args` are the sections of the configuration. Raises ConfigError."""
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return application(read_config(one_for_each_rank(args, has_gpus=has_gpus)), cluster_secret())
+    shared = one_for_each_rank(args, has_gpus=has_gpus)
+    if shared.line is not None:
+        logger.warning(shared.line)
+    return application(read_config(shared.settings), cluster_secret())
 
 
 app = build_app({})

@@ -46,6 +46,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         check_cores,
         resolve_device,
         resolve_dtype,
+        resolve_kv_dtype,
         resolve_max_context,
         resolve_num_blocks,
     )
@@ -75,12 +76,13 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             resolve_device(engine)
             check_cores(engine)
             found.check_ranks(ranks)
+            kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, model, dtype)
             weights = found.weight_bytes(dtype, engine.quantization, ranks)
-            num_blocks = resolve_num_blocks(engine, model, dtype, weights + step, free)
+            num_blocks = resolve_num_blocks(engine, model, kv_dtype, weights + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
-        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
+        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, kv_dtype, ranks)
         if num_blocks is not None and section.num_blocks is None and section.kv_cache_gib is None:
             caches.append(f"{role} {gibibytes(ranks * cache)}")
         needs.append(

@@ -257,16 +257,19 @@ def with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
 def _describe_workers(url: str, api_key: str | None) -> list[str]:
     """A line for each kind of worker: how many are up, and what one's KV cache holds."""
     kinds = Counter(
-        tuple(worker[name] for name in ("role", "ranks", "num_blocks", "block_size", "full_contexts", "max_context"))
+        tuple(
+            worker[name]
+            for name in ("role", "ranks", "num_blocks", "block_size", "kv_dtype", "full_contexts", "max_context")
+        )
         for worker in fetch_status(url, api_key)["workers"]
     )
     lines: list[str] = []
-    for (role, ranks, num_blocks, block_size, requests, max_context), count in sorted(kinds.items()):
+    for (role, ranks, num_blocks, block_size, dtype, requests, max_context), count in sorted(kinds.items()):
         who = f"{count} {role} " + ("worker is up with" if count == 1 else "workers are up, each with")
         shared = "" if ranks == 1 else f"{ranks} ranks and "
         lines.append(
-            f"{who} {shared}{num_blocks} KV blocks of {block_size} tokens: room for {requests:.1f} requests of the "
-            f"full context of {max_context} tokens"
+            f"{who} {shared}{num_blocks} KV blocks of {block_size} tokens in {dtype}: room for {requests:.1f} requests "
+            f"of the full context of {max_context} tokens"
         )
     return lines
 

@@ -2,8 +2,8 @@
 a gated MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
-Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend,
-and norms' weights are fp32, too.
+Weights and activations share one dtype, which is the cache's, too, unless that is FP8; norms, rotation and attention
+accumulate in fp32 inside the backend, and norms' weights are fp32, too.
 """
 
 from dataclasses import dataclass
@@ -167,7 +167,9 @@ class Decoder:
         if layer.row_norms is not None:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
             qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
-        return backend.rope_and_write_kv(qkv, layer.cos_sin, kv_layer, layout, layer.head_norms)
+        return backend.rope_and_write_kv(
+            qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales
+        )
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """This rank's summand of what MLP and experts make of x."""

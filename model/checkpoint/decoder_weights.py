@@ -15,10 +15,12 @@ from twostroke.model.architectures.decoder import (
 )
 from twostroke.model.architectures.rope import cos_sin_table, head_order
 from twostroke.model.backend import (
+    AS_THEY_ARE,
     AttentionForm,
     Backend,
     ExpertWeights,
     HeadNorms,
+    KVScales,
     LatentHeads,
     Linear,
     LoadOptions,
@@ -168,6 +170,9 @@ def load_decoder_weights(
     def sinks(prefix: str) -> Tensor | None:
         return None if parts.sinks is None else fp32(f"{prefix}{parts.sinks}", shard.part(config.num_heads))
 
+    def kv_scales(index: int) -> KVScales:
+        return KVScales(*checkpoint.kv_scales(index)) if options.kv_dtype == torch.float8_e4m3fn else AS_THEY_ARE
+
     def mlp(prefix: str, spec: MlpSpec | None) -> MlpWeights | None:
         if spec is None:
             return None
@@ -211,7 +216,7 @@ def load_decoder_weights(
             cos_sin=tables[config.rope_of(index)],
             head_norms=head_norms(prefix),
             row_norms=row_norms(prefix),
-            attention=AttentionForm(scale, config.window(index), config.soft_cap, sinks(prefix)),
+            attention=AttentionForm(scale, config.window(index), config.soft_cap, sinks(prefix), kv_scales(index)),
             attention_norm=norm_if_any(prefix, parts.attention_norm),
             output_norm=norm_if_any(prefix, parts.output_norm),
         )

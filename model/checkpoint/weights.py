@@ -5,6 +5,7 @@ Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, 
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,7 @@ class Checkpoint:
         self._stored: dict[str, StoredWeight] = {}
         self._config = config
         self.shapes = dict(expected_shapes(config))
+        self._kv_scales = self._find_kv_scales()
         self._check()
 
     @property
@@ -127,8 +129,18 @@ class Checkpoint:
             )
         return found.columns(columns)
 
+    def kv_scales(self, layer: int) -> tuple[float, float]:
+        """What keys and values of a layer are to be divided by for a cache in FP8: 1 where the checkpoint says nothing.
+
+        Raises ConfigError for what is no positive number.
+        """
+        key, value = (
+            self._scale(self._kv_scales[layer, kind]) if (layer, kind) in self._kv_scales else 1.0 for kind in "kv"
+        )
+        return key, value
+
     def digest(self) -> str:
-        """16 hex digits of the config and of every tensor's name, type, shape and bytes.
+        """16 hex digits of the config and of every tensor's name, type, shape and bytes, and of the scales of KV.
 
         Reads all of the weights, which loading does next anyway: a fine-tune that changed a few rows of one tensor is
         another model, whose KV must not be mixed with this one's.
@@ -139,7 +151,30 @@ class Checkpoint:
             sha.update(f"{name} {self._dtypes[name] if stored is None else stored.form} {shape}".encode())
             for part in (name,) if stored is None else stored.tensors:
                 sha.update(xxhash.xxh3_128_digest(self._files[part].content(part)))
+        for name in self._kv_scales.values():
+            if (scale := self._scale(name)) != 1:
+                sha.update(f"{name} {scale}".encode())
         return sha.hexdigest()[:16]
+
+    def _scale(self, name: str) -> float:
+        found = self._files[name].tensor(name, WHOLE, WHOLE)
+        if self._files[name].dtype(name) not in DTYPES or found.numel() != 1 or not 0 < found.item() < math.inf:
+            raise ConfigError(f"{self._paths[name]}: tensor {name} is to be one positive number")
+        return float(found.item())
+
+    def _find_kv_scales(self) -> dict[tuple[int, str], str]:
+        """By layer and kind, `k` or `v`, the tensors as compressed-tensors names them, and as others do."""
+        spec = self._config.spec
+        attention = spec.layer.k.name.rpartition(".")[0]
+        return {
+            (layer, kind): name
+            for layer in range(self._config.num_layers)
+            for kind in "kv"
+            for name in (
+                f"{spec.layers}.{layer}.{attention}.{part}{kind}_scale" for part in ("", f"{kind}_proj.", "attn.")
+            )
+            if name in self._files
+        }
 
     def _check(self) -> None:
         config, known = self._config, set(self.shapes)
@@ -150,6 +185,7 @@ class Checkpoint:
                 known.update(stored.tensors)
             else:
                 self._check_tensor(name, shape)
+        known.update(self._kv_scales.values())
         if config.tie_word_embeddings:
             known.add(f"{config.spec.lm_head}.weight")
         for name, path in self._paths.items():

@@ -4,11 +4,13 @@ import torch
 from torch import Tensor
 
 from twostroke.model.backend import (
+    AS_THEY_ARE,
     AttentionForm,
     Chosen,
     Experts,
     ExpertWeights,
     HeadNorms,
+    KVScales,
     LatentHeads,
     Linear,
     RowNorms,
@@ -74,10 +76,16 @@ class CpuBackend:
         return elementwise.norm_rows(self.launcher, qkv, square_sums, norms)
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        layout: BatchLayout,
+        norms: HeadNorms | None = None,
+        kv_scales: KVScales = AS_THEY_ARE,
     ) -> Tensor:
         """As Backend.rope_and_write_kv; norms write into qkv."""
-        return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms)
+        return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms, kv_scales)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         """As Backend.attention."""

@@ -9,10 +9,20 @@ import logging
 from dataclasses import replace
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights, HeadNorms, LatentHeads, Linear
+from twostroke.model.backend import (
+    AS_THEY_ARE,
+    AttentionForm,
+    Chosen,
+    ExpertWeights,
+    HeadNorms,
+    KVScales,
+    LatentHeads,
+    Linear,
+)
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
@@ -24,7 +34,18 @@ from twostroke.model.cuda.kernels.attention import (
     prefill_attention,
     prefill_config,
 )
-from twostroke.model.cuda.kernels.gemm import MOST_TOKENS, SplitWorkspace, can_pack, gemm, gemm_config, pack
+from twostroke.model.cuda.kernels.fp8 import quantize_tokens
+from twostroke.model.cuda.kernels.gemm import (
+    FP8_GROUP,
+    MOST_TOKENS,
+    SplitWorkspace,
+    can_multiply_fp8,
+    can_pack,
+    gemm,
+    gemm_config,
+    pack,
+    pack_fp8,
+)
 from twostroke.model.cuda.kernels.grouped_gemm import (
     TOKENS_OF_CONFIGS,
     grouped_config,
@@ -125,6 +146,44 @@ class GroupedCudaLinear:
         return grouped_embedding(token_ids, self._weight, first, dtype)
 
 
+class Fp8CudaLinear:
+    """Weights in FP8 multiplied by activations that each token's own scale makes FP8, for GPUs that know it. Implements
+    model.backend.Linear."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, target: Target, workspace: SplitWorkspace):
+        """Of a weight [out, in] that `can_multiply_fp8`, and bias [out], on one device; a workspace as CudaLinear's."""
+        self._weight = pack_fp8(weight)
+        self.out_features, self.in_features = self._weight.rows, self._weight.columns
+        self._bias = bias
+        self._target = target
+        self._workspace = workspace
+        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
+
+        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
+        """
+        out_dtype = out_dtype or x.dtype
+        if (x.dtype, out_dtype) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype))
+            for distinct in _ANY_TOKENS[:-1]:  # the last two share a row
+                self(x.new_zeros((distinct, self.in_features)), out_dtype)
+        codes, scales = quantize_tokens(x)
+        config = gemm_config(self._target, codes.dtype, 8, len(x), self.out_features, self.in_features)
+        return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales)
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed."""
+        rows = token_ids - first
+        is_ours = (rows >= 0) & (rows < self.out_features)
+        rows = rows.clamp(0, self.out_features - 1)
+        group = FP8_GROUP if len(self._weight.scales) > 1 else self.in_features
+        scales = self._weight.scales[:, rows].T.repeat_interleave(group, dim=1)[:, : self.in_features]
+        found = self._weight.packed.view(torch.uint8)[rows].view(torch.float8_e4m3fn).float() * scales
+        return torch.where(is_ours[:, None], found, 0.0).to(dtype)
+
+
 class CudaExperts:
     """A layer's experts, as they are or in eight or four bits. Implements model.backend.Experts."""
 
@@ -195,14 +254,18 @@ class CudaBackend:
         bias: Tensor | None,
         quantization: Quantization,
         dtype: torch.dtype,
-    ) -> CudaLinear | GroupedCudaLinear:
-        if isinstance(weight, QuantizedWeight):
-            if not can_pack(weight):
-                return GroupedCudaLinear(weight, bias)
-        elif quantization in ("int8", "int4"):
+    ) -> CudaLinear | GroupedCudaLinear | Fp8CudaLinear:
+        if isinstance(weight, Tensor) and quantization in ("int8", "int4"):
             weight = quantize(weight, 8 if quantization == "int8" else 4)
+        is_fp8 = False
+        if isinstance(weight, QuantizedWeight) and not can_pack(weight):
+            is_fp8 = self._target.has_fp8 and dtype != torch.float32 and can_multiply_fp8(weight)
+            if not is_fp8:
+                return GroupedCudaLinear(weight, bias)
         if self._workspace is None:
             self._workspace = SplitWorkspace(weight.device if isinstance(weight, Tensor) else weight.values.device)
+        if is_fp8 and isinstance(weight, QuantizedWeight):
+            return Fp8CudaLinear(weight, bias, self._target, self._workspace)
         return CudaLinear(weight, bias, self._target, self._workspace)
 
     def make_experts(
@@ -227,9 +290,15 @@ class CudaBackend:
     scale = staticmethod(torch.mul)
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        layout: BatchLayout,
+        norms: HeadNorms | None = None,
+        kv_scales: KVScales = AS_THEY_ARE,
     ) -> Tensor:
-        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
+        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
 
     write_latents = staticmethod(write_latents)
 
@@ -240,6 +309,8 @@ class CudaBackend:
         return elementwise.gate(gate_up, activation)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
+        if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:
+            kv_layer = kv_layer.view(torch.int8)
         self._compile_once(q, kv_layer, form)
         out = _rows_like(q)
         if layout.num_decodes:
@@ -262,9 +333,12 @@ class CudaBackend:
         heads, dim = q.shape[1:]
         groups, block_size = kv_layer.shape[2:4]
         by_tma = None
-        if self._prefill_kernel != "plain":
+        if self._prefill_kernel != "plain" and kv_layer.dtype == q.dtype:
             by_tma = tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len)
-        return by_tma or prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len)
+        if by_tma is not None:
+            return by_tma
+        is_fp8 = kv_layer.dtype.itemsize == 1
+        return prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len, is_fp8)
 
     def _attend_chunks(
         self,
@@ -287,7 +361,7 @@ class CudaBackend:
         seconds for a compiler. On the way the TMA kernel, whose warps Triton specialises by itself, is held against
         the plain one: where they differ, the plain one is taken from here on.
         """
-        key = (q.dtype, q.shape[1:], kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
+        key = (q.dtype, q.shape[1:], kv_layer.dtype, kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
         if key in self._compiled:
             return
         self._compiled.add(key)
@@ -306,17 +380,18 @@ class CudaBackend:
         )
         for longest in (1, _MANY):
             self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
-        if self._prefill_kernel == "auto" and not self._tma_agrees(q, kv_layer, form):
-            _log.warning("prompts' attention by TMA is wrong on this GPU: the plain kernel is taken (prefill_kernel)")
+        if self._prefill_kernel == "auto" and (fault := self._fault_of_tma(q, kv_layer, form)) is not None:
+            _log.warning("prompts' attention by TMA %s on this GPU: the plain kernel is taken (prefill_kernel)", fault)
             self._prefill_kernel = "plain"
         for config in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
             self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), form, out, config)
 
-    def _tma_agrees(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
-        """Whether it computes what the plain kernel does, of prompts with and without a prefix. True if not in use."""
+    def _fault_of_tma(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
+        """What is wrong with it: other results than the plain kernel's, of prompts with and without a prefix, or no
+        compilation. None where nothing is, or it is not in use."""
         by_tma = self._prefill_config(q, kv_layer, _MANY)
         if not isinstance(by_tma, TmaPrefillConfig):
-            return True
+            return None
         heads, dim = q.shape[1:]
         groups, block_size = kv_layer.shape[2:4]
         steps, used = [], 0
@@ -332,9 +407,13 @@ class CudaBackend:
         )
         out, expected = _rows_like(queries), _rows_like(queries)
         plain = prefill_config(self._target.architecture, dim, q.dtype, heads // groups, _MANY)
-        tma_prefill_attention(queries, kv, layout, form, out, self._target, by_tma)
+        try:
+            tma_prefill_attention(queries, kv, layout, form, out, self._target, by_tma)
+        except (RuntimeError, triton.TritonError) as error:
+            return f"fails ({(str(error) or repr(error)).splitlines()[0]})"
         prefill_attention(queries, kv, layout, form, expected, plain)
-        return torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
+        agrees = torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
+        return None if agrees else "is wrong"
 
 
 def _rows_like(q: Tensor) -> Tensor:

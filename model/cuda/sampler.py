@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, is_adjusted
 from twostroke.model.sampling.token_masks import TokenMasks
@@ -95,13 +95,12 @@ class DeviceSampler:
             adjust(logits, adjusted, [draws[i] for i in adjusted])
         if masks is not None:
             mask_on_device(logits, place(masks.rows, self._device), place(masks.words, self._device))
-        tokens, broken = draw_on_device(logits, self._parameters(draws, positions))
-        both = torch.stack((tokens, broken.long()))
+        drawn = draw_on_device(logits, self._parameters(draws, positions), _asked(draws))
         if not self._is_cuda:
-            return DrawnTokens(tokens, both, None, self)
-        on_host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
-        on_host.copy_(both, non_blocking=True)
-        return DrawnTokens(tokens, on_host, torch.cuda.current_stream(self._device).record_event(), self)
+            return DrawnTokens(drawn[0], drawn, None, self)
+        on_host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(drawn, non_blocking=True)
+        return DrawnTokens(drawn[0], on_host, torch.cuda.current_stream(self._device).record_event(), self)
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
         """All fields travel in one copy out of pinned memory.
@@ -117,7 +116,7 @@ class DeviceSampler:
         seeds = np.fromiter((one.seed & _WORD for one in sampling), np.uint64, count)
         columns[: 8 * count].view(np.uint64)[:] = row_keys(seeds, np.array(positions, np.uint64))
         reals = columns[8 * count : 32 * count].view(np.float64).reshape(3, count)
-        reals[0] = [0.0 if one.top_k == 1 else one.temperature for one in sampling]
+        reals[0] = [_temperature(one) for one in sampling]
         reals[1] = [one.top_p for one in sampling]
         reals[2] = [math.log(min(one.min_p, 1.0)) if one.min_p > 0 else -math.inf for one in sampling]
         columns[32 * count :].view(np.int32)[:] = [min(one.top_k, 2**31 - 1) for one in sampling]
@@ -130,3 +129,12 @@ class DeviceSampler:
             log_min_p=on_device[2],
             keys=placed[: 8 * count].view(torch.int64),
         )
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    return 0.0 if sampling.top_k == 1 else sampling.temperature
+
+
+def _asked(draws: Sequence[Draw]) -> Asked:
+    random = [draw.sampling for draw in draws if _temperature(draw.sampling) > 0]
+    return Asked(bool(random), any(one.top_k > 0 for one in random), any(one.top_p < 1 for one in random))

@@ -188,7 +188,7 @@ class RouterService:
                     "node": info.token_address.host,
                     "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
-                    "dtype": info.layout.dtype,
+                    "kv_dtype": info.layout.dtype,
                     "weights": info.weights,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,

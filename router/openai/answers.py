@@ -105,7 +105,7 @@ class _Choice(TypedDict):
     """What all choices have, and what chunks add to them."""
 
     index: int
-    finish_reason: FinishReason | Literal["tool_calls"] | None
+    finish_reason: FinishReason | Literal["tool_calls", "function_call"] | None
     token_ids: NotRequired[list[int]]
 
 
@@ -203,6 +203,7 @@ class AnswerMessage(Reasoning):
     content: str | None  # None: tool calls alone
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[CalledFunction]  # instead, of a request with `functions`
 
 
 class DeltaMessage(Reasoning, total=False):
@@ -211,6 +212,7 @@ class DeltaMessage(Reasoning, total=False):
     role: Literal["assistant"]
     content: str
     tool_calls: list[ToolCallChunk]
+    function_call: CalledFunction
 
 
 class ChatChoice(_Choice):
@@ -319,6 +321,7 @@ class ChoicesFormat(Format):
         self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
         self._shows_logprobs = asked.shows_logprobs
+        self._tells_function_call = asked.tells_function_call
         self._num_told = asked.n or 1  # of the choices of each prompt
         self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
@@ -444,17 +447,29 @@ class ChatFormat(ChoicesFormat):
         }
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
+    def _choice(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        choice = super()._choice(delta, is_chunk=is_chunk)
+        if self._tells_function_call and delta.finish_reason == "tool_calls":
+            choice["finish_reason"] = "function_call"
+        return choice
+
     def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
         if is_chunk:
             told: DeltaMessage = {}
-            if delta.tool_calls:
+            if self._tells_function_call:
+                pieces = [_call_chunk(call)["function"] for call in delta.tool_calls if call.index == 0]  # it has one
+                if pieces:
+                    told["function_call"] = {**pieces[0], "arguments": "".join(one["arguments"] for one in pieces)}
+            elif delta.tool_calls:
                 told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
             if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
                 told["content"] = delta.text
             return {"delta": {**told, **_reasoning(delta)}}
         content = None if delta.tool_calls and not delta.text else delta.text
         message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
-        if delta.tool_calls:
+        if delta.tool_calls and self._tells_function_call:
+            message["function_call"] = _whole_calls(delta.tool_calls)[0]["function"]
+        elif delta.tool_calls:
             message["tool_calls"] = _whole_calls(delta.tool_calls)
         return {"message": {**message, **_reasoning(delta)}}
 

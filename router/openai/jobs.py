@@ -21,7 +21,7 @@ from twostroke.router.openai.schemas import (
     TokenizeRequest,
 )
 from twostroke.router.openai.structured import grammar_of
-from twostroke.router.openai.tools import NamedChoice, Tool
+from twostroke.router.openai.tools import Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import check, check_schema
@@ -149,25 +149,27 @@ class JobMaker:
             )
         if forced and form is not None and call is None:
             raise RequestError(
-                f"tool_choice: calls of the format {form.name} can't be enforced: use auto", param="tool_choice"
+                f"tool_choice: how calls of the format {form.name!r} begin and end is not known, so none can be "
+                "enforced: use auto, or have the server's model.response_template name one of our formats",
+                param="tool_choice",
             )
         offered = [] if call is None else asked.allowed_tools
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
-        calls = ""
+        calls, functions = "", list[Function]()
         if call is not None and (forced or is_strict or (grammar and offered)):
             functions = [await self._function(asked, tool, call) for tool in forced or offered]
-            # Of a function by its name OpenAI, too, gives one call: small models would else call on to their limit.
-            is_parallel = asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, NamedChoice)
-            calls = rules.of_calls(call, functions, is_parallel=is_parallel)
+            is_free = not forced and not grammar
+            calls = rules.of_calls(call, functions, is_parallel=asked.is_parallel, is_free=is_free)
         if forced:
             rest, param = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools"
         elif grammar and (calls or thinking is not None):
             either = "(@answer | calls)" if calls else "@answer"
             rest, param = f"{calls}\nrest: /\\s{{0,8}}/ {either}", "response_format"
         elif calls and call is not None:
-            rest, param = f"{calls}\n{rules.until_calls(call)}", "tools"
-        elif budget:
-            rest, param = rules.anything, "thinking_token_budget"
+            until = rules.until_calls(call, functions, thinking, is_bounded=bool(budget))
+            rest, param = f"{calls}\n{until}", "tools"
+        elif budget and thinking is not None:
+            rest, param = rules.anything(thinking), "thinking_token_budget"
         else:
             return grammar
         assert chat is not None  # there is a form
@@ -187,7 +189,7 @@ class JobMaker:
         if not is_strict and not asked.forced_tools:
             return Function(name, {}, is_strict)
         schema = tool.function.parameters or {}
-        param = f"tools.{(asked.tools or []).index(tool)}.function.parameters"
+        param = f"{asked.path_of(tool)}.parameters"
         await check_schema(self._grammars, schema, param, lenient=not is_strict)
         if call.argument is not None and is_strict and schema and "properties" not in schema:
             raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)

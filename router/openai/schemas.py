@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from twostroke.protocol.errors import RequestError
 from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
 from twostroke.router.openai.structured import StructuredFields
-from twostroke.router.openai.tools import Calls, ToolFields
+from twostroke.router.openai.tools import CalledBefore, Calls, ToolFields, old_call_id
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ WITHOUT_EFFECT = frozenset(
 """Accepted whatever they say, even where the router is strict."""
 
 _OF_CHATS = "only chats have it: use /v1/chat/completions"
-_OLD_TOOLS = "it was replaced by tools and tool_choice, which are"
 _NO_SEARCH = "this server looks nothing up"
 _NO_SOUND = "this server reads and writes text alone"
 _NO_BEAMS = "this server samples, and does not search with beams"
@@ -76,8 +75,8 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "suffix": ("filling in the middle needs a model with tokens for it; write them into the prompt", ("",)),
     "tools": (_OF_CHATS, ([],)),
     "tool_choice": (_OF_CHATS, ("none", "auto")),  # without tools they are one
-    "functions": (_OLD_TOOLS, ([],)),
-    "function_call": (_OLD_TOOLS, ("none", "auto")),
+    "functions": (_OF_CHATS, ([],)),
+    "function_call": (_OF_CHATS, ("none", "auto")),
     "web_search_options": (_NO_SEARCH, ()),
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
@@ -213,6 +212,11 @@ class GenerationFields(SamplingFields, StructuredFields):
         return False
 
     @property
+    def tells_function_call(self) -> bool:
+        """Whether a call is told as it was before there were tools."""
+        return False
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -290,7 +294,7 @@ class TextPart(StrictModel):
 class ChatMessage(StrictModel):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
     name: ShortText | None = None
     tool_call_id: ShortText | None = None
@@ -298,7 +302,7 @@ class ChatMessage(StrictModel):
     refusal: None = None
     annotations: Nothing | None = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledBefore | None = None  # as it was before there were tools; a `function` answers it
     tool_calls: Calls | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
@@ -312,8 +316,11 @@ class ChatMessage(StrictModel):
         reasoning = self.reasoning_content or self.reasoning
         if reasoning:
             told["reasoning_content"] = reasoning
-        if self.tool_calls:
-            told["tool_calls"] = [call.as_template_sees() for call in self.tool_calls]
+        calls = self.tool_calls or ([self.function_call.as_call()] if self.function_call else [])
+        if calls:
+            told["tool_calls"] = [call.as_template_sees() for call in calls]
+        if self.role == "function":
+            told |= {"role": "tool", "tool_call_id": old_call_id(self.name or "")}
         return {**told, "content": content or ""}
 
 
@@ -331,6 +338,10 @@ class ChatRequest(ToolFields, GenerationFields):
     @property
     def shows_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def tells_function_call(self) -> bool:
+        return bool(self.functions)
 
     @property
     def token_limit(self) -> tuple[str, int | None]:

@@ -2,6 +2,7 @@
 earlier turns, and how much the model is to think.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -56,6 +57,10 @@ class CalledBefore(StrictModel):
     name: FunctionName
     arguments: Text  # JSON, as the model wrote it
 
+    def as_call(self) -> "CallBefore":
+        """The call of one that had none of its own around it."""
+        return CallBefore(id=old_call_id(self.name), function=self)
+
 
 class CallBefore(StrictModel):
     """A call in the history."""
@@ -85,6 +90,8 @@ class ToolFields(StrictModel):
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
+    functions: Annotated[list[FunctionSpec], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # as it was
+    function_call: Literal["auto", "none"] | FunctionChoice | None = None  # before there were tools
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None  # vLLM's
@@ -95,17 +102,40 @@ class ToolFields(StrictModel):
     continue_final_message: bool | None = None
 
     @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools, and functions as tools."""
+        return self.tools or [Tool(type="function", function=one) for one in self.functions or ()]
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Which tool is to be called."""
+        if isinstance(self.function_call, FunctionChoice):
+            return NamedChoice(type="function", function=self.function_call)
+        return self.tool_choice or self.function_call
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether there may be several calls. Of a function by its name OpenAI, too, gives one: small models would
+        else call on to their limit."""
+        return self.parallel_tool_calls is not False and not self.functions and not isinstance(self.choice, NamedChoice)
+
+    @property
     def allowed_tools(self) -> list[Tool]:
         """The tools that the model is told of and may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        return [] if self.choice == "none" else self.offered_tools
 
     @property
     def forced_tools(self) -> list[Tool]:
         """The tools of which one must be called; none where the model may choose."""
-        if isinstance(self.tool_choice, NamedChoice):
-            name = self.tool_choice.function.name
-            return [tool for tool in self.tools or [] if tool.function.name == name]
-        return self.allowed_tools if self.tool_choice == "required" else []
+        if isinstance(self.choice, NamedChoice):
+            name = self.choice.function.name
+            return [tool for tool in self.offered_tools if tool.function.name == name]
+        return self.allowed_tools if self.choice == "required" else []
+
+    def path_of(self, tool: Tool) -> str:
+        """Where the client has the function of one of `offered_tools`."""
+        index = self.offered_tools.index(tool)
+        return f"tools.{index}.function" if self.tools else f"functions.{index}"
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -119,16 +149,25 @@ class ToolFields(StrictModel):
 
     @model_validator(mode="after")
     def _tools_agree(self) -> "ToolFields":
+        if self.tools and self.functions:
+            raise FieldError("functions", "is the old name of tools: not beside them")
+        if self.tools and self.function_call not in (None, "auto"):
+            raise FieldError("function_call", "is for functions: tools have tool_choice")
+        if self.functions and self.tool_choice not in (None, "auto"):
+            raise FieldError("tool_choice", "is for tools: functions have function_call")
         names: Mapping[str, int] = {}
-        for i, tool in enumerate(self.tools or []):
+        kind = "functions" if self.functions else "tools"
+        for i, tool in enumerate(self.offered_tools):
             name = tool.function.name
             if name in names:
-                raise FieldError(f"tools.{i}.function.name", f"is the name of tools.{names[name]}, too")
+                path = f"functions.{i}.name" if self.functions else f"tools.{i}.function.name"
+                raise FieldError(path, f"is the name of {kind}.{names[name]}, too")
             names = {**names, name: i}
-        if self.tools and _json_bytes([tool.model_dump() for tool in self.tools]) > MAX_TOOLS_BYTES:
-            raise FieldError("tools", f"has more than {MAX_TOOLS_BYTES} bytes")
-        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
-            raise FieldError("tool_choice.function.name", "is not the name of one of the tools")
+        if names and _json_bytes([tool.model_dump() for tool in self.offered_tools]) > MAX_TOOLS_BYTES:
+            raise FieldError(kind, f"has more than {MAX_TOOLS_BYTES} bytes")
+        if isinstance(self.choice, NamedChoice) and self.choice.function.name not in names:
+            path = "tool_choice.function.name" if self.function_call is None else "function_call.name"
+            raise FieldError(path, f"is not the name of one of the {kind}")
         if self.tool_choice == "required" and not self.tools:
             raise FieldError("tool_choice", "needs tools")
         reserved = _RESERVED.intersection(self.chat_template_kwargs or ())
@@ -137,6 +176,12 @@ class ToolFields(StrictModel):
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("add_generation_prompt", "must be false with continue_final_message")
         return self
+
+
+def old_call_id(name: str) -> str:
+    """The id of a function's call in the history, where calls have none: the same for call and result, as they are told
+    by the name alone. Nine letters and digits: Mistral's templates take no others."""
+    return hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _json_bytes(value: Any) -> int:

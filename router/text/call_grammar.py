@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twostroke.router.text.bare_objects import BareObject
 from twostroke.router.text.grammar import WHITE_SPACE, of_lark
 from twostroke.router.text.output_format import ArgumentSyntax, CallSyntax, ThinkingSyntax
 from twostroke.router.text.response_parser import with_types
 
 _TEXT = r"/(.|\n)*/"
+_READABLE = r"/[^\x01\x02]*/"  # where transformers' parser takes these two for marks of its own
 _NOTHING = '""'
+_CONTROL = re.compile(r"<\|\w+\|>")
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,27 @@ class AnswerGrammar:
         longest_first = sorted(controls, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if controls else None
 
-    def of_calls(self, how: CallSyntax, functions: Sequence[Function], *, is_parallel: bool) -> str:
-        """The rules of `calls`: one call, or where `is_parallel` one or more."""
+    def of_calls(
+        self, how: CallSyntax, functions: Sequence[Function], *, is_parallel: bool, is_free: bool = False
+    ) -> str:
+        """The rules of `calls`: one call, or where `is_parallel` one or more.
+
+        `is_free`: they may begin in whichever way is read as a call, as they have to stand behind `until_calls`.
+        Raises RequestError for a schema that they can't be held to.
+        """
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
         for i, one in enumerate(functions):
             begin = self._literal(how.begin.replace("{name}", one.name))
-            if how.argument is None:
-                arguments = _json(one.parameters or {"type": "object"}, one)
-            else:
-                arguments = f"arguments_{i}"
+            if is_free and how.mark is not None:
+                begins = (self._pattern(form.replace("{name}", one.name)) for form in how.mark.begins)
+                begin = f"({' | '.join(begins)})"
+            arguments = f"arguments_{i}"
+            if how.argument is not None:
                 rules += self._arguments(arguments, how.argument, one)
+            elif how.quote:
+                rules += self._bare_object(arguments, how.quote, one)
+            else:
+                arguments = _json(one.parameters or {"type": "object"}, one)
             rules.append(f"call_{i}: {begin} {arguments} {self._literal(how.end)}")
         trigger, between = self._literal(how.trigger), self._literal(how.between)
         more = f"({between} {'' if how.last else trigger} call)*" if is_parallel and not how.is_single else ""
@@ -56,11 +70,7 @@ class AnswerGrammar:
 
         Texts are held to `enum` and `const` alone.
         """
-        schema, end = function.parameters, self._literal(how.end)
-        if any(how.end.startswith(token) for token in self._controls):
-            rules = [f"{rule}_text: {rule}_any {end}", f"{rule}_any: {_TEXT}"]
-        else:
-            rules = [f"{rule}_text[lazy]: {_TEXT} {end}"]
+        schema, end, rules = function.parameters, self._literal(how.end), self._text_until(rule, how.end)
         if "properties" not in schema:
             before, after = map(self._literal, how.begin.split("{key}"))
             return [f"{rule}: ({before} /[^<>\\n]+/ {after} {rule}_text)*", *rules]
@@ -82,9 +92,31 @@ class AnswerGrammar:
             parts.append(argument if key in required else f"({argument})?")
         return [f"{rule}: {' '.join(parts) or _NOTHING}", *rules]
 
+    def _bare_object(self, rule: str, quote: str, function: Function) -> list[str]:
+        """The rules of arguments that are an object whose keys stand bare, and its texts between two of `quote`."""
+        whole = BareObject(
+            rule,
+            function.parameters,
+            mark=quote,
+            text=f"{rule}_text",
+            literal=self._literal,
+            scalar=lambda schema: _json(schema, function),
+            is_strict=function.is_strict,
+        )
+        return [*whole.rules(), *self._text_until(rule, quote, _READABLE)]
+
+    def _text_until(self, rule: str, end: str, text: str = _TEXT) -> list[str]:
+        """The rules of any `text` with `end` behind it, which are named after `rule`."""
+        if any(end.startswith(token) for token in self._controls):
+            return [f"{rule}_text: {rule}_any {self._literal(end)}", f"{rule}_any: {text}"]
+        return [f"{rule}_text[lazy]: {text} {self._literal(end)}"]
+
     def marks_calls(self, how: CallSyntax) -> bool:
-        """Whether calls begin with a token that nothing else begins with, so that they are told from text."""
-        return how.trigger in self._controls
+        """Whether calls can be told from text by how they begin."""
+        if how.mark is None:
+            return how.trigger in self._controls
+        needed = {token for form in how.mark.begins for token in _CONTROL.findall(form)}
+        return self._controls.keys() >= needed
 
     def ends_thoughts(self, how: ThinkingSyntax) -> bool:
         """Whether thoughts end with a token of its own, so that they can be cut off by their number of tokens."""
@@ -113,26 +145,73 @@ class AnswerGrammar:
 
     def _literal(self, text: str) -> str:
         """This text as a sequence of Lark."""
-        parts = [text] if self._split is None else self._split.split(text)
         return " ".join(
             f"<[{self._controls[part]}]>" if part in self._controls else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
+            for part in self._parts(text)
         )
 
-    @property
-    def anything(self) -> str:
-        """The rule of `rest` that takes whatever a model writes."""
-        return f"rest: free\n{self._free()}"
+    def anything(self, thinking: ThinkingSyntax) -> str:
+        """The rule of `rest` that takes whatever a model writes, but for thoughts."""
+        return f"rest: free\n{self._free(None, (), thinking, is_bounded=True)}"
 
-    def until_calls(self, how: CallSyntax) -> str:
-        """The rule of `rest` that takes text, and behind it `calls`, or none; of calls that it `marks_calls` of."""
-        return f"rest: free calls?\n{self._free(how.trigger)}"
+    def until_calls(
+        self, how: CallSyntax, functions: Sequence[Function], thinking: ThinkingSyntax | None, *, is_bounded: bool
+    ) -> str:
+        """The rule of `rest` that takes text, and behind it `calls` that are free, or none; of calls that it
+        `marks_calls` of. Where thoughts are bounded the text has none."""
+        return f"rest: free calls?\n{self._free(how, functions, thinking, is_bounded=is_bounded)}"
 
-    def _free(self, without: str = "") -> str:
-        """The rule `free`: text, and control tokens but that one."""
-        tokens = "".join(f" | <[{token_id}]>" for token, token_id in self._controls.items() if token != without)
-        return f"free: (TEXT{tokens})*\nTEXT: /(.|\\n)+/"
+    def _free(
+        self,
+        call: CallSyntax | None,
+        functions: Sequence[Function],
+        thinking: ThinkingSyntax | None,
+        *,
+        is_bounded: bool,
+    ) -> str:
+        """The rule `free`: text, and control tokens, but what begins calls or bounded thoughts.
+
+        Texts stand side by side nowhere: two would be what one must not.
+        """
+        left_out, unlike, body = set[str](), list[str](), ""
+        if call is not None and call.mark is not None:
+            unlike.append(call.mark.begun.replace("{names}", "|".join(one.name for one in functions)))
+            body = call.mark.body
+        elif call is not None:
+            left_out.add(call.trigger)
+        if thinking is not None and is_bounded:
+            first, *rest = self._parts(thinking.begin)
+            if rest and rest[-1] in self._controls:  # what stands between the two tells thoughts
+                unlike.append(rf"\s*{re.escape(''.join(rest[:-1]))}\s*")
+                body = rest[-1]
+            else:
+                left_out.add(first)
+        # A token by itself and the same among others are two things to llguidance, of which it follows one.
+        marks = [body, *(call.mark.begins if call is not None and call.mark is not None else ())]
+        marks += [thinking.begin, thinking.end] if thinking is not None else []
+        told = {token for token in self._controls for mark in marks if token in mark} - left_out
+        others = ",".join(str(self._controls[token]) for token in sorted(self._controls.keys() - left_out - told))
+        after = [f"<[{others}]> TEXT?"] if others else []
+        after += [f"{self._literal(token)} {'BODY?' if token == body else 'TEXT?'}" for token in sorted(told)]
+        rules = [f"free: TEXT? ({' | '.join(after)})*" if after else "free: TEXT?"]
+        rules += ["TEXT: /(.|\\n)+/" + "".join(f" & ~/{one}/" for one in unlike), "BODY: /(.|\\n)+/"]
+        return "\n".join(rules)
+
+    def _parts(self, text: str) -> list[str]:
+        """The text's control tokens, and what stands between them."""
+        return [part for part in ([text] if self._split is None else self._split.split(text)) if part]
+
+    def _pattern(self, form: str) -> str:
+        """This regular expression with control tokens in it, which may be followed by `?`, as a sequence of Lark."""
+        written: list[str] = []
+        for part in self._parts(form):
+            if part in self._controls:
+                written.append(self._literal(part))
+                continue
+            if written and part.startswith("?"):
+                written.append(f"{written.pop()}?")
+            written.append(f"/{part.removeprefix('?')}/")
+        return " ".join(written)
 
 
 def _may_be_text(schema: Mapping[str, Any]) -> bool:

@@ -59,6 +59,20 @@ class ArgumentSyntax:
 
 
 @dataclass(frozen=True)
+class MarkSyntax:
+    """How calls are told from text where no token of theirs begins them, in regular expressions.
+
+    Each of `begins` is a way to begin a call, control tokens included, with its function's name where it says {name}.
+    No text but calls matches `begun`, which has the functions' names where it says {names}; behind the token `body` any
+    text may stand.
+    """
+
+    begins: tuple[str, ...]
+    begun: str
+    body: str = ""
+
+
+@dataclass(frozen=True)
 class CallSyntax:
     """How calls are written, for grammars: `trigger`, `first`, and each call between `begin` and `end`, then `last`.
 
@@ -72,7 +86,9 @@ class CallSyntax:
     between: str = ""
     last: str = ""
     is_single: bool = False  # an answer has one call at most
-    argument: ArgumentSyntax | None = None  # each by itself; None: all of them are one JSON object
+    argument: ArgumentSyntax | None = None  # each by itself; None: all of them are one object
+    quote: str = ""  # of texts in an object whose keys stand bare; empty: it is JSON
+    mark: MarkSyntax | None = None  # of calls that no token of their own begins
 
 
 @dataclass(frozen=True)
@@ -155,5 +171,11 @@ def _ours(names: list[str]) -> OutputFormat:
     return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call, thinking)
 
 
-def _call_syntax(*, argument: Mapping[str, str] | None = None, **said: Any) -> CallSyntax:
-    return CallSyntax(**said, argument=None if argument is None else ArgumentSyntax(**argument))
+def _call_syntax(
+    *, argument: Mapping[str, str] | None = None, mark: Mapping[str, Any] | None = None, **said: Any
+) -> CallSyntax:
+    return CallSyntax(
+        **said,
+        argument=None if argument is None else ArgumentSyntax(**argument),
+        mark=None if mark is None else MarkSyntax(**{**mark, "begins": tuple(mark["begins"])}),
+    )

@@ -188,6 +188,25 @@ def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
         assert (tokens.cpu().numpy() != expected).sum() <= 1
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_draws_are_captured_in_a_graph_and_follow_its_inputs(rows: int) -> None:
+    from tests.kernels.test_device_sampling import parameters_of
+    from twostroke.model.cuda.kernels.device_sampling import draw_on_device
+
+    logits = torch.randn((2, rows, 128256), generator=torch.Generator().manual_seed(rows)).to("cuda") * 3
+    keys = row_keys(np.arange(rows, dtype=np.uint64), np.full(rows, 7, np.uint64))
+    top_k, top_p, min_p = np.arange(rows) % 3 * 40, np.full(rows, 0.9), np.zeros(rows)
+    parameters = parameters_of(DrawBatch(np.arange(rows), np.ones(rows), top_k, top_p, min_p, keys), "cuda")
+    expected = [draw_on_device(one, parameters) for one in logits]
+    given, graph = logits[0].clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = draw_on_device(given, parameters)
+    for one, tokens in zip(logits, expected, strict=True):
+        given.copy_(one)
+        graph.replay()
+        assert torch.equal(drawn, tokens)
+
+
 def in_parts(batch: DrawBatch, size: int) -> list[DrawBatch]:
     fields = (batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys)
     return [DrawBatch(*(field[first : first + size] for field in fields)) for first in range(0, len(batch.rows), size)]

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.paged_cases import ReferenceBackend, make_layout, paged_case
-from twostroke.model.backend import Backend
-from twostroke.model.checkpoint.quantization import quantize
+from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
+from twostroke.model.backend import Backend, KVScales
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, fp8_linear_reference, pack_fp8
 
 pytestmark = pytest.mark.gpu
 REFERENCES = ReferenceBackend()
@@ -99,6 +100,33 @@ def test_attention_of_every_form_equals_its_reference(
     assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (80, 24), (128, 64), (256, 128)])
+@pytest.mark.parametrize("form", [{}, {"window": 300, "soft_cap": 5.0, "has_sinks": True}], ids=str)
+def test_attention_over_a_cache_in_fp8_equals_its_reference(
+    backend: Backend, form: dict[str, Any], dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = [(1, 1), (1, 700), (1, 3001), (3, 40), (130, 130), (257, 1300), (64, 2048)]
+    case = in_fp8(
+        paged_case(lengths, heads=8, groups=2, dim=dim, block_size=block_size, dtype=dtype, device="cuda", **form)
+    )
+    actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout, case.form))
+
+
+def test_a_cache_in_fp8_is_written_as_the_reference_rounds(backend: Backend) -> None:
+    layout, num_blocks = make_layout([(1, 1), (300, 300)], 16, "cuda")
+    qkv = randn(301, 20 * 64, dtype=torch.bfloat16) * torch.logspace(-12, 11, 20 * 64, base=2.0, device="cuda")
+    qkv[3, -1] = float("nan")
+    cos_sin = torch.ones(300, 64, device="cuda").tril_()  # products are exact
+    scales = KVScales(0.5, 1.0)
+    shape = (num_blocks, 2, 4, 16, 64)
+    written, expected = (torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    backend.rope_and_write_kv(qkv.bfloat16(), cos_sin, written, layout, None, scales)
+    REFERENCES.rope_and_write_kv(qkv.bfloat16(), cos_sin, expected, layout, None, scales)
+    assert torch.equal(written.float().nan_to_num(1000), expected.float().nan_to_num(1000))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_of_short_chunks_equals_its_reference(backend: Backend, dtype: torch.dtype) -> None:
     case = paged_case([(5, 5), (16, 300), (9, 129)], heads=8, groups=2, dim=128, dtype=dtype, device="cuda")
@@ -169,6 +197,22 @@ def test_linears_equal_their_reference(
         logits = linear(x, torch.float32)
         assert logits.dtype == torch.float32
         assert_near(logits, expected, RELATIVE_ERRORS[dtype] if quantization == "int4" else 1e-4)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (1000, 1040), (28672, 512)])
+def test_products_of_fp8_equal_their_reference(backend: Backend, rows: int, columns: int, is_grouped: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU knows no FP8")
+    groups = -(-columns // FP8_GROUP) if is_grouped else 1
+    values = randn(rows, columns, dtype=torch.float32).mul_(100).to(torch.float8_e4m3fn)
+    scales = (torch.rand(rows, groups, device="cuda") + 0.1) / 100 / columns**0.5
+    weight = QuantizedWeight(values, scales, FP8_GROUP if is_grouped else columns, 8)
+    linear = backend.make_linear(weight, None, "auto", torch.bfloat16)
+    for tokens in (1, 16, 17, 33, 64, 65, 200, 1111):
+        x = randn(tokens, columns, dtype=torch.bfloat16)
+        expected = fp8_linear_reference(x, pack_fp8(weight), None, torch.float32)
+        assert_near(linear(x, torch.float32), expected, 1e-3)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.model.conftest import write_checkpoint
+from tests.model.conftest import generate, write_checkpoint
 
-__all__ = ["write_checkpoint"]
+__all__ = ["generate", "write_checkpoint"]
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ class Shape:
     decode_step_tokens: int = 512
     num_blocks: int = 2048
     dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
     decode_quantization: str = "none"
     num_prefill: int = 1
     num_decode: int = 1
@@ -171,6 +172,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
         model=ModelSection(
             path=str(folder),
             dtype=shape.dtype,  # type: ignore[arg-type]
+            kv_cache_dtype=shape.kv_cache_dtype,  # type: ignore[arg-type]
             quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
         ),
         resources=WorkerResources(num_blocks=shape.num_blocks),

@@ -29,8 +29,8 @@ from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, Lat
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
-from twostroke.model.cuda.backend import CudaBackend, CudaLinear, GroupedCudaLinear
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
+from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
     copy_and_digest_units,
@@ -78,11 +78,27 @@ def attention(capability: int) -> None:
         run_attention(TARGETS[capability], 128, 16, torch.float32, PLAIN)
 
 
-def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.dtype, form: AttentionForm) -> None:
+def attention_over_fp8(capability: int) -> None:
+    """The same over a cache in FP8, and the write into it."""
+    for head_dim, block_size, form in ((64, 16, SUNK), (80, 32, PLAIN), (128, 64, PLAIN), (256, 64, CAPPED)):
+        run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form, torch.float8_e4m3fn)
+    qkv, cos_sin = (torch.empty((1003, width), dtype=torch.bfloat16, device="meta") for width in (48 * 128, 128))
+    kv_layer = torch.empty((4096, 2, 8, 16, 128), dtype=torch.float8_e4m3fn, device="meta")
+    CudaBackend(TARGETS[capability]).rope_and_write_kv(qkv, cos_sin.float(), kv_layer, _layout(1003, 16))
+
+
+def run_attention(
+    target: Target,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    form: AttentionForm,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
     groups = 8
     layout = _layout(tokens=1003, block_size=block_size)
     q = torch.empty((1003, HEADS, head_dim), dtype=dtype, device="meta")
-    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=dtype, device="meta")
+    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=kv_dtype or dtype, device="meta")
     CudaBackend(target, prefill_kernel="tma").attention(q, kv_layer, layout, form)
 
 
@@ -207,6 +223,16 @@ def grouped_projections(capability: int) -> None:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
+def fp8_projections(capability: int) -> None:
+    """FP8 by FP8 in every tile, columns split where tokens are few, scales a row and a block."""
+    target, workspace = TARGETS[capability], SplitWorkspace(torch.device("cpu"))
+    for groups in (1, 32):
+        values = torch.zeros((1024, 4096), dtype=torch.float8_e4m3fn)
+        weight = QuantizedWeight(values, torch.ones((1024, groups)), 4096 // groups, 8)
+        linear = Fp8CudaLinear(weight, None, target, workspace)
+        linear(torch.zeros((1, 4096), dtype=torch.bfloat16))
+
+
 def experts(capability: int) -> None:
     """Routers of several kinds; experts as they are, quantised and in MXFP4, in every tile."""
     backend, number, size, hidden = CudaBackend(TARGETS[capability]), 4, 64, 256
@@ -235,10 +261,13 @@ def experts(capability: int) -> None:
 
 
 def sampling(capability: int) -> None:
-    """Drawing from a large vocabulary."""
+    """Drawing from large vocabularies, whatever rows ask for."""
     del capability
-    rows = 64
+    for rows, vocab_size in ((64, 128256), (1, 262144)):
+        run_sampling(rows, vocab_size)
 
+
+def run_sampling(rows: int, vocab_size: int) -> None:
     def empty(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, dtype=dtype, device="meta")
 
@@ -249,17 +278,21 @@ def sampling(capability: int) -> None:
         log_min_p=empty(torch.float64),
         keys=empty(torch.int64),
     )
-    logits = torch.empty((rows, 128256), device="meta")
-    draw_on_device(logits, parameters)
-    mask_on_device(logits, empty(torch.int64), torch.empty((rows, 4008), dtype=torch.int32, device="meta"))
+    logits = torch.empty((rows, vocab_size), device="meta")
+    for asked in itertools.starmap(Asked, itertools.product((False, True), repeat=3)):
+        draw_on_device(logits, parameters, asked)
+    words = torch.empty((rows, vocab_size // 32), dtype=torch.int32, device="meta")
+    mask_on_device(logits, empty(torch.int64), words)
 
 
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
+    "attention_over_fp8": attention_over_fp8,
     "latents": latents,
     "elementwise": elementwise,
     "projections": projections,
     "grouped_projections": grouped_projections,
+    "fp8_projections": fp8_projections,
     "experts": experts,
     "sampling": sampling,
     "transfer": transfer,

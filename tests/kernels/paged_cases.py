@@ -1,17 +1,19 @@
 """Batches over a paged cache in which everything that no kernel may read is NaN."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from twostroke.model import reference
 from twostroke.model.backend import (
+    AS_THEY_ARE,
     AttentionForm,
     Experts,
     ExpertWeights,
     HeadNorms,
+    KVScales,
     LatentAttention,
     LatentHeads,
     Linear,
@@ -104,6 +106,16 @@ def paged_case(
     return PagedCase(q.to(device), kv_layer.to(device), layout, AttentionForm(dim**-0.5, window, soft_cap, sinks))
 
 
+def in_fp8(case: PagedCase) -> PagedCase:
+    """The case over a cache in FP8, with scales of its own for keys and for values, and a value beyond the range of
+    it."""
+    scales = KVScales(0.375, 0.01)
+    keys, values = case.kv_layer.unbind(1)
+    values[int(case.layout.block_tables[-1, (int(case.layout.context_lens[-1]) - 1) // values.shape[2]]), 0, 0, 0] = 9
+    kinds = torch.stack([reference.to_fp8(keys, scales.key), reference.to_fp8(values, scales.value)], dim=1)
+    return replace(case, kv_layer=kinds, form=replace(case.form, kv_scales=scales))
+
+
 @dataclass(frozen=True)
 class LatentCase:
     q: Tensor  # [T, H (N + P)]
@@ -163,9 +175,15 @@ class ReferenceBackend:
         )
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, norms: HeadNorms | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        layout: BatchLayout,
+        norms: HeadNorms | None = None,
+        kv_scales: KVScales = AS_THEY_ARE,
     ) -> Tensor:
-        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms)
+        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
 
     def write_latents(
         self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout

@@ -71,6 +71,18 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("attention_over_fp8", capability, tmp_path, most_spilled=8)  # of heads of 256, and of a sink
+    attending = {"prefill_attention_kernel", "decode_attention_kernel"}
+    assert names(kernels) == attending | {"merge_segments_kernel", "rope_kv_kernel"}
+    for kernel in kernels:
+        prefill = kernel["kernel"] == "prefill_attention_kernel"
+        assert kernel["async_copies"] == (kernel["kernel"] in attending), kernel
+        assert kernel["wgmma"] == (prefill and capability == 90), kernel
+        assert kernel["tcgen05"] == (prefill and capability == 100), kernel
+
+
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
 def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
     kernels = compiled("latents", capability, tmp_path)
     attending = {"latent_decode_kernel", "latent_part_kernel"}
@@ -131,13 +143,37 @@ def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capabil
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
-def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", [wide(89), 90, wide(100)])
+def test_products_of_fp8_compile_to_the_best_there_are(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("fp8_projections", capability, tmp_path)
+    assert names(kernels) == {"gemm_kernel", "quantize_tokens_kernel"}
+    products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
+    assert {(kernel["block_t"], kernel["scales_steps"]) for kernel in products} == {
+        (tokens, by_steps) for tokens in (16, 32, 64, 128) for by_steps in (False, True)
+    }
+    for kernel in products:
+        assert kernel["async_copies"], kernel
+        assert kernel["wgmma"] == (capability == 90), kernel
+        assert kernel["tcgen05"] == (capability == 100), kernel
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sampling_compiles_to_wide_loads_and_programs_that_share_a_multiprocessor(
+    capability: int, tmp_path: Path
+) -> None:
     # ptxas keeps one number of the row's, not of its logits, in memory.
-    kernels = compiled("sampling", 90, tmp_path, most_spilled=8)
-    assert names(kernels) == {"extremes_kernel", "cut_kernel", "race_kernel", "settle_kernel", "mask_kernel"}
+    kernels = compiled("sampling", capability, tmp_path, most_spilled=8)
+    # Only vocabularies, of which there are two here, have kernels of their own: what rows ask for, and how many they
+    # are, changes from step to step, and a step would wait for the compiler.
+    few = {"prepare_kernel": 2, "settle_kernel": 2, "mask_kernel": 2}
+    counts = {name: sum(kernel["kernel"] == name for kernel in kernels) for name in names(kernels)}
+    assert counts == few | {"extremes_kernel": 1, "weigh_kernel": 6, "cut_kernel": 2, "race_kernel": 1}
     for kernel in kernels:
-        # These two read no logits: what is left of a row's parts, and a word for 32 tokens.
-        assert kernel["wide_loads"] or kernel["kernel"] in ("settle_kernel", "mask_kernel"), kernel
+        # Four programs of 128 threads on one multiprocessor, at least: their loads are what hides memory's latency.
+        assert kernel["registers"] <= 128, kernel
+        assert kernel["shared_bytes"] <= 16 << 10, kernel
+        # These read no logits: what is left of a row's groups or parts, and a word for 32 tokens.
+        assert kernel["wide_loads"] or kernel["kernel"] in few, kernel
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
+from tests.kernels.paged_cases import PagedCase, assert_close, in_fp8, paged_case
 from twostroke.model import reference
 from twostroke.model.cuda.kernels.attention import (
     DecodeConfig,
@@ -29,7 +29,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SMALL_HOPPER = Target(Architecture.HOPPER, multiprocessors=3, specializes_warps=True)
 
 
-def check(case: PagedCase, config: PrefillConfig | TmaPrefillConfig | DecodeConfig) -> None:
+def check(
+    case: PagedCase, config: PrefillConfig | TmaPrefillConfig | DecodeConfig, expected: torch.Tensor | None = None
+) -> None:
     """All sequences by the kernel that the config is of, against the reference; a decode's query is its last token."""
     layout = case.layout if isinstance(config, DecodeConfig) else replace(case.layout, num_decodes=0)
     out = torch.full_like(case.q.flatten(1), float("nan"))
@@ -39,7 +41,9 @@ def check(case: PagedCase, config: PrefillConfig | TmaPrefillConfig | DecodeConf
         prefill_attention(case.q, case.kv_layer, layout, case.form, out, config)
     else:
         tma_prefill_attention(case.q, case.kv_layer, layout, case.form, out, SMALL_HOPPER, config)
-    assert_close(out, reference.attention(case.q, case.kv_layer, layout, case.form))
+    if expected is None:
+        expected = reference.attention(case.q, case.kv_layer, layout, case.form)
+    assert_close(out, expected)
 
 
 def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = torch.float16) -> TmaPrefillConfig:
@@ -362,3 +366,20 @@ def test_tma_prefills_steps_are_as_long_as_blocks_and_shared_memory_allow() -> N
     assert config_of(H100, 96, 192).block_n == 64
     assert config_of(H100, 256, 128).block_n == 32
     assert not config_of(B200, 128, 128).specialized
+
+
+@pytest.mark.parametrize("as_bits", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "config", [PLAIN, DecodeConfig(16, 4, 2, 1), DecodeConfig(16, 4, 2, 3)], ids=["prefill", "decode", "segments"]
+)
+def test_a_cache_in_fp8_is_read_as_the_numbers_it_holds(
+    config: PrefillConfig | DecodeConfig, dtype: torch.dtype, as_bits: bool
+) -> None:
+    lengths = [(1, 1), (1, 33), (1, 90)] if isinstance(config, DecodeConfig) else [(2, 2), (19, 50)]
+    form = {"window": 40, "soft_cap": 5.0, "has_sinks": True}
+    case = in_fp8(paged_case(lengths, heads=6, dim=40, dtype=dtype, **form))
+    expected = reference.attention(case.q, case.kv_layer, case.layout, case.form)
+    if as_bits:  # as GPUs read it that don't know FP8
+        case = replace(case, kv_layer=case.kv_layer.view(torch.int8))
+    check(case, config, expected)

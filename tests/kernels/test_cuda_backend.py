@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layout, paged_case
 from tests.model.conftest import make_decoder
@@ -52,18 +53,30 @@ def test_projections_of_many_tokens_are_added_up_in_fp32() -> None:
     assert not products.allow_fp16_reduced_precision_reduction
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (None, None),
+        ("wrong", "is wrong"),
+        ("nan", "is wrong"),
+        (RuntimeError("PassManager::run failed\nat"), "fails (PassManager::run failed)"),
+        (OutOfResources(300_000, 232_448, "shared memory"), "fails (out of resource: shared memory"),
+    ],
+    ids=str,
+)
 def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_plain_one_does(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: object, told: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tma, launches = cuda_backend.tma_prefill_attention, 0
 
     def maybe_wrong(*arguments: Any) -> None:
         nonlocal launches
         launches += 1
+        if isinstance(fault, Exception):
+            raise fault
         tma(*arguments)
-        if is_wrong:
-            arguments[4][-1, 0] += 0.1  # of the output one value
+        if fault is not None:
+            arguments[4][-1, 0] += 0.1 if fault == "wrong" else float("nan")  # of the output one value
 
     monkeypatch.setattr(cuda_backend, "tma_prefill_attention", maybe_wrong)
     case = paged_case([(70, 70), (3, 90)], heads=2, groups=1, dim=16, block_size=64, dtype=torch.float16, window=60)
@@ -71,8 +84,9 @@ def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_
     for _ in range(2):
         actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
         assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_wrong
-    assert launches == (1 if is_wrong else 4)  # the check; an empty sequence, and two calls
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (told is not None)
+    assert all(str(told) in record.message for record in caplog.records)
+    assert launches == (4 if fault is None else 1)  # the check; an empty sequence, and two calls
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1), (8, 1)])

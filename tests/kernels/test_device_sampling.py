@@ -1,6 +1,8 @@
 """Sampling on the GPU draws what the reference draws."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from tests.model.conftest import draw_batch
-from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels import device_sampling
+from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling
 from twostroke.model.sampling.sampler import Sampler
@@ -56,6 +59,176 @@ def test_draws_are_the_references(vocab_size: int, filters: tuple[int, float, fl
     tokens, broken = draw_on_device(logits, parameters_of(batch))
     assert tokens.tolist() == expected.tolist()
     assert broken.tolist() == [0] * 4
+
+
+def reference_tokens(logits: Tensor, batch: DrawBatch) -> list[int]:
+    reference = TorchSampling()
+    tokens: list[int] = reference.draw(logits, reference.argmax(logits)[0], batch).tolist()
+    return tokens
+
+
+def shaped(shape: str, rows: int, vocab_size: int) -> Tensor:
+    """Logits that are hard on a radix select: where a cut lies says nothing of where the next one does."""
+    logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(vocab_size))
+    match shape:
+        case "all equal":
+            return torch.full_like(logits, 2.5)
+        case "two values":
+            return (logits > 0.5).float() * 3
+        case "next to each other":  # neighbours among floats, so that the last digit decides
+            return torch.tensor(1.5).view(torch.int32).add((logits * 40).int()).view(torch.float32)
+        case "around zero":  # of either sign, and both zeros
+            logits = logits * torch.tensor(10.0) ** -(torch.arange(vocab_size) % 40)
+            logits[:, ::7], logits[:, 1::7] = 0.0, -0.0
+            return logits
+        case "both zeros":
+            return torch.zeros_like(logits).index_fill(1, torch.arange(1, vocab_size, 3), -0.0)
+        case "far apart":
+            return logits * 1e6
+        case "huge":
+            return logits.sign() * 3e37 * logits.abs().clamp(0.1, 3)
+        case "mostly masked":
+            masked = torch.full_like(logits, -torch.inf)
+            masked[:, 5::997] = logits[:, 5::997]
+            return masked
+        case "one left":
+            masked = torch.full_like(logits, -torch.inf)
+            masked[:, vocab_size - 1] = -1e4
+            return masked
+    raise AssertionError(shape)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "all equal", "two values", "both zeros", "next to each other", "around zero", "far apart", "huge",
+        "mostly masked", "one left",
+    ],
+)  # fmt: skip
+def test_draws_are_the_references_over_logits_of_any_shape(shape: str) -> None:
+    filters = [(3, 1.0, 0.0), (0, 0.002, 0.0), (0, 0.5, 0.0), (0, 1 - 2**-53, 0.0), (700, 0.6, 0.01), (2999, 0.0, 0.0)]
+    filters += [(7, 0.99, 0.0), (2500, 1.0, 0.0)]
+    logits = shaped(shape, rows=len(filters), vocab_size=3000)
+    for temperature in (1e-9, 1.0, 1e7):
+        batch = draw_batch(len(filters), (0, 1.0, 0.0), [temperature])
+        batch.top_k[:], batch.top_p[:], batch.min_p[:] = zip(*filters, strict=True)
+        assert draw_on_device(logits, parameters_of(batch))[0].tolist() == reference_tokens(logits, batch), temperature
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e40, 1e300])
+def test_no_temperature_is_too_small_or_too_large(temperature: float) -> None:
+    logits = torch.randn((4, 2500), generator=torch.Generator().manual_seed(0)) * 5
+    logits[2, 100:] = -torch.inf
+    for filters in ((0, 1.0, 0.0), (20, 0.7, 0.0), (0, 0.01, 0.5)):
+        batch = draw_batch(4, filters, [temperature])
+        assert draw_on_device(logits, parameters_of(batch))[0].tolist() == reference_tokens(logits, batch)
+
+
+def test_few_kept_logits_are_drawn_as_often_as_the_reference_does() -> None:
+    # An id too many or too few would be drawn by some of so many rows.
+    logits = (torch.randn(2100, generator=torch.Generator().manual_seed(2)) * 4).round().repeat(24, 1) / 4
+    for filters in ((5, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.005, 0.0)):
+        batch = draw_batch(24, filters)
+        expected = reference_tokens(logits, batch)
+        assert len(set(expected)) > 1
+        assert draw_on_device(logits, parameters_of(batch))[0].tolist() == expected
+
+
+def test_a_row_is_drawn_alike_alone_in_a_batch_and_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn((5, 9000), generator=torch.Generator().manual_seed(3)) * 2
+    logits[::2, 8990] = 20.0  # in the last part
+    batch = draw_batch(5, (0, 1.0, 0.0), [0.5, 1.0, 3.0, 1.0, 1.0])
+    batch.top_k[:], batch.top_p[:] = [0, 40, 300, 7, 0], [0.9, 0.8, 0.3, 1.0, 1.0]
+    parameters = parameters_of(batch)
+    together = draw_on_device(logits, parameters)[0].tolist()
+    for row in range(5):
+        alone = DrawParameters(
+            *(getattr(parameters, field.name)[row : row + 1] for field in dataclasses.fields(parameters))
+        )
+        assert draw_on_device(logits[row : row + 1], alone)[0].tolist() == [together[row]]
+    monkeypatch.setattr("twostroke.model.cuda.kernels.device_sampling._PROGRAMS", 8)
+    assert draw_on_device(logits, parameters)[0].tolist() == together
+
+
+def test_of_a_language_models_logits_few_are_added_to_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[tuple[Tensor, Tensor]] = []
+    cut = device_sampling.cut_kernel
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*arguments: Any, **options: Any) -> None:
+                searches.append(arguments[-2:])
+                cut[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(device_sampling, "cut_kernel", Recorded())
+    logits = torch.randn((1, 9001), generator=torch.Generator().manual_seed(3)) * 5
+    logits[0, 3000:6000] = -torch.inf
+    draw_on_device(logits, parameters_of(draw_batch(1, (8, 1.0, 0.0), [1.0])))
+    draw_on_device(logits, parameters_of(draw_batch(1, (0, 0.9, 0.0), [1.0])))
+    (_, counts), _, _, (masses_state, masses) = searches
+    assert 8 <= counts[0].sum() <= 24
+    assert counts[1].sum() <= counts[0].max() + 8
+    assert 0.95 * masses_state[0, 0, 5] < masses[0].sum() < masses_state[0, 0, 5]
+
+
+@pytest.mark.parametrize("shape", ["next to each other", "far apart"])
+def test_what_lies_around_rows_and_in_new_memory_is_neither_read_nor_written(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def poisoned(*arguments: Any, **options: Any) -> Tensor:
+        tensor = empty(*arguments, **options)
+        return tensor if tensor.is_floating_point() else tensor.fill_(1 << 30)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    inner = shaped(shape, rows=3, vocab_size=2049)
+    around = torch.full((5, 2200), torch.nan)
+    around[1::2] = torch.inf
+    around[1:4, 64 : 64 + 2049] = inner
+    before, batch = around.clone(), draw_batch(3, (30, 0.9, 0.0), [1e6])
+    tokens, broken = draw_on_device(around[1:4, 64 : 64 + 2049], parameters_of(batch))
+    assert tokens.tolist() == reference_tokens(inner, batch)
+    assert broken.tolist() == [0] * 3
+    assert torch.equal(around.view(torch.int32), before.view(torch.int32))
+
+
+def test_rows_without_a_finite_logit_give_token_0_whatever_they_ask_for() -> None:
+    logits = torch.full((3, 2500), -torch.inf)
+    logits[1] = torch.nan
+    logits[2, 2400] = 1.0
+    tokens, broken = draw_on_device(logits, parameters_of(draw_batch(3, (5, 0.5, 0.1))))
+    assert tokens.tolist() == [0, 0, 2400]
+    assert broken.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [4097, pytest.param(128256, marks=pytest.mark.wide)])
+def test_what_no_row_asks_for_is_not_launched(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Asked] = []
+
+    def draw(logits: Tensor, parameters: DrawParameters, asked: Asked) -> Tensor:
+        launched.append(asked)
+        if vocab_size < 10_000:
+            assert draw_on_device(logits, parameters).tolist() == draw_on_device(logits, parameters, asked).tolist()
+        return draw_on_device(logits, parameters, asked)
+
+    monkeypatch.setattr("twostroke.model.cuda.sampler.draw_on_device", draw)
+    logits = torch.randn((2, vocab_size), generator=torch.Generator().manual_seed(0))
+    greedy, top_k_1 = SamplingParams(temperature=0.0, top_k=9, top_p=0.5), SamplingParams(top_k=1, top_p=0.5)
+    cases = {
+        Asked(False, False, False): (greedy, top_k_1),
+        Asked(True, False, False): (greedy, SamplingParams(min_p=0.3)),
+        Asked(True, True, False): (SamplingParams(top_k=9), top_k_1),
+        Asked(True, False, True): (SamplingParams(), SamplingParams(top_p=0.5)),
+    }
+    for asked, sampling in cases.items():
+        draws = [Draw(one, [1], 1) for one in sampling]
+        drawn = DeviceSampler(vocab_size, torch.device("cpu")).launch(logits.clone(), draws, [4, 4])
+        assert launched.pop() == asked
+        expected = Sampler(vocab_size).sample(logits.clone(), draws, [4, 4])
+        assert drawn.collect() == [token.token_id for token in expected]
 
 
 def test_greedy_rows_take_the_first_of_the_largest_beside_rows_that_draw() -> None:
@@ -151,9 +324,9 @@ def test_parameters_begin_where_no_number_of_rows_asks_for_kernels_of_its_own(
 ) -> None:
     given: list[DrawParameters] = []
 
-    def draw(logits: Tensor, parameters: DrawParameters) -> tuple[Tensor, Tensor]:
+    def draw(logits: Tensor, parameters: DrawParameters, asked: Asked) -> Tensor:
         given.append(parameters)
-        return draw_on_device(logits, parameters)
+        return draw_on_device(logits, parameters, asked)
 
     monkeypatch.setattr("twostroke.model.cuda.sampler.draw_on_device", draw)
     draws = [Draw(SamplingParams(seed=seed), [1], 1) for seed in range(rows)]

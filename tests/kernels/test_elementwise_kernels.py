@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.paged_cases import assert_close, make_layout
 from twostroke.model import reference
-from twostroke.model.backend import HeadNorms, RowNorms
+from twostroke.model.backend import HeadNorms, KVScales, RowNorms
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation
 from twostroke.model.cuda.backend import CudaLinear
@@ -123,6 +123,25 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms), expected, scale=4)
     assert_close(kv_layer, expected_kv, scale=4)
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_fp8_is_written_as_the_reference_rounds(dtype: torch.dtype, has_norms: bool) -> None:
+    """Numbers of all sizes that e4m3 has, beyond its largest, and NaN."""
+    layout, num_blocks = make_layout([(2, 2), (7, 12)], 5)
+    heads, groups, dim, scales = 3, 2, 24, KVScales(key=0.7, value=1.0)
+    sizes = torch.logspace(-12, 11, (heads + 2 * groups) * dim, base=2.0)
+    qkv = (torch.randn(9, len(sizes)) * sizes).to(dtype)
+    qkv[3, -1] = float("nan")
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
+    kv_layer, expected_kv = (torch.zeros(num_blocks, 2, groups, 5, dim, dtype=torch.float8_e4m3fn) for _ in range(2))
+    where = layout.positions, layout.slots
+    expected = reference.rope_and_write_kv(qkv, angles(12, dim), expected_kv, *where, norms, scales)
+    q = rope_and_write_kv(qkv, angles(12, dim), kv_layer, *where, norms, scales)
+    assert_close(q.float().nan_to_num(), expected.float().nan_to_num(), scale=2000)
+    assert torch.equal(kv_layer.float().nan_to_num(1000), expected_kv.float().nan_to_num(1000))
+    assert kv_layer.float().abs().nan_to_num(0).max() == 448
 
 
 def test_norms_of_heads_are_not_rounded_to_the_activations_dtype() -> None:

@@ -44,6 +44,7 @@ ONE_OF_EACH = Sizes(
     decode_steps=1,
     turns=1,
     long_decodes=((2, 9),),
+    fp8_tokens=(3,),
     window=4,
     windowed_prompt=9,
     windowed_decodes=((2, 9),),
@@ -64,7 +65,15 @@ def test_a_dry_run_launches_all_rows_but_a_processs_start(sizes: Sizes, last_lin
     ratios = summary["ratios"]
     assert isinstance(ratios, dict)
     assert summary["rows"] == len(ratios)
-    for name in ("attention, paged, after a prefix", "decode attention, batch 2", "window", "KV unpack", "top_p 0.9"):
+    for name in (
+        "attention, paged, after a prefix",
+        "decode attention, batch 2",
+        "over FP8, batch 2",
+        "FP8 by FP8, 3 tokens",
+        "window",
+        "KV unpack",
+        "top_p 0.9",
+    ):
         assert any(name in row for row in ratios), name
     for name in ("prefill, 5 tokens", "GPU busy, batch 2", "decode in int4, batch 1"):
         assert name in ratios

@@ -88,19 +88,19 @@ def make_decoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("cpu"),  # noqa: B008
     quantization: Quantization = "auto",
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
     checkpoint, shard = Checkpoint(folder, config), parallel.shard
     context = max_context or config.max_position
-    weights = load_decoder_weights(
-        checkpoint, config, LoadOptions(dtype, device, context, quantization), backend, shard
-    )
+    options = LoadOptions(dtype, device, context, quantization, kv_dtype)
+    weights = load_decoder_weights(checkpoint, config, options, backend, shard)
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,
         block_size=block_size,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
         device=device,
         model_digest="",
         tp_size=shard.size,

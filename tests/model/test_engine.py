@@ -14,7 +14,7 @@ import torch
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
 from twostroke.model.load import load_engine
-from twostroke.model.runner import LaunchedStep
+from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.step import Draw, SequenceStep, with_drawn_tokens
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -311,6 +311,21 @@ def test_the_dtype_follows_choice_checkpoint_and_device(
 ) -> None:
     monkeypatch.setattr("twostroke.model.engine_config.has_fast_bf16", lambda: fast)
     assert resolve_dtype(choice, checkpoint, torch.device(device)) == expected
+
+
+def test_a_start_draws_with_each_filter_once_so_that_no_request_waits_for_kernels(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drawn = ModelRunner.run, list[SamplingParams]()
+
+    def recorded(self: ModelRunner, batch: Sequence[SequenceStep]) -> Any:
+        drawn.extend(step.draw.sampling for step in batch if step.draw is not None)
+        return run(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "run", recorded)
+    load_engine(EngineConfig(write_checkpoint(), num_blocks=8, block_size=4, threads=1)).engine.close()
+    assert any(one.temperature > 0 and one.top_k > 1 for one in drawn)
+    assert any(one.temperature > 0 and one.top_p < 1 for one in drawn)
 
 
 def test_a_gpu_that_runs_out_of_memory_is_one_line(write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from twostroke.protocol.blocks import (
     unpack_names,
 )
 from twostroke.protocol.errors import EpochMismatch, ProtocolError, TicketRefused
-from twostroke.protocol.kv_layout import KVLayout, incompatibility
+from twostroke.protocol.kv_layout import FP8, KVLayout, incompatibility
 from twostroke.protocol.requests import (
     Address,
     GenerateRequest,
@@ -120,6 +120,16 @@ def test_dtypes_may_differ_where_the_kv_is_encoded_on_its_way():
     assert incompatibility(LAYOUT, changed(dtype="float16"), "int8") is None
     fault = incompatibility(LAYOUT, changed(dtype="int4"), "int8")
     assert fault == "the target's layout can't be: there is no KV dtype int4"
+
+
+def test_kv_in_fp8_goes_as_it_is_stored_to_a_cache_in_fp8_alone():
+    in_fp8 = changed(dtype=FP8)
+    assert 2 * in_fp8.block_bytes == LAYOUT.block_bytes
+    assert incompatibility(in_fp8, changed(dtype=FP8, block_size=64)) is None
+    differs = "the KV dtype differs: float8_e4m3fn at the source, bfloat16 at the target"
+    assert incompatibility(in_fp8, LAYOUT) == incompatibility(in_fp8, LAYOUT, "int8") == differs
+    assert str(incompatibility(LAYOUT, in_fp8, "fp8")).startswith("the KV dtype differs: bfloat16 at the source")
+    assert str(incompatibility(in_fp8, in_fp8, "int8")).endswith("it is sent as it is stored, not as int8")
 
 
 def make_request(**changes: object) -> GenerateRequest:

@@ -9,6 +9,7 @@ from tests.simulation.fake_model import hidden_state, position_kv, scored
 from tests.worker.worker_rig import Rig, a_request, begin, of_both_roles
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import PrefillReply, ReadingParams
+from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES
 
 SCORES = ReadingParams(logprobs=2)
 MEAN = ReadingParams(pooling="mean")
@@ -42,6 +43,20 @@ async def test_a_prompt_is_read_in_chunks_whatever_is_cached(rig: Rig, params: R
         assert (reply.event.tokens, reply.event.finish_reason) == ((), "length")
     assert await rig.is_right(request, await rig.ask(a_request(30, "again"))) or rig.info.role == "decode"
     assert not any(name.startswith("r") for name in rig.events())
+
+
+@of_both_roles(max_step_tokens=64)
+async def test_a_worker_that_does_nothing_but_score_learns_what_that_takes(rig: Rig) -> None:
+    for number in range(COLD_STEPS + FIRST_SAMPLES):
+        await rig.worker.read(a_request(20 + number, f"r{number}", reading=SCORES, max_tokens=0))
+    costs = rig.worker.stats().costs
+    assert costs is not None
+    await rig.ask(a_request(20, "one that is not scored", max_tokens=1))
+    plain = rig.worker.stats().costs
+    assert plain is not None
+    assert plain.num_samples > costs.num_samples
+    await rig.worker.read(a_request(40, "last", reading=SCORES, max_tokens=0))
+    assert rig.worker.stats().costs == plain
 
 
 @of_both_roles(max_step_tokens=8)

@@ -50,14 +50,21 @@ def times(costs: StepCosts, factor: float) -> StepCosts:
 
 
 def run(
-    fit: StepCostFit, costs: StepCosts, kinds: Sequence[Draw], steps: int, *, noise: float = 0.1, strays: float = 0.02
+    fit: StepCostFit,
+    costs: StepCosts,
+    kinds: Sequence[Draw],
+    steps: int,
+    *,
+    noise: float = 0.1,
+    strays: float = 0.02,
+    is_plain: bool = True,
 ) -> None:
     """So many steps, their times off by `noise`, and a share of them far off."""
     draw = random.Random(steps)
     for _ in range(steps):
         content = draw.choice(kinds)(draw)
         stray = draw.choice((0.1, 3, 10, 30)) if draw.random() < strays else 1
-        fit.add(content, seconds(costs, content) * stray * math.exp(draw.gauss(0, noise)))
+        fit.add(content, seconds(costs, content) * stray * math.exp(draw.gauss(0, noise)), is_plain=is_plain)
 
 
 def warm() -> StepCostFit:
@@ -147,6 +154,20 @@ def test_prompts_are_guessed_at_before_any_was_seen_and_then_learnt_at_once() ->
     guessed = known(fit)
     assert GPU.token_s / 10 < guessed.token_s < GPU.token_s * 10
     run(fit, GPU, (rows, rows, rows, prompts), 64)
+    assert error(fit, GPU, (prompts,)) < 0.1
+
+
+def test_steps_that_do_more_than_they_tell_teach_only_where_no_others_are() -> None:
+    more = times(GPU, 1.5)
+    fit = warm()
+    run(fit, GPU, (prompts,), 64)
+    told = fit.costs()
+    run(fit, more, (prompts,), 64, is_plain=False)
+    assert fit.costs() == told
+    fit = StepCostFit()
+    run(fit, more, (prompts,), 64, is_plain=False)
+    assert error(fit, more, (prompts,)) < 0.1
+    run(fit, GPU, (prompts,), 400)
     assert error(fit, GPU, (prompts,)) < 0.1
 
 

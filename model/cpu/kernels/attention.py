@@ -31,6 +31,7 @@ from twostroke.model.cpu.kernels.decode import (
 from twostroke.model.cpu.kernels.floats import exponential, fits_tiles, hyperbolic_tangent, prefetch, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernels,
+    as_cached,
     as_short_integers,
     as_stored,
     compiled,
@@ -137,7 +138,7 @@ def _decode(words):
     tokens, most, window, group = words[16], words[17], words[19], heads // kv_heads
     scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
     q = carray(as_stored(words, words[3]), (sequences, heads, dim))
-    kv = carray(as_stored(words, words[4]), (words[12], words[21], kv_heads, block_size, dim))
+    kv = carray(as_cached(words, words[4]), (words[12], words[21], kv_heads, block_size, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     queries, mixed = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
@@ -172,14 +173,14 @@ def decode_attention(
     enough = count >= tiled_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
     heads_together = kv_heads if use_tiles and enough else 1
     launcher.run(
-        tiled_decode.decode if use_tiles else _decode.of(q.dtype),
+        (tiled_decode.decode if use_tiles else _decode).of(q.dtype, kv_layer.dtype),
         count * kv_heads // heads_together * segments,
         1,
         *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
-        *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.scale),
+        *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.cached_scale),
         *(count, tokens, segments, heads_together, window, form.soft_cap, kinds),
     )
-    combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form.sinks, out[:count])
+    combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form, out[:count])
 
 
 def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
@@ -201,13 +202,15 @@ def attend_chunk(q: Tensor, kv_layer: Tensor, table: Tensor, context: int, form:
         tiled_prefill.attend(q, kv_layer, seen, tokens, form, out)
         return
     # [blocks, kinds, G, block_size, D] -> [kinds, G, tokens, D]
-    blocks = kv_layer[seen.long()].permute(1, 2, 0, 3, 4)
+    blocks = kv_layer[seen.long()].permute(1, 2, 0, 3, 4).to(q.dtype)
     kinds = blocks.reshape(len(blocks), kv_heads, -1, dim)[:, :, :tokens]
     keys, values = kinds[0], kinds[-1]
     if form.soft_cap or form.sinks is not None:
         _attend_plainly(q, keys, values, form, out)
     else:
         _attend_by_torch(q, keys, values, form, out)
+    if form.kv_scales.value != 1:
+        out.mul_(form.kv_scales.value)
 
 
 def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:
@@ -222,7 +225,7 @@ def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionFor
         values.unsqueeze(0),
         attn_mask=mask,
         is_causal=mask is None,
-        scale=form.scale,
+        scale=form.cached_scale,
         enable_gqa=q.shape[1] != keys.shape[0],
     )
     out.copy_(mixed[0].transpose(0, 1))
@@ -236,7 +239,7 @@ def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
     for first in range(0, rows, PLAIN_ROWS):
         part = q[first : first + PLAIN_ROWS].float().transpose(0, 1)  # [H, part, D]
         count = part.shape[1]
-        scores = part.reshape(groups, -1, dim) @ keys * form.scale
+        scores = part.reshape(groups, -1, dim) @ keys * form.cached_scale
         if form.soft_cap:
             scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
         begin = tokens - rows + first

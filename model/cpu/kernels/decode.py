@@ -17,18 +17,20 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
+from twostroke.model.backend import AttentionForm
 from twostroke.model.cpu.kernels.floats import (
     LANES,
     TILE_ROWS,
+    cached_bytes,
     dot_rows,
     exponential,
+    in_bf16,
     interleave,
     multiply,
     prefetch,
     store,
 )
 from twostroke.model.cpu.kernels.launch import (
-    Kernel,
     Kernels,
     as_floats,
     as_short_integers,
@@ -89,11 +91,11 @@ def keep(partials, index, group, dim, mixed, best, weight_sum):
 
 @Kernels
 def _combine(words):
-    """words: partials, out, contexts, heads, KV heads, head dim, segment tokens, segments, window, sinks or 0; items
-    are query heads."""
+    """words: partials, out, contexts, heads, KV heads, head dim, segment tokens, segments, window, sinks or 0, what
+    values are multiplied by; items are query heads."""
     items, heads, kv_heads, dim, tokens, segments = words[1], words[6], words[7], words[8], words[9], words[10]
     sequences, group, window, has_sinks = items // heads, heads // kv_heads, words[11], words[12] != 0
-    sinks = carray(as_floats(words[12]), (heads,))
+    sinks, factor = carray(as_floats(words[12]), (heads,)), float_of_bits(np.uint32(words[13]))
     partials = carray(as_floats(words[3]), (sequences * kv_heads, segments, group, dim + 2))
     out = carray(as_stored(words, words[4]), (items, dim))
     contexts = carray(as_short_integers(words[5]), (sequences,))
@@ -113,7 +115,7 @@ def _combine(words):
                 mixed[i] = mixed[i] * shrink + part[i] * grow
             best, weight_sum = highest, weight_sum * shrink + part[dim + 1] * grow
         for i in range(dim):
-            store(out[item], i, mixed[i] / weight_sum)
+            store(out[item], i, mixed[i] / weight_sum * factor)
 
 
 def combine(
@@ -123,7 +125,7 @@ def combine(
     kv_heads: int,
     block_size: int,
     window: int,
-    sinks: Tensor | None,
+    form: AttentionForm,
     out: Tensor,
 ) -> None:
     """out [B, H, D] of fp32 [B KV heads, segments, heads of a group, D + 2]: sums, maximum, sum of weights.
@@ -132,8 +134,8 @@ def combine(
     """
     sequences, heads, dim = out.shape
     sizes = heads, kv_heads, dim, segment_tokens(block_size), partials.shape[1], window
-    extra = 0 if sinks is None else sinks
-    launcher.run(_combine.of(out.dtype), sequences * heads, 4, partials, out, contexts, *sizes, extra)
+    extra = 0 if form.sinks is None else form.sinks, form.kv_scales.value
+    launcher.run(_combine.of(out.dtype), sequences * heads, 4, partials, out, contexts, *sizes, *extra)
 
 
 CHUNK_TOKENS = 128  # packed values of a chunk: one head's stay in the L1 cache, all heads' in L2
@@ -145,7 +147,7 @@ def _place(words, table, head, token):
     """The address of the keys of the 16 tokens that `token` is among."""
     kv_heads, dim, block_size, kinds = words[9], words[10], words[11], words[21]
     block, offset = np.int64(table[token // block_size]), token % block_size // LANES * LANES
-    return words[4] + (((block * kinds * kv_heads) + head) * block_size + offset) * dim * 2
+    return words[4] + (((block * kinds * kv_heads) + head) * block_size + offset) * dim * cached_bytes(words)
 
 
 @compiled
@@ -158,14 +160,16 @@ def _pack(values, count, nothing, dim, packed):
 
 
 @compiled
-def _score_and_pack(words, queries, table, first_head, num_heads, start, end, scores, packed, nothing):
+def _score_and_pack(words, queries, table, first_head, num_heads, start, end, scores, packed, nothing, unpacked):
     """Read the keys and values of some KV heads for the tokens `start` to `end`, at most a chunk, block after block as
     they lie in memory: scores [KV heads, group, CHUNK_TOKENS], packed values [KV heads, CHUNK_TOKENS / 2, D].
 
-    queries: the address of the first head's. With a head at a time, 2 KiB here and 2 KiB there, the CPU sees no stream.
+    queries: the address of the first head's. unpacked: room for 16 tokens of one. With a head at a time, 2 KiB here and
+    2 KiB there, the CPU sees no stream.
     """
     kv_heads, dim, block_size = words[9], words[10], words[11]
-    to_values, group = (words[21] - 1) * kv_heads * block_size * dim * 2, scores.shape[1]
+    size, group, numbers = cached_bytes(words), scores.shape[1], unpacked.ctypes.data
+    to_values = (words[21] - 1) * kv_heads * block_size * dim * size
     token = start
     while token < end:
         stop = min(end, token + block_size - token % block_size)  # where the block ends
@@ -174,15 +178,17 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
             for first in range(token, stop, LANES):
                 keys = _place(words, table, first_head + part, first)
                 following = _place(words, table, first_head + part, min(first + block_size, end - 1))
-                for line in range(0, LANES * 2 * dim, 64):
+                for line in range(0, LANES * size * dim, 64):
                     prefetch(keys + to_values + line)
                     prefetch(following + line)
+                keys = in_bf16(words, keys, LANES * dim, numbers)
                 place = scores[part].ctypes.data + 4 * (first - start)
                 for row in range(group):
                     dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * row)
         for part in range(num_heads):
             for first in range(token, stop, LANES):
                 values = _place(words, table, first_head + part, first) + to_values
+                values = in_bf16(words, values, LANES * dim, numbers)
                 place = packed[part].ctypes.data + (first - start) * 2 * dim
                 _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, place)
         token = stop
@@ -192,11 +198,11 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
 def _attend(words, tables, item, begin, end, scratch, state):
     """Query heads of one or all KV heads of a sequence over its tokens `begin` to `end`.
 
-    item: the sequence, its first KV head and how many. scratch: scores, packed values, probabilities, zeros. state,
-    fp32: sums [KV heads, rows, D], maxima and sums of weights.
+    item: the sequence, its first KV head and how many. scratch: scores, packed values, probabilities, zeros,
+    unpacked keys or values. state, fp32: sums [KV heads, rows, D], maxima and sums of weights.
     """
     sequence, first_head, num_heads = item
-    scores, packed, probabilities, nothing = scratch
+    scores, packed, probabilities, nothing, unpacked = scratch
     mixed, best, weight_sum = state
     heads, dim = words[8], words[10]
     group, rows, table = scores.shape[1], mixed.shape[1], tables[sequence]
@@ -208,7 +214,9 @@ def _attend(words, tables, item, begin, end, scratch, state):
     for start in range(begin // LANES * LANES, end, CHUNK_TOKENS):
         count, outside = min(CHUNK_TOKENS, end - start), max(0, begin - start)
         width = (count + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING
-        _score_and_pack(words, queries, table, first_head, num_heads, start, start + count, scores, packed, nothing)
+        _score_and_pack(
+            words, queries, table, first_head, num_heads, start, start + count, scores, packed, nothing, unpacked
+        )
         for part in range(num_heads):
             source, place, target = probabilities.ctypes.data, packed[part].ctypes.data, mixed[part].ctypes.data
             for row in range(group):
@@ -228,7 +236,7 @@ def _attend(words, tables, item, begin, end, scratch, state):
             multiply(rows, source, 2 * CHUNK_TOKENS, place, 4 * dim, (count + 1) // 2, target, 4 * dim, dim, 1)
 
 
-@Kernel
+@Kernels
 def decode(words):
     """words: q, KV layer, partials, tables, contexts, heads, KV heads, head dim, block size, blocks, table width,
     scale, sequences, segment tokens, segments that there is room for, KV heads of an item, window, cap or 0, kinds of
@@ -243,6 +251,7 @@ def decode(words):
         np.empty((together, CHUNK_TOKENS // 2, dim), np.uint32),
         np.zeros((rows, CHUNK_TOKENS), np.uint16),
         np.zeros(dim, np.uint16),
+        np.empty(LANES * dim, np.uint16),
     )
     mixed = np.empty((together, rows, dim), np.float32)
     best, weight_sum = np.empty((together, group), np.float32), np.empty((together, group), np.float32)

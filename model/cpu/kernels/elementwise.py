@@ -11,13 +11,14 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from twostroke.model.backend import HeadNorms, RowNorms
+from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
+    as_cached,
     as_floats,
     as_halves,
     as_integers,
@@ -140,24 +141,25 @@ def _soft_cap(words):
 
 
 @compiled
-def rotate(source, cos_sin, out):
-    """A head, by one position's cos and sin."""
+def rotate(source, cos_sin, factor, out):
+    """A head, by one position's cos and sin, times a factor."""
     half = source.shape[0] // 2
     for i in range(half):
         first, second = widen(source[i]), widen(source[half + i])
-        store(out, i, first * cos_sin[i] - second * cos_sin[half + i])
-        store(out, half + i, second * cos_sin[i] + first * cos_sin[half + i])
+        store(out, i, (first * cos_sin[i] - second * cos_sin[half + i]) * factor)
+        store(out, half + i, (second * cos_sin[i] + first * cos_sin[half + i]) * factor)
 
 
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
     qkv = carray(as_stored(words, words[3]), (rows, heads + 2 * kv_heads, dim))
-    kv = carray(as_stored(words, words[4]), (words[13], 2, kv_heads, block_size, dim))
+    kv = carray(as_cached(words, words[4]), (words[13], 2, kv_heads, block_size, dim))
+    of_keys, of_values = float_of_bits(np.uint32(words[19])), float_of_bits(np.uint32(words[20]))
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
     cos_sin = carray(as_floats(words[6]), (words[14], dim))
     positions, slots = carray(as_integers(words[7]), (rows,)), carray(as_integers(words[8]), (rows,))
@@ -168,12 +170,12 @@ def _rope_and_write_kv(words):
             for head in range(heads + kv_heads):
                 normalise(qkv[row, head], q_norm if head < heads else k_norm, eps, qkv[row, head])
         for head in range(heads):
-            rotate(qkv[row, head], angles, out[row, head])
+            rotate(qkv[row, head], angles, np.float32(1), out[row, head])
         for head in range(kv_heads):
-            rotate(qkv[row, heads + head], angles, kv[block, 0, head, offset])
+            rotate(qkv[row, heads + head], angles, of_keys, kv[block, 0, head, offset])
             value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
             for i in range(dim):
-                place[i] = value[i]
+                store(place, i, widen(value[i]) * of_values)
 
 
 @Kernels
@@ -187,7 +189,7 @@ def _write_latents(words):
     for row in taken(words, count):
         place = cache[slots[row]]
         normalise(rows[row, :rank], norm, eps, place[:rank])
-        rotate(rows[row, rank:], cos_sin[positions[row]], place[rank:])
+        rotate(rows[row, rank:], cos_sin[positions[row]], np.float32(1), place[rank:])
 
 
 @Kernels
@@ -203,7 +205,8 @@ def _turn_queries(words):
     positions = carray(as_integers(words[6]), (count,))
     for row in taken(words, count):
         for head in range(heads):
-            rotate(q[row, head, width - rotary :], cos_sin[positions[row]], out[row, head, out_width - rotary :])
+            place = out[row, head, out_width - rotary :]
+            rotate(q[row, head, width - rotary :], cos_sin[positions[row]], np.float32(1), place)
 
 
 @compiled
@@ -312,6 +315,7 @@ def rope_and_write_kv(
     kv_layer: Tensor,
     layout: BatchLayout,
     norms: HeadNorms | None = None,
+    kv_scales: KVScales = AS_THEY_ARE,
 ) -> Tensor:
     """qkv contiguous [T, (H + 2 G) D] -> rotated Q [T, H, D]; K and V go to `layout.slots` of `kv_layer`.
 
@@ -322,12 +326,13 @@ def rope_and_write_kv(
     heads = width // dim - 2 * kv_heads
     out = launcher.empty((rows, heads, dim), qkv.dtype)
     launcher.run(
-        _rope_and_write_kv.of(qkv.dtype),
+        _rope_and_write_kv.of(qkv.dtype, kv_layer.dtype),
         rows,
         grain(width),
         *(qkv, kv_layer, out, cos_sin, layout.positions, layout.slots),
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
         *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
+        *(1 / kv_scales.key, 1 / kv_scales.value),
     )
     return out
 

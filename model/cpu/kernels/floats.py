@@ -1,6 +1,7 @@
-"""How CPU kernels read, write and multiply numbers: fp32 in registers; bf16 in memory is handled as its 16 bits.
+"""How CPU kernels read, write and multiply numbers: fp32 in registers; bf16 in memory is handled as its 16 bits, FP8
+(e4m3, of KV caches) as its 8.
 
-Widening is a shift; on the way back a value is rounded to nearest even.
+Widening bf16 is a shift; on the way back a value is rounded to nearest even.
 
 Register tiles: C[rows, 16 n] (+)= A[rows, steps] B[steps, 16 n]. One step is 4 bytes of a row of A and of each column
 of B: a pair of bf16 along the inner dimension, of which AVX512-BF16's `vdpbf16ps` multiplies both and adds them to an
@@ -22,14 +23,66 @@ from numba.extending import overload
 
 from twostroke.model.cpu.kernels.launch import WIDE, at, bits_of_float, compiled, float_of_bits, written_in_llvm
 
+_FP8_LEAST_NORMAL = np.uint32(0x3C800000)  # 2**-6
+_FP8_ROUND = np.float32(16384.0)  # 2**14: what is added to it is rounded to a multiple of 2**-9
+_FP8_ROUND_BITS = np.uint32(0x46800000)
+_FP8_REBIAS = np.uint32(120 << 3)  # exponents count from 127 in fp32, from 7 in e4m3
+_FP8_LIMIT = np.uint32(0x43E00000)  # 448
+_FP8_NAN = np.uint32(0x7F)
+_INFINITY = np.uint32(0x7F800000)
+
+_inline = njit(inline="always", error_model="numpy")
+
+
+@_inline
+def fp8_code(value):
+    """To nearest, ties to even; no value is above 448 by more than rounding.
+
+    All these conversions keep numba from computing in 64 bits, which halves the speed.
+    """
+    bits = bits_of_float(value)
+    sign = np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)
+    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    even = np.uint32(np.uint32(size >> np.uint32(20)) & np.uint32(1))
+    normal = np.uint32(np.uint32(np.uint32(size + even) + np.uint32(0x7FFFF)) >> np.uint32(20)) - _FP8_REBIAS
+    small = bits_of_float(float_of_bits(size) + _FP8_ROUND) - _FP8_ROUND_BITS
+    return np.uint8(np.uint32(sign | np.uint32(small if size < _FP8_LEAST_NORMAL else normal)))
+
+
+@_inline
+def fp8_value(code):
+    """Of a code that is no NaN."""
+    bits = np.uint32(code)
+    size = bits & np.uint32(0x7F)
+    normal = float_of_bits((size << np.uint32(20)) + np.uint32(120 << 23))
+    small = np.float32(np.int32(size)) * np.float32(2.0**-9)
+    value = small if size < np.uint32(8) else normal
+    return -value if bits >= np.uint32(0x80) else value
+
+
+@_inline
+def _fp8_or_nan(code):
+    return np.float32(np.nan) if np.uint32(code) & _FP8_NAN == _FP8_NAN else fp8_value(code)
+
+
+@compiled
+def _fp8_code_of_any(value):
+    """What is beyond 448 becomes that, and NaN stays."""
+    bits = bits_of_float(value)
+    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    limited = np.uint32(bits ^ size) | (size if size < _FP8_LIMIT else _FP8_LIMIT)
+    return np.uint8(_FP8_NAN) if size > _INFINITY else fp8_code(float_of_bits(np.uint32(limited)))
+
 
 def widen(value):
-    """The float32 of a stored value (fp32, or bf16 as uint16)."""
+    """The float32 of a stored value (fp32, bf16 as uint16, or FP8 as uint8)."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(widen, inline="always")
 def _widen(value):
+    if value == types.uint8:
+        return lambda value: _fp8_or_nan(value)
     if value == types.uint16:
         return lambda value: float_of_bits(np.uint32(value) << np.uint32(16))
     return lambda value: value
@@ -42,6 +95,12 @@ def store(array, index, value):
 
 @overload(store, inline="always")
 def _store(array, index, value):
+    if array.dtype == types.uint8:
+
+        def coded(array, index, value):
+            array[index] = _fp8_code_of_any(value)
+
+        return coded
     if array.dtype == types.uint16:
 
         def rounded(array, index, value):
@@ -358,6 +417,64 @@ def interleave(builder, first, second, vectors, packed):
             pairs = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(INT, 2 * LANES), order))
             place = builder.add(packed, builder.add(across, across))
             builder.store(pairs, at(builder, place, WIDE(64 * half), numbers), align=4)
+
+
+def in_bf16(words, address, count, scratch):
+    """The address of `count` numbers of the cache in bf16, which are a multiple of 32: theirs, or where the cache is in
+    FP8 that of `scratch`, to which they are unpacked."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(in_bf16, inline="always")
+def _in_bf16(words, address, count, scratch):
+    if words.cached == types.uint8:
+
+        def unpacked(words, address, count, scratch):
+            _unpack_fp8(address, count // (2 * LANES), scratch)
+            return scratch
+
+        return unpacked
+    return lambda words, address, count, scratch: address
+
+
+def cached_bytes(words):
+    """Of one number of the KV cache."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(cached_bytes, inline="always")
+def _cached_bytes(words):
+    size = words.cached.bitwidth // 8
+    return lambda words: size
+
+
+@written_in_llvm()
+def _unpack_fp8(builder, codes, vectors, numbers):
+    """codes[32 `vectors`] of e4m3 -> as many of bf16, exactly. Addresses.
+
+    An exponent and mantissa move to their places, and the exponent counts from another number; the eight magnitudes
+    that have no leading one, and NaN, are looked up. Reading bits as a number 2**-120 times as large would need no
+    table, but `vdpbf16ps` takes bf16's own such magnitudes for 0.
+    """
+    words = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+    def all_of(value: int) -> Any:
+        return ir.Constant(words, [value] * (2 * LANES))
+
+    looked_up = torch.arange(8.0).mul(2.0**-9).to(torch.bfloat16).view(torch.int16).tolist()
+    table = ir.Constant(words, [*looked_up, *(0 for _ in range(23)), 0x7FC0])
+    with cgutils.for_range(builder, vectors) as loop:
+        start = builder.mul(loop.index, WIDE(2 * LANES))
+        loaded = builder.load(at(builder, codes, start, ir.VectorType(ir.IntType(8), 2 * LANES)), align=1)
+        code = builder.zext(loaded, words)
+        size = builder.and_(code, all_of(0x7F))
+        normal = builder.add(builder.shl(size, all_of(4)), all_of(120 << 7))
+        other = call(builder, "llvm.x86.avx512.permvar.hi.512", words, table, size)
+        # Of 0 to 7, less 8, what wraps around, and 0x7F: one comparison.
+        is_other = builder.icmp_unsigned(">", builder.sub(size, all_of(8)), all_of(0x7F - 9))
+        sign = builder.and_(builder.shl(code, all_of(8)), all_of(0x8000))
+        number = builder.or_(builder.select(is_other, other, normal), sign)
+        builder.store(number, at(builder, numbers, builder.add(start, start), words), align=2)
 
 
 @written_in_llvm()

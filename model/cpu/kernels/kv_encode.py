@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from twostroke.model.cpu.kernels.floats import store, widen
+from twostroke.model.cpu.kernels.floats import fp8_code, fp8_value, store, widen
 from twostroke.model.cpu.kernels.launch import bits_of_float, float_of_bits
 
 _LEAST_SCALE = np.uint32(0x00800000)  # 2**-126, the least normal number: its inverse is finite
@@ -18,10 +18,6 @@ _NAN = np.uint32(0x7FC00000)
 _TOO_LARGE = np.uint32(0x7F000000)  # 2**127: from here on, s * c might overflow
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an integer, in its lowest bits
 _ROUND_BITS = np.uint32(0x4B400000)
-_FP8_LEAST_NORMAL = np.uint32(0x3C800000)  # 2**-6
-_FP8_ROUND = np.float32(16384.0)  # 2**14: what is added to it is rounded to a multiple of 2**-9
-_FP8_ROUND_BITS = np.uint32(0x46800000)
-_FP8_REBIAS = np.uint32(120 << 3)  # exponents count from 127 in fp32, from 7 in e4m3
 
 _inline = njit(inline="always", error_model="numpy")
 
@@ -41,33 +37,8 @@ def _int8_code(value):
 
 
 @_inline
-def _fp8_code(value):
-    """To nearest, ties to even; no value is above 448 by more than rounding.
-
-    All these conversions keep numba from computing in 64 bits, which halves the speed.
-    """
-    bits = bits_of_float(value)
-    sign = np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)
-    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    even = np.uint32(np.uint32(size >> np.uint32(20)) & np.uint32(1))
-    normal = np.uint32(np.uint32(np.uint32(size + even) + np.uint32(0x7FFFF)) >> np.uint32(20)) - _FP8_REBIAS
-    small = bits_of_float(float_of_bits(size) + _FP8_ROUND) - _FP8_ROUND_BITS
-    return np.uint8(np.uint32(sign | np.uint32(small if size < _FP8_LEAST_NORMAL else normal)))
-
-
-@_inline
 def _int8_value(code):
     return np.float32(np.int8(code))
-
-
-@_inline
-def _fp8_value(code):
-    bits = np.uint32(code)
-    size = bits & np.uint32(0x7F)
-    normal = float_of_bits((size << np.uint32(20)) + np.uint32(120 << 23))
-    small = np.float32(np.int32(size)) * np.float32(2.0**-9)
-    value = small if size < np.uint32(8) else normal
-    return -value if bits >= np.uint32(0x80) else value
 
 
 def _make_encoder(code_of: Any, limit: float) -> Any:
@@ -111,8 +82,8 @@ def _make_decoder(value_of: Any) -> Any:
 
 
 # Compiled for fp32 and for bf16 when they are first needed; a third of a second each.
-_ENCODERS = {"int8": _make_encoder(_int8_code, 127.0), "fp8": _make_encoder(_fp8_code, 448.0)}
-_DECODERS = {"int8": _make_decoder(_int8_value), "fp8": _make_decoder(_fp8_value)}
+_ENCODERS = {"int8": _make_encoder(_int8_code, 127.0), "fp8": _make_encoder(fp8_code, 448.0)}
+_DECODERS = {"int8": _make_decoder(_int8_value), "fp8": _make_decoder(fp8_value)}
 _NUMPY = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 

@@ -9,7 +9,7 @@ many are taken at a time; the rest are its own arguments, addresses and sizes. T
 one that starts late or is disturbed does less.
 
 How a kernel's numbers are stored, as fp32 or as bf16, is part of its words' type: it is written once and compiled for
-both.
+both. So is how those of the KV cache are, which may be in FP8 (e4m3) beside either.
 """
 
 import contextlib
@@ -38,17 +38,19 @@ WIDE = ir.IntType(64)
 
 
 class Words(types.CPointer):  # type: ignore[misc]
-    """The type of a kernel's argument: `int64 *`, and how its numbers are `stored`, where there is a choice."""
+    """The type of a kernel's argument: `int64 *`, and how its numbers, and the KV cache's, are `stored` and `cached`,
+    where there is a choice."""
 
-    def __init__(self, stored: types.Type | None = None):
+    def __init__(self, stored: types.Type | None = None, cached: types.Type | None = None):
         super().__init__(types.int64)
         self.stored = stored
-        self.name = f"words of {stored}"
+        self.cached = cached
+        self.name = f"words of {stored} and {cached}"
 
     @property
-    def key(self) -> types.Type | None:
+    def key(self) -> tuple[types.Type | None, types.Type | None]:
         """What tells two of them apart."""
-        return self.stored
+        return self.stored, self.cached
 
 
 register_model(Words)(models.PointerModel)
@@ -58,9 +60,11 @@ class Kernel:
     """A function of words that torch's threads run: compiled, or read from numba's cache, when it is first needed,
     since not every CPU can compile every kernel."""
 
-    def __init__(self, function: Callable[[Any], None], stored: types.Type | None = None):
+    def __init__(
+        self, function: Callable[[Any], None], stored: types.Type | None = None, cached: types.Type | None = None
+    ):
         self._function = function
-        self._signature = types.void(Words(stored))
+        self._signature = types.void(Words(stored, cached))
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -95,14 +99,18 @@ class Kernel:
 
 
 class Kernels:
-    """One operation as a kernel for numbers in fp32 and one for bf16."""
+    """One operation as a kernel for numbers in fp32 and one for bf16, each over a KV cache of those, or of FP8."""
 
     def __init__(self, function: Callable[[Any], None]):
-        self._of = {torch.float32: Kernel(function, types.float32), torch.bfloat16: Kernel(function, types.uint16)}
+        self._of: dict[tuple[torch.dtype, torch.dtype], Kernel] = {}
+        for dtype, stored in ((torch.float32, types.float32), (torch.bfloat16, types.uint16)):
+            self._of[dtype, dtype] = Kernel(function, stored, stored)
+            self._of[dtype, torch.float8_e4m3fn] = Kernel(function, stored, types.uint8)
 
-    def of(self, dtype: torch.dtype) -> Kernel:
-        """The kernel of `dtype`. Raises KeyError for another than fp32 and bf16."""
-        return self._of[dtype]
+    def of(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Kernel:
+        """The kernel of `dtype`, and of a cache of `kv_dtype` (None: the same). Raises KeyError for another than fp32
+        and bf16, and for a cache that is neither of it nor of FP8."""
+        return self._of[dtype, kv_dtype or dtype]
 
 
 def packed(num_items: int, grain: int, arguments: Sequence[Tensor | float]) -> list[int]:
@@ -216,6 +224,17 @@ def as_stored(words, address):
 @overload(as_stored)
 def _as_stored(words, address):
     as_pointer = as_floats if words.stored == types.float32 else as_halves
+    return lambda words, address: as_pointer(address)
+
+
+def as_cached(words, address):
+    """int64 address -> pointer to numbers that are stored as the KV cache's are."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(as_cached)
+def _as_cached(words, address):
+    as_pointer = {types.float32: as_floats, types.uint16: as_halves, types.uint8: as_bytes}[words.cached]
     return lambda words, address: as_pointer(address)
 
 

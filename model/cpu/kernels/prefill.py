@@ -27,9 +27,11 @@ from twostroke.model.cpu.kernels.floats import (
     LANES,
     LINE_BYTES,
     BFloat,
+    cached_bytes,
     call,
     exponential,
     in_all_lanes,
+    in_bf16,
     interleave,
     store,
     transpose,
@@ -37,6 +39,7 @@ from twostroke.model.cpu.kernels.floats import (
 from twostroke.model.cpu.kernels.launch import (
     WIDE,
     Kernel,
+    Kernels,
     as_floats,
     as_halves,
     as_short_integers,
@@ -210,7 +213,7 @@ def _make_prefill(multiply: Any) -> Any:
     @compiled
     def prefill(words):
         """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, tokens, padded tokens, scale, how many
-        heads share tiles, window, cap or 0, and sinks or 0.
+        heads share tiles, window, cap or 0, sinks or 0, and what values are multiplied by.
 
         A tile's rows are its queries' heads: query by query, head by head.
         """
@@ -224,7 +227,7 @@ def _make_prefill(multiply: Any) -> Any:
         )
         scale, together = float_of_bits(np.uint32(words[13])), words[14]
         window, cap, has_sinks = words[15], float_of_bits(np.uint32(words[16])), words[17] != 0
-        sinks = carray(as_floats(words[17]), (heads,))
+        sinks, factor = carray(as_floats(words[17]), (heads,)), float_of_bits(np.uint32(words[18]))
         q, out = carray(as_halves(words[3]), (rows, heads, dim)), carray(as_halves(words[6]), (rows, heads, dim))
         queries = np.zeros((QUERY_TILE, dim), np.uint16)
         scores = np.empty((QUERY_TILE, KEY_TILE), np.float32)
@@ -270,7 +273,8 @@ def _make_prefill(multiply: Any) -> Any:
                 multiply(used, source, 2 * KEY_TILE, place, stride, width // 2, mixed.ctypes.data, 4 * dim, dim, 1)
             for row in range(used):
                 for i in range(dim):
-                    store(out[first + row // together, head + row % together], i, mixed[row, i] / weight_sum[row])
+                    value = mixed[row, i] / weight_sum[row] * factor
+                    store(out[first + row // together, head + row % together], i, value)
 
     return prefill
 
@@ -289,7 +293,7 @@ def _prefill_by_amx(words):
     amx.release_tiles()
 
 
-@Kernel
+@Kernels
 def _pack(words):
     """words: KV layer, block table, packed K and V, KV heads, head dim, block size, tokens, padded tokens, kinds.
 
@@ -302,7 +306,9 @@ def _pack(words):
     table = carray(as_short_integers(words[4]), (blocks,))
     packed_keys = carray(as_short_integers(words[5]), (kv_heads, dim // 2, padded_tokens))
     packed_values = carray(as_short_integers(words[6]), (kv_heads, padded_tokens // 2, dim))
-    head_bytes = block_size * dim * 2
+    size = cached_bytes(words)
+    head_bytes = block_size * dim * size
+    unpacked = np.empty(LANES * dim, np.uint16)
     for item in taken(words, items):
         index, head = item // kv_heads, item % kv_heads
         keys = words[3] + (np.int64(table[index]) * kinds * kv_heads + head) * head_bytes
@@ -310,11 +316,13 @@ def _pack(words):
         first = index * block_size
         count = min(block_size, tokens - first)
         for token in range(0, count, LANES):
+            rows = in_bf16(words, keys + token * dim * size, LANES * dim, unpacked.ctypes.data)
             for pair in range(0, dim // 2, LANES):
                 place = packed_keys[head, pair:, first + token :].ctypes.data
-                transpose(keys + token * dim * 2 + pair * 4, 2 * dim, place, 4 * padded_tokens)
+                transpose(rows + pair * 4, 2 * dim, place, 4 * padded_tokens)
         for token in range(0, count, 2):
-            row, place = values + token * dim * 2, packed_values[head, (first + token) // 2].ctypes.data
+            row = in_bf16(words, values + token * dim * size, 2 * dim, unpacked.ctypes.data)
+            place = packed_values[head, (first + token) // 2].ctypes.data
             interleave(row, row + 2 * dim, dim // (2 * LANES), place)
         if index == blocks - 1:
             packed_keys[head, :, tokens:] = 0
@@ -324,10 +332,10 @@ def _pack(words):
 
 
 def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: AttentionForm, out: Tensor) -> None:
-    """Causal attention of the last rows of a context of `tokens`, all in contiguous bf16, of a shape that `fits_tiles`.
+    """Causal attention of the last rows of a context of `tokens`, in contiguous bf16, of a shape that `fits_tiles`.
 
-    q and out [rows, H, D]; kv_layer [blocks, kinds, G, block_size, D]; table int32, contiguous. All of the table is
-    read.
+    q and out [rows, H, D]; kv_layer [blocks, kinds, G, block_size, D], of bf16 or FP8; table int32, contiguous. All of
+    the table is read.
     """
     rows, heads, dim = q.shape
     _, kinds, kv_heads, block_size, _ = kv_layer.shape
@@ -336,14 +344,15 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: Attent
     # Pairs along the inner dimension of each product go into one 32-bit lane.
     keys, values = _SCRATCH.lanes(kv_heads * dim * padded_tokens).chunk(2)
     items = kv_heads * -(-tokens // block_size)
-    _pack.run(items, 8, kv_layer, table, keys, values, kv_heads, dim, block_size, tokens, padded_tokens, kinds)
+    pack = _pack.of(q.dtype, kv_layer.dtype)
+    pack.run(items, 8, kv_layer, table, keys, values, kv_heads, dim, block_size, tokens, padded_tokens, kinds)
     together = _heads_together(rows, heads // kv_heads)
     (_prefill_by_amx if amx.is_usable() else _prefill_by_registers).run(
         heads // together * _num_tiles(rows, together),
         1,
         *(q, keys, values, out),
-        *(rows, heads, kv_heads, dim, tokens, padded_tokens, form.scale, together),
-        *(form.window or tokens, form.soft_cap, 0 if form.sinks is None else form.sinks),
+        *(rows, heads, kv_heads, dim, tokens, padded_tokens, form.cached_scale, together),
+        *(form.window or tokens, form.soft_cap, 0 if form.sinks is None else form.sinks, form.kv_scales.value),
     )
 
 

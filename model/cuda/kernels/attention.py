@@ -8,7 +8,8 @@ number of segments is a function of shapes, and each segment's length is found o
 while contexts grow, so a captured graph stays valid.
 
 q [T, H, D], out [T, H * D] and kv_layer [num_blocks, 2, G, block_size, D] are contiguous. Contexts count this step's
-own tokens, whose KV is in the cache by now; entries of block tables past a context are not read.
+own tokens, whose KV is in the cache by now; entries of block tables past a context are not read. A cache in FP8 is
+widened as it is loaded; as int8 are its bits, for GPUs that don't know the type.
 
 `model.backend.AttentionForm` says what becomes of scores. A window saves work: keys before it are neither loaded nor
 multiplied but for those of its first step. Window and soft cap are compiled in, so a layer that has neither pays for
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
+from twostroke.model.cuda.kernels.fp8 import of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
@@ -83,16 +85,25 @@ _FP32_PREFILL = (
 # Chunks of at most this many rows take tiles of as many, since half of a larger one would be padding, and half the keys
 # a step, since half the warps hold half the registers.
 _SHORT_ROWS, _SHORT_WARPS = 64, 4
+# Head dimensions from which a cache in FP8, widened in registers, leaves room for half the keys a step.
+_FP8_HALVES = {Architecture.HOPPER: 256, Architecture.AMPERE: 128}
 
 
 def prefill_config(
-    architecture: Architecture, head_dim: int, dtype: torch.dtype, heads_per_group: int, max_query_len: int
+    architecture: Architecture,
+    head_dim: int,
+    dtype: torch.dtype,
+    heads_per_group: int,
+    max_query_len: int,
+    is_fp8: bool = False,
 ) -> PrefillConfig:
-    """The table's row for a batch. Raises ValueError for heads wider than the table goes."""
+    """The table's row for a batch; `is_fp8` of the cache. Raises ValueError for heads wider than the table goes."""
     for widest, config in _FP32_PREFILL if dtype == torch.float32 else _PREFILL[architecture]:
         if head_dim <= widest:
             if max_query_len * heads_per_group <= _SHORT_ROWS < config.block_m:
                 config = replace(config, block_m=_SHORT_ROWS, block_n=config.block_n // 2, num_warps=_SHORT_WARPS)
+            if is_fp8 and widest >= _FP8_HALVES.get(architecture, math.inf) and config.block_n > 16:
+                config = replace(config, block_n=config.block_n // 2)
             # A tile holds at least all heads of one token.
             return replace(config, block_m=max(config.block_m, power_of_two(heads_per_group)))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
@@ -191,6 +202,7 @@ def attend_tile(
     else:
         k = tl.load(k_at)
         v = tl.load(v_at)
+    k, v = of_cache(k, q.dtype), of_cache(v, q.dtype)
     scores = tl.dot(q, k, input_precision=PRECISION)
     if SOFT_CAP > 0.0:
         scores = soft_capped(scores, scale_log2, SOFT_CAP)
@@ -219,6 +231,7 @@ def prefill_attention_kernel(
     sinks,
     out,
     scale_log2,
+    value_scale,
     token_stride,
     out_stride,
     block_stride,
@@ -295,7 +308,7 @@ def prefill_attention_kernel(
         out + query_start.to(tl.int64) * out_stride
         + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :],
         # Rows past the query, which are not stored, may have seen no key.
-        (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty),
+        (acc * value_scale / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty),
         mask=inside,
     )  # fmt: skip
 
@@ -316,7 +329,8 @@ def prefill_attention(
     heads_per_group = heads // groups
     tiles = triton.cdiv(layout.max_query_len, config.block_m // heads_per_group)
     prefill_attention_kernel[(tiles, groups, context_lens.shape[0])](
-        q, kv_layer, query_starts, context_lens, block_tables, form.sinks, out, form.scale * LOG2_E,
+        q, kv_layer, query_starts, context_lens, block_tables, form.sinks, out,
+        form.cached_scale * LOG2_E, form.kv_scales.value,
         q.stride(0), out.stride(0), *kv_layer.stride()[:3], block_tables.stride(0),
         HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
@@ -406,6 +420,7 @@ def decode_attention_kernel(
     partial_out,
     partial_log_sums,
     scale_log2,
+    value_scale,
     token_stride,
     out_stride,
     block_stride,
@@ -466,7 +481,7 @@ def decode_attention_kernel(
             PRECISION,
         )  # fmt: skip
     # An empty context (a padding row of a captured graph) gives zeros.
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = acc * value_scale / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLIT:
         partial = (sequence * NUM_HEADS + heads) * num_segments + segment
         tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
@@ -534,7 +549,7 @@ def decode_attention(
         partial_out = partial_log_sums = out  # not touched
     decode_attention_kernel[(groups, segments, sequences)](
         q, kv_layer, layout.context_lens, layout.block_tables, form.sinks, out, partial_out, partial_log_sums,
-        form.scale * LOG2_E,
+        form.cached_scale * LOG2_E, form.kv_scales.value,
         q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0),
         NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,

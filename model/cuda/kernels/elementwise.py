@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.model.backend import HeadNorms, RowNorms
+from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
+from twostroke.model.cuda.kernels.fp8 import rounded
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight
 from twostroke.model.cuda.kernels.launch import power_of_two
 
@@ -204,22 +205,26 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @triton.jit
 def _rotate_tile(
-    x, out, x_offsets, out_offsets, inside, cos, sin, gains, eps, HALF: tl.constexpr, NORMALISE: tl.constexpr
+    x, out, x_offsets, out_offsets, inside, cos, sin, gains, eps, factor, HALF: tl.constexpr, NORMALISE: tl.constexpr
 ):
-    """Rotate a [heads, D/2] pair of half tiles from x into out, normalised where asked for; gains: the norm's [D]."""
+    """Rotate a [heads, D/2] pair of half tiles from x into out, normalised where asked for, times a factor.
+
+    gains: the norm's [D].
+    """
     first = tl.load(x + x_offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + x_offsets + HALF, mask=inside, other=0.0).to(tl.float32)
-    element = out.dtype.element_ty
     if NORMALISE:
         dims = tl.arange(0, first.shape[1])
         real = dims < HALF
         scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)
         gain = tl.load(gains + dims, mask=real, other=0.0).to(tl.float32)[None, :]
         more = tl.load(gains + HALF + dims, mask=real, other=0.0).to(tl.float32)[None, :]
-        first = (first * scale[:, None] * gain).to(element).to(tl.float32)
-        second = (second * scale[:, None] * more).to(element).to(tl.float32)
-    tl.store(out + out_offsets, (first * cos - second * sin).to(element), mask=inside)
-    tl.store(out + out_offsets + HALF, (second * cos + first * sin).to(element), mask=inside)
+        first = (first * scale[:, None] * gain).to(x.dtype.element_ty).to(tl.float32)
+        second = (second * scale[:, None] * more).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + out_offsets, rounded((first * cos - second * sin) * factor, out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + out_offsets + HALF, rounded((second * cos + first * sin) * factor, out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -233,6 +238,8 @@ def rope_kv_kernel(
     q_norm,
     k_norm,
     eps,
+    of_keys,
+    of_values,
     NUM_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -258,7 +265,7 @@ def rope_kv_kernel(
         inside = (heads < NUM_HEADS)[:, None] & real[None, :]
         offsets = heads[:, None] * HEAD_DIM + dims[None, :]
         q_to = q_out + token * (NUM_HEADS * HEAD_DIM)
-        _rotate_tile(row, q_to, offsets, offsets, inside, cos, sin, q_norm, eps, HALF, NORMALISE)
+        _rotate_tile(row, q_to, offsets, offsets, inside, cos, sin, q_norm, eps, 1.0, HALF, NORMALISE)
     else:
         slot = tl.load(slots + token)
         if slot >= 0:
@@ -267,11 +274,13 @@ def rope_kv_kernel(
             k_from = (NUM_HEADS + groups)[:, None] * HEAD_DIM + dims[None, :]
             k_to = kv_layer + (slot // BLOCK_SIZE) * (2 * KIND) + (slot % BLOCK_SIZE) * HEAD_DIM
             to_offsets = groups[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
-            _rotate_tile(row, k_to, k_from, to_offsets, inside, cos, sin, k_norm, eps, HALF, NORMALISE)
+            _rotate_tile(row, k_to, k_from, to_offsets, inside, cos, sin, k_norm, eps, of_keys, HALF, NORMALISE)
             v_from = row + NUM_GROUPS * HEAD_DIM
             v_to = k_to + KIND
-            tl.store(v_to + to_offsets, tl.load(v_from + k_from, mask=inside, other=0.0), mask=inside)
-            tl.store(v_to + to_offsets + HALF, tl.load(v_from + k_from + HALF, mask=inside, other=0.0), mask=inside)
+            element = kv_layer.dtype.element_ty
+            for half in tl.static_range(0, 2 * HALF, HALF):
+                value = tl.load(v_from + k_from + half, mask=inside, other=0.0).to(tl.float32) * of_values
+                tl.store(v_to + to_offsets + half, rounded(value, element), mask=inside)
 
 
 def rope_and_write_kv(
@@ -281,22 +290,27 @@ def rope_and_write_kv(
     positions: Tensor,
     slots: Tensor,
     norms: HeadNorms | None = None,
+    kv_scales: KVScales = AS_THEY_ARE,
 ) -> Tensor:
     """Rotate Q and K, normalised where there are norms, write K and V at `slots`; return Q, [T, H, D].
 
-    qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]; kv_layer [num_blocks, 2, G, block_size, D]; positions and
-    slots int64 [T]. A negative slot writes nothing; its position must still be within cos_sin.
+    qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]; kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
+    float8_e4m3fn; positions and slots int64 [T]. A negative slot writes nothing; its position must still be within
+    cos_sin.
     """
     tokens, width = qkv.shape
     _, _, groups, block_size, dim = kv_layer.shape
     heads = width // dim - 2 * groups
     q_out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if kv_layer.dtype == torch.float8_e4m3fn:
+        kv_layer = kv_layer.view(torch.uint8)
     half_padded = power_of_two(dim // 2)
     tile_heads = max(1, min(_BLOCK // (2 * half_padded), power_of_two(heads)))
     if tokens:
         rope_kv_kernel[(tokens, triton.cdiv(heads, tile_heads) + triton.cdiv(groups, tile_heads))](
             qkv, cos_sin, kv_layer, positions, slots, q_out,
             *((qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)),
+            1 / kv_scales.key, 1 / kv_scales.value,
             NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HALF_PADDED=half_padded, BLOCK_SIZE=block_size,
             TILE_HEADS=tile_heads, NORMALISE=norms is not None, num_warps=_BLOCK_WARPS,
         )  # fmt: skip

@@ -25,6 +25,11 @@ j of a block holds column j in its low half and column 64 + j in its high one, e
 tile of bytes are one group's columns in order, and the high ones the next group's: unpacking moves nothing between
 threads, and each half has one scale a row. The high half is used where it stands, as 16 times its value: the scales of
 those groups are a sixteenth.
+
+FP8 (e4m3; GPUs from sm_89 on) is multiplied as it is, and so are activations, which each token's own scale makes FP8
+just before (Micikevicius et al. 2022): twice the rate of 16 bits, and no widening. A weight has a scale a row, or one
+for each FP8_GROUP columns of it, which multiplies that step's sums. Steps are added up in fp32: Hopper's matrix unit
+itself keeps some 14 bits of sums of FP8 (DeepSeek-AI 2024, V3, 3.3.2).
 """
 
 from dataclasses import dataclass, replace
@@ -38,6 +43,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight
+from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
 from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
 
 Bits = Literal[16, 8, 4]
@@ -45,18 +51,26 @@ Bits = Literal[16, 8, 4]
 
 BYTE_ZERO = 128  # what stands for 0
 NIBBLE_ZERO = 8
+FP8_GROUP = 128  # columns of a weight in FP8 that share a scale, where not all of a row do
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight in the kernels' form."""
 
-    packed: Tensor  # [out, in] as it was; uint8 [out, in] of eight bits; [out, 64 * blocks of 128 columns] of four
-    # fp32 [out] of eight bits; bf16 [2 * blocks, out] of four, each odd one a sixteenth of its group's; else not read
+    packed: (
+        Tensor  # [out, in] as it was, FP8 too; uint8 [out, in] of eight bits; [out, 64 * blocks of 128 columns] of four
+    )
+    # fp32 [out] of eight bits, [groups, out] of FP8; bf16 [2 * blocks, out] of four, each odd one a sixteenth of its
+    # group's; else not read
     scales: Tensor
     rows: int
     columns: int
     bits: Bits
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.packed.dtype == torch.float8_e4m3fn
 
 
 def pack(weight: Tensor | QuantizedWeight) -> PackedWeight:
@@ -96,10 +110,28 @@ def can_pack(weight: QuantizedWeight) -> bool:
     return is_bf16 and (weight.group_size == INT4_GROUP or weight.num_groups == 1)
 
 
+def can_multiply_fp8(weight: QuantizedWeight) -> bool:
+    """Whether `pack_fp8` takes it: FP8 with a scale a row or FP8_GROUP columns, in rows that are whole vectors."""
+    if weight.values.dtype != torch.float8_e4m3fn or weight.is_fp4:
+        return False
+    if weight.offsets is not None or weight.order is not None or weight.values.shape[1] % 16:
+        return False
+    return weight.num_groups == 1 or weight.group_size == FP8_GROUP
+
+
+def pack_fp8(weight: QuantizedWeight) -> PackedWeight:
+    """Of a weight that `can_multiply_fp8`."""
+    rows, columns = weight.values.shape
+    return PackedWeight(weight.values.contiguous(), weight.scales.T.contiguous(), rows, columns, 8)
+
+
 def unpack(weight: PackedWeight) -> Tensor:
     """The weights that are computed with, fp32 [out, in]: the reference of the kernels that read them."""
     if weight.bits == 16:
         return weight.packed.float()
+    if weight.is_fp8:
+        group = weight.columns if len(weight.scales) == 1 else FP8_GROUP
+        return weight.packed.float() * weight.scales.T.repeat_interleave(group, dim=1)[:, : weight.columns]
     if weight.bits == 8:
         return (weight.packed.float() - BYTE_ZERO) * weight.scales[:, None]
     blocks = weight.packed.view(weight.rows, -1, 1, INT4_GROUP)
@@ -232,6 +264,22 @@ _CONFIGS: dict[tuple[Architecture, Bits], tuple[GemmConfig, ...]] = {
         GemmConfig(128, 128, 64, num_warps=8, num_stages=3),
     ),
 }
+# FP8 by FP8, of steps of FP8_GROUP columns. Few tokens are bound by the weight's bytes as int8's are: as many are in
+# flight. Many are bound by products: at 128 x 128 a step's fresh sums and all of them take 64 registers a thread each.
+_FP8_CONFIGS: dict[Architecture, tuple[GemmConfig, ...]] = {
+    Architecture.HOPPER: (
+        GemmConfig(16, 64, FP8_GROUP, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, FP8_GROUP, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, FP8_GROUP, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(128, 128, FP8_GROUP, num_warps=8, num_stages=4),
+    ),
+    Architecture.SMALL: (
+        GemmConfig(16, 64, FP8_GROUP, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(32, 64, FP8_GROUP, num_warps=4, num_stages=3, seats=2),
+        GemmConfig(64, 64, FP8_GROUP, num_warps=4, num_stages=3, seats=2),
+        GemmConfig(128, 128, FP8_GROUP, num_warps=8, num_stages=2),
+    ),
+}
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: small steps, on any GPU.
 _FP32_CONFIGS = (
     GemmConfig(16, 16, 64, num_warps=2, num_stages=4),
@@ -245,10 +293,16 @@ _FP32_QUANT_CONFIGS = (
 
 
 def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int, rows: int, columns: int) -> GemmConfig:
-    """The table's row for any number of tokens, of 16 bits for 1 to MOST_TOKENS, and the splits for a weight."""
-    table = _CONFIGS[target.architecture, bits]
-    if dtype == torch.float32:
+    """The table's row for any number of tokens, of 16 bits for 1 to MOST_TOKENS, and the splits for a weight.
+
+    `dtype` is that of what is multiplied with the weight: where that is FP8, so are both.
+    """
+    if dtype == torch.float8_e4m3fn:
+        table = _FP8_CONFIGS[target.architecture]
+    elif dtype == torch.float32:
         table = _FP32_CONFIGS if bits == 16 else _FP32_QUANT_CONFIGS
+    else:
+        table = _CONFIGS[target.architecture, bits]
     config = next((config for config in table if num_tokens <= config.block_t), table[-1])
     if num_tokens > MOST_TOKENS:
         return config
@@ -258,6 +312,13 @@ def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int,
 def linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """x [T, in] -> [T, out]: summed in fp32, rounded once to out_dtype."""
     y = x.float() @ unpack(weight).T
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def fp8_linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """As `linear_reference`, of x as `fp8.quantize_tokens_reference` rounds it."""
+    codes, scales = quantize_tokens_reference(x)
+    y = codes.float() @ unpack(weight).T * scales[:, None]
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
@@ -291,6 +352,7 @@ def gemm_kernel(
     x,
     weight,
     scales,
+    x_scales,
     bias,
     y,
     sums,
@@ -307,11 +369,14 @@ def gemm_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALES_STEPS: tl.constexpr,
 ):
     """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
 
     WHOLE_STEPS: the columns are a multiple of BLOCK_K, or of four bits of a block. Rows of a tile past the weight's
-    read its last row, and their results are dropped. In eight bits, a row's scale is applied to its sums.
+    read its last row, and their results are dropped. In eight bits, a row's scale is applied to its sums; of FP8 each
+    step's own with SCALES_STEPS, and each token's.
 
     In four bits a step is BLOCK_K / 2 bytes, half of its columns of each of a block's two scale groups. Where tokens
     are few, each half is multiplied for itself, and its sums by the row's scale: less work than to scale its weights.
@@ -378,13 +443,24 @@ def gemm_kernel(
             if WHOLE_STEPS:
                 w = tl.load(weight_at + columns[None, :])
             else:
-                w = tl.load(weight_at + columns[None, :], mask=(columns < num_columns)[None, :], other=0)
+                w = tl.load(
+                    weight_at + columns[None, :], mask=(columns < num_columns)[None, :], other=0.0 if FP8 else 0
+                )
             x_tile = load_x(x_rows, real, columns, num_columns, WHOLE_STEPS)
-            if BITS == 8:
-                w = widen(w, 0xFF, _BYTE_ZERO).to(x_tile.dtype)
-            acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
-        if BITS == 8:
+            if FP8:
+                if SCALES_STEPS:
+                    of_step = tl.load(scales + start // BLOCK_K * num_rows + real_rows)[:, None]
+                    acc += tl.dot(w, x_tile, max_num_imprecise_acc=BLOCK_K) * of_step
+                else:
+                    acc = tl.dot(w, x_tile, acc=acc, max_num_imprecise_acc=BLOCK_K)
+            else:
+                if BITS == 8:
+                    w = widen(w, 0xFF, _BYTE_ZERO).to(x_tile.dtype)
+                acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
+        if BITS == 8 and not SCALES_STEPS:
             acc *= tl.load(scales + real_rows)[:, None]
+        if FP8:
+            acc *= tl.load(x_scales + tokens, mask=tokens < num_tokens, other=0.0)[None, :]
 
     # y[tokens, rows] = bias[rows] + the sum over all splits of acc [rows, tokens], in the order of the splits.
     inside = (rows < num_rows)[:, None] & real
@@ -417,8 +493,10 @@ def gemm(
     out_dtype: torch.dtype,
     workspace: SplitWorkspace,
     config: GemmConfig,
+    x_scales: Tensor | None = None,
 ) -> Tensor:
-    """`linear_reference` on the GPU. Returns a new tensor.
+    """`linear_reference` on the GPU, of FP8 `fp8_linear_reference` with x of codes and `x_scales` fp32 [T]. Returns a
+    new tensor.
 
     With splits for no more tokens than MOST_TOKENS, and with weights of 16 bits for no more than config.block_t.
     x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.
@@ -428,11 +506,13 @@ def gemm(
     y = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
     if tokens and rows:
         gemm_kernel[(config.splits, triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, config.block_t))](
-            x, weight.packed, weight.scales, x if bias is None else bias, y, workspace.sums, workspace.arrived,
+            x, weight.packed, weight.scales, weight.scales if x_scales is None else x_scales,
+            x if bias is None else bias, y, workspace.sums, workspace.arrived,
             tokens, rows, columns,
             BITS=weight.bits, BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             SPLITS=config.splits, WHOLE_STEPS=columns % (2 * INT4_GROUP if weight.bits == 4 else config.block_k) == 0,
             HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype), SCALE_GROUP=INT4_GROUP,
+            FP8=weight.is_fp8, SCALES_STEPS=weight.is_fp8 and len(weight.scales) > 1,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return y

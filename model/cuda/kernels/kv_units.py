@@ -33,6 +33,7 @@ import triton.language as tl
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from twostroke.model.cuda.kernels.fp8 import fp8_code, fp8_value
 from twostroke.model.cuda.kernels.launch import power_of_two
 
 _TILE_BYTES = 8192  # of one program
@@ -327,27 +328,16 @@ _CODED_TILE = 2048  # values of one program
 def _code(value, IS_FP8: tl.constexpr):
     """fp32 -> the code's bits, int32: to nearest, ties to even."""
     if IS_FP8:
-        bits = value.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # exponents: 127 in fp32, 7 in e4m3
-        small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # multiples of 2**-9
-        code = tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-    else:
-        code = (value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23 rounds to integers
-    return code
+        return fp8_code(value)
+    return (value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23 rounds to integers
 
 
 @triton.jit
 def _value(code, IS_FP8: tl.constexpr):
     """The code's bits, int32 in [0, 255] -> fp32."""
     if IS_FP8:
-        size = code & 0x7F
-        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        magnitude = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-        value = tl.where(code >= 0x80, -magnitude, magnitude)
-    else:
-        value = ((code ^ 0x80) - 0x80).to(tl.float32)
-    return value
+        return fp8_value(code)
+    return ((code ^ 0x80) - 0x80).to(tl.float32)
 
 
 @triton.jit

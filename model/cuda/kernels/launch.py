@@ -24,6 +24,7 @@ class Target:
 
     architecture: Architecture
     multiprocessors: int
+    has_fp8: bool = True  # sm_89 and later
     specializes_warps: bool = False  # Triton 3.6 and 3.7 give loads and products warps of their own on sm_90 only
 
     @classmethod
@@ -35,10 +36,10 @@ class Target:
         if capability < (8, 0):
             raise ValueError(f"compute capability {capability[0]}.{capability[1]} is below 8.0, the least supported")
         if capability in ((8, 0), (8, 7)):
-            return cls(Architecture.AMPERE, multiprocessors)
+            return cls(Architecture.AMPERE, multiprocessors, has_fp8=False)
         if capability[0] in (9, 10):
             return cls(Architecture.HOPPER, multiprocessors, specializes_warps=capability[0] == 9)
-        return cls(Architecture.SMALL, multiprocessors)
+        return cls(Architecture.SMALL, multiprocessors, has_fp8=capability >= (8, 9))
 
     @classmethod
     def of_device(cls, device: torch.device) -> "Target":
@@ -49,7 +50,7 @@ class Target:
 
 H100 = Target(Architecture.HOPPER, multiprocessors=132, specializes_warps=True)
 B200 = Target(Architecture.HOPPER, multiprocessors=148)
-A100 = Target(Architecture.AMPERE, multiprocessors=108)
+A100 = Target(Architecture.AMPERE, multiprocessors=108, has_fp8=False)
 
 
 def power_of_two(n: int) -> int:

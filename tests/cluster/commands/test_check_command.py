@@ -111,6 +111,24 @@ def test_people_are_told_how_to_serve_it(tmp_path: Path, capsys: pytest.CaptureF
     assert f"    model: {{path: {tmp_path}, quantization: auto}}" in lines
 
 
+def test_kv_in_fp8_takes_half_the_bytes_and_is_told_how_to_be_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "--gpu", "h100-80gb", "--dtype", "bfloat16"
+    _, plain = checked(tmp_path, capsys, LLAMA_3_1_8B, *asked)
+    _, told = checked(tmp_path, capsys, LLAMA_3_1_8B, *asked, "--kv-cache-dtype", "fp8")
+    assert (plain["kv_dtype"], told["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert told["kv_bytes_per_token"] == plain["kv_bytes_per_token"] / 2 == 65536
+    assert told["max_requests"] // plain["max_requests"] == 2
+    main(["check", str(tmp_path), *asked, "--kv-cache-dtype", "fp8_e4m3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "KV 64.0 KiB a token in FP8" in lines[1]
+    assert f"    model: {{path: {tmp_path}, quantization: auto, kv_cache_dtype: fp8}}" in lines
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B | {"num_hidden_layers": 2}))
+    main(["check", str(tmp_path), "--kv-cache-dtype", "fp8"])
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" --kv-cache-dtype fp8")
+
+
 MIXTRAL_8X7B = LLAMA_3_1_8B | {"architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "num_local_experts": 8}
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],

@@ -23,6 +23,7 @@ REQUESTS = (
 SETTINGS = {*setting_paths(ClusterConfig), "auth.keys"}
 SAMPLES = {
     "--dtype": "bfloat16",
+    "--kv-cache-dtype": "fp8_e4m3",
     "--quantization": "int8",
     "--generation-config": "none",
     "--otlp-traces-endpoint": "http://localhost:4318/v1/traces",

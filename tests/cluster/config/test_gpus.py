@@ -1,11 +1,20 @@
 """GPUs that are there are used, and those that stay idle are told of; on a machine whose number of GPUs is given."""
 
+import io
 from typing import Any
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
+import ray
+from rich.console import Console
 
+from twostroke.cluster.commands import serve
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.gpus import one_for_each_rank, share_gpus
+from twostroke.cluster.deployments.serve_app import build_app
+from twostroke.cluster.local import server
+from twostroke.cluster.local.server import Order, Report
 from twostroke.protocol.errors import ConfigError
 
 TP4 = {role: {"tensor_parallel": 4} for role in ("prefill", "decode")}
@@ -79,8 +88,56 @@ def test_too_few_gpus_for_what_is_asked_is_said_before_anything_starts(settings:
         share_gpus(settings, 2)
 
 
-def test_on_a_cluster_with_gpus_each_rank_has_one_unless_somebody_says_otherwise() -> None:
-    assert workers(one_for_each_rank({}, has_gpus=True)) == ((1, 1), (1, 1))
-    assert workers(one_for_each_rank({}, has_gpus=False)) == ((1, 0), (1, 0))
-    assert workers(one_for_each_rank({"decode": {"num_gpus": 0}}, has_gpus=True)) == ((1, 0), (1, 0))
-    assert workers(one_for_each_rank({"decode": {"num_gpus": 0.5}}, has_gpus=True)) == ((1, 1), (1, 0.5))
+@pytest.mark.parametrize(
+    ("settings", "has_gpus", "expected", "idle"),
+    [
+        ({}, True, ((1, 1), (1, 1)), None),
+        ({}, False, ((1, 0), (1, 0)), None),
+        ({"decode": {"num_gpus": 0.5}}, True, ((1, 1), (1, 0.5)), None),
+        ({"decode": {"num_gpus": 0}}, True, ((1, 0), (1, 0)), "num_gpus is 0"),
+        ({"model": {"device": "cpu"}}, True, ((1, 0), (1, 0)), "model.device is cpu"),
+    ],
+)
+def test_on_a_cluster_with_gpus_each_rank_has_one_unless_somebody_says_otherwise_which_is_told(
+    settings: dict[str, Any], has_gpus: bool, expected: object, idle: str | None
+) -> None:
+    shared = one_for_each_rank(settings, has_gpus=has_gpus)
+    assert workers(shared.settings) == expected
+    assert shared.line == (idle and f"The cluster's GPUs stay idle: {idle}")
+
+
+def test_who_deploys_on_a_cluster_hears_of_its_idle_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    build_app({"model": {"device": "cpu"}})
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "The cluster's GPUs stay idle: model.device is cpu")
+    ]
+
+
+class _Stopped(Exception):
+    """Before anything starts."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "event", "text"),
+    [
+        ({"prefill": {"num_gpus": 0}}, "loud", "2 GPUs stay idle: the workers are told to take 0 of 2"),
+        ({}, "step", "GPUs: 1 prefill and 1 decode workers share 2"),
+    ],
+)
+def test_a_server_on_a_host_whose_gpus_stay_idle_says_so_in_red(
+    settings: dict[str, Any], event: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_gpus_in_sight", lambda: 2)
+    monkeypatch.setattr(server, "check_is_anywhere", lambda _: (_ for _ in ()).throw(_Stopped))
+    order, said = Order(settings, "127.0.0.1", 0, False, False), io.StringIO()
+    with pytest.raises(_Stopped):
+        server._serve(order, MagicMock(), said)
+    (report,) = (msgspec.json.decode(line, type=Report) for line in said.getvalue().splitlines())
+    assert (report.event, report.text[: len(text)]) == (event, text)
+    shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    assert serve._show(iter([report]), order, shown)
+    assert ("\x1b[1;31m" in shown.file.getvalue()) == (event == "loud")  # type: ignore[attr-defined]

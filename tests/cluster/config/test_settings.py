@@ -135,6 +135,13 @@ def test_a_role_may_hold_the_model_in_its_own_way() -> None:
     assert config.model_of(read_config({}).decode) == config.model
 
 
+def test_kv_in_fp8_is_not_encoded_once_more() -> None:
+    raw = {"model": {"kv_cache_dtype": "fp8"}, "kv_transfer": {"encoding": "int8"}}
+    with pytest.raises(ConfigError, match=r"^kv_transfer\.encoding: int8 beside model\.kv_cache_dtype fp8, .* to raw"):
+        read_config(raw)
+    assert read_config({**raw, "kv_transfer": None}).model.kv_cache_dtype == "fp8"
+
+
 def test_roles_that_exchange_kv_have_one_dtype() -> None:
     raw = {"model": {"dtype": "bfloat16"}, "prefill": {"dtype": "float32"}}
     with pytest.raises(
@@ -203,6 +210,8 @@ GPUS = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "tensor_parallel":
         ({"decode": {"cores": "0", "threads": 2}}, "decode.threads: 2 on the cores 0: "),
         ({"decode": {"cores": "0-1", "tensor_parallel": 2}}, "decode.cores: 0-1 can't be shared"),
         ({"decode": {"cores": "0-"}}, "decode.cores: '0-' is no list"),
+        ({"decode": {"cores": "0", "lends_cores": True}}, "decode.lends_cores: not beside cores"),
+        ({"prefill": {"tensor_parallel": 2, "lends_cores": True}}, "prefill.lends_cores: not beside tensor_parallel"),
         ({"prefill": {"tensor_parallel": 3}}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
         ({"prefill": {"tensor_parallel": 2, "num_gpus": 0.5}}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel "),
         # Classes and keys.

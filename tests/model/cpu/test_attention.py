@@ -1,12 +1,13 @@
 """Decode and prefill attention over paged KV against the plain torch reference; what no kernel may read is NaN."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.paged_cases import PagedCase, paged_case
+from tests.kernels.paged_cases import PagedCase, in_fp8, paged_case
 from twostroke.model import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
@@ -178,3 +179,31 @@ def test_caps_and_sinks_equal_the_reference(
         if cap or has_sinks:
             without = reference.attention(case.q, case.kv_layer, case.layout, form_of(case, window, 0.0, False))
             assert (computed(case, form).flatten(1) - without).abs().max() > 0.02, "the form makes no difference here"
+
+
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("block_size", [16, 33])
+@pytest.mark.parametrize(("window", "cap", "has_sinks"), [(0, 0.0, False), (100, 5.0, True)])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 64), (6, 1, 40), (15, 3, 96)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_fp8_is_read_as_the_numbers_it_holds(
+    dtype: torch.dtype, heads: int, groups: int, dim: int, window: int, cap: float, has_sinks: bool, block_size: int
+) -> None:
+    shape: dict[str, Any] = {"heads": heads, "groups": groups, "dim": dim, "block_size": block_size, "dtype": dtype}
+    # Enough decodes that a thread takes all KV heads of one.
+    decodes = in_fp8(paged_case([(1, context) for context in (1, 40, 17, 600, 130)], **shape))
+    chunks = in_fp8(paged_case([(5, 5), (40, 90), (3, 700)], **shape))
+    for case, computed in ((decodes, decoded), (chunks, prefilled)):
+        form = replace(form_of(case, window, cap, has_sinks), kv_scales=case.form.kv_scales)
+        check(computed(case, form), case, form)
+
+
+@pytest.mark.parametrize("dim", [64, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broken_numbers_of_a_cache_in_fp8_stay_broken(dtype: torch.dtype, dim: int) -> None:
+    for lengths, computed in (([(1, 40)], decoded), ([(20, 40)], prefilled)):
+        case = in_fp8(paged_case(lengths, heads=2, groups=1, dim=dim, dtype=dtype))
+        block = int(case.layout.block_tables[0, 1])
+        case.kv_layer[block, 1, 0, 2, 3] = float("nan")
+        assert computed(case, case.form)[:, :, 3].isnan().all()
+        assert not computed(case, case.form)[:, :, 4].isnan().any()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import make_layout, paged_case
 from twostroke.model import reference
-from twostroke.model.backend import AttentionForm, HeadNorms, RowNorms
+from twostroke.model.backend import AttentionForm, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
 from twostroke.model.cpu.backend import CpuBackend
 
@@ -102,6 +102,26 @@ def test_rotation_and_kv_write_equal_the_reference(
         reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots, norms),
     )
     close(written, expected)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_fp8_is_written_as_the_reference_rounds(dtype: torch.dtype, has_norms: bool) -> None:
+    """Numbers of all sizes that e4m3 has, beyond its largest, and NaN."""
+    layout, num_blocks = make_layout([(2, 2), (7, 12)], 5)
+    heads, kv_heads, dim, scales = 3, 2, 24, KVScales(key=0.7, value=1.0)
+    sizes = torch.logspace(-12, 11, (heads + 2 * kv_heads) * dim, base=2.0)
+    qkv = (torch.randn(9, len(sizes)) * sizes).to(dtype)
+    qkv[3, -1] = float("nan")
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
+    cos_sin = torch.rand(12, dim)
+    written, expected = (torch.zeros(num_blocks, 2, kv_heads, 5, dim, dtype=torch.float8_e4m3fn) for _ in range(2))
+    close(
+        BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms, scales),
+        reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots, norms, scales),
+    )
+    assert torch.equal(written.float().nan_to_num(1000), expected.float().nan_to_num(1000))
+    assert written.float().abs().nan_to_num(0).max() == 448
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

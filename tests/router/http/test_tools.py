@@ -99,6 +99,69 @@ async def test_without_tools_nothing_is_a_call(site, client, speaker, fields):
     assert "<tools>" not in speaker.decode(site.rig["p0"].seen[0].token_ids)
 
 
+@pytest.mark.parametrize("choice", ["auto", {"name": "rain"}], ids=str)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_functions_are_tools_by_their_old_name_and_a_call_is_told_by_it(site, client, speaker, streams, choice):
+    plays(site, speaker, f"{THOUGHT}I look.\n{CALL}\n{CALL}")
+    called = {"name": "rain", "arguments": '{"city": "Bergen"}'}
+    history = [
+        {"role": "user", "content": "Rain in Bergen?"},
+        {"role": "assistant", "content": None, "function_call": called},
+        {"role": "function", "name": "rain", "content": "yes"},
+        {"role": "user", "content": "And in Oslo?"},
+    ]
+    asked = {"messages": history, "functions": [RAIN["function"]], "function_call": choice}
+    if streams:
+        told, reasons, content = [], [], ""
+        async for chunk in await client.chat.completions.create(model="fake", stream=True, **asked):
+            delta = chunk.choices[0].delta
+            assert not delta.tool_calls
+            content += delta.content or ""
+            told += [delta.function_call] if delta.function_call else []
+            reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+        name, arguments = told[0].name, "".join(one.arguments for one in told)
+        assert not any(one.name for one in told[1:])
+        assert reasons == ["function_call"]
+    else:
+        answered = (await client.chat.completions.create(model="fake", **asked)).choices[0]
+        assert answered.message.tool_calls is None
+        assert answered.finish_reason == "function_call"
+        content, name = answered.message.content, answered.message.function_call.name
+        arguments = answered.message.function_call.arguments
+    assert (content, name, json.loads(arguments)) == ("I look.", "rain", {"city": "Oslo"})
+    seen = site.rig["p0"].seen[0]
+    prompt = speaker.decode(seen.token_ids)
+    assert '"name": "rain", "description": "Whether it rains."' in prompt
+    assert '<tool_call>{"name": "rain", "arguments": {"city": "Bergen"}}</tool_call>' in prompt
+    assert "<|im_start|>tool\nyes" in prompt
+    assert bool(seen.grammar) == (choice != "auto")
+    if choice != "auto":
+        assert follows(speaker, seen.grammar, THOUGHT + CALL)
+        assert not follows(speaker, seen.grammar, f"{THOUGHT}{CALL}\n{CALL}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions.1.name"),
+        ({"functions": [{"name": "a b"}]}, "functions.0.name"),
+        ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call.name"),
+        ({"functions": [{"name": "a"}], "tools": [RAIN]}, "functions"),
+        ({"functions": [{"name": "a"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [RAIN], "function_call": {"name": "rain"}}, "function_call"),
+        (
+            {"functions": [{"name": "a", "parameters": {"type": "x"}}], "function_call": {"name": "a"}},
+            "functions.0.parameters",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_with_functions_is_told_by_their_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(client, streams=False, extra_body=fields)
+    assert caught.value.body["param"] == param
+
+
 async def test_the_template_sees_tools_and_earlier_calls(site, client, speaker):
     plays(site, speaker, "It rains.")
     called = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Oslo"}'}}

@@ -1,10 +1,16 @@
-import pytest
+import json
+from importlib.resources import files
 
+import pytest
+from pydantic import ValidationError
+
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
 from twostroke.router.openai.jobs import JobMaker, Terms
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 from twostroke.router.text.generation_config import SamplingDefaults
+from twostroke.router.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture
@@ -111,3 +117,65 @@ async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
     assert job.request.token_ids.count(0) == 1
     assert job.request.max_tokens == 100 - job.request.num_prompt_tokens
     assert job.request.sampling.logprobs == 0
+
+
+async def test_the_template_sees_the_documents_of_a_chat():
+    template = "{% for one in documents or [] %}[{{ one.title }}: {{ one.text }}]{% endfor %}{{ messages[0].content }}"
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
+    asked = {"messages": [{"role": "user", "content": "Which?"}]}
+    documents = [{"title": "a", "text": "b"}, {"title": "c", "text": "d é"}]
+    for more, prompt in (
+        ({"documents": documents}, "[a: b][c: d é]Which?"),
+        ({"documents": []}, "Which?"),
+        ({}, "Which?"),
+    ):
+        chat = ChatRequest.model_validate({**asked, **more})
+        (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+        assert speaker.decode(job.request.token_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"regex": "a" * 1_000_000}, "65536 characters"),
+        ({"grammar": "start: " + "a " * 500_000}, "65536 characters"),
+        ({"json": {"enum": ["a" * 1_000_000]}}, "takes 1000013 bytes"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "is no JSON"),
+        ({"json": json.loads('{"items":' * 65 + "{}" + "}" * 65)}, "nested 64 levels deep"),
+        ({"json": {"multipleOf": 999_983}}, "too large together"),
+    ],
+    ids=range(6),
+)
+async def test_what_is_far_too_much_is_refused_before_it_is_compiled(tokenizer, monkeypatch, asked, said):
+    async def compiles(grammars, grammar):
+        raise AssertionError("it is compiled")
+
+    monkeypatch.setattr("twostroke.protocol.grammars.Grammars.matcher", compiles)
+    with pytest.raises((RequestError, ValidationError), match=said):
+        await only(JobMaker(tokenizer, SamplingDefaults()), structured_outputs=asked)
+
+
+FORMATS = sorted(
+    path.name.removesuffix(".json") for path in files("twostroke.router.text").joinpath("output_formats").iterdir()
+)
+RAIN = {"name": "rain", "parameters": {"type": "object", "properties": {"day": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("think")])
+async def test_calls_can_be_enforced_in_every_format_of_ours(name):
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}", name)
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    chat = ChatRequest.model_validate({**asked, "tool_choice": "required"})
+    (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+    assert "rain" in job.request.grammar
+
+
+async def test_calls_of_a_format_that_others_wrote_can_not_and_the_way_out_is_told(tmp_path):
+    field = {"open": "<call>", "close": "</call>", "content": "json"}
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"start_anchor": "A", "fields": {"tool_calls": field, "content": {}}}), encoding="utf-8")
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}", str(path))
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    chat = ChatRequest.model_validate({**asked, "tool_choice": "required"})
+    with pytest.raises(RequestError, match=r"tool_choice: .* 'own' .* use auto, or .* model\.response_template"):
+        await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)

@@ -190,6 +190,41 @@ def test_a_stop_string_ends_the_text_however_it_is_cut(pieces, stops):
     assert "".join(shown) + stopper.flush() == stopped(whole, stops, False)
 
 
+EMOJI = ("👩‍👩‍👧‍👦", "🇳🇴", "👍🏽", "❤️", "é", "e\u0301", "語", "�", "\x00", "\U0010ffff")
+SPOKEN = st.lists(st.sampled_from((*EMOJI, "a", "b", " ", "\n")) | st.characters(codec="utf-8"), max_size=12).map(
+    "".join
+)
+SPOKEN = SPOKEN.filter(lambda text: "<|" not in text)
+STOPS_IN_SPEECH = st.lists(st.sampled_from((*EMOJI, "🇳", "\u200d", "a ", "b\n", "aa")), max_size=3)
+
+
+def as_bytes(text, draws):
+    """The text in tokens of FALLBACK: characters that have one of their own by it, if drawn so; else by bytes."""
+    for char in text:
+        own = FALLBACK._tokenizer.token_to_id("▁" if char == " " else char)
+        if own is not None and draws.draw(st.booleans()):
+            yield own
+        else:
+            yield from (3 + byte for byte in char.encode())
+
+
+@settings(max_examples=300, deadline=None)
+@given(draws=st.data(), written=SPOKEN, stops=STOPS_IN_SPEECH)
+def test_speech_in_bytes_is_told_by_whole_characters_up_to_its_stop_string(tokenizer, draws, written, stops):
+    of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(2, 300)}
+    for speaker, token_ids, meant in (
+        (tokenizer, [of_byte[bytes([byte])] for byte in written.encode()], written),
+        (tokenizer, tokenizer._encode(written, False), written),
+        (FALLBACK, [*as_bytes(written, draws)], written.removeprefix(" ")),
+    ):
+        text, stopper = new_detokenizer(speaker), StopStrings(stops)
+        pieces = [text.add(token_id) for token_id in token_ids]
+        pieces.append(text.flush())
+        assert "".join(pieces) == meant
+        assert all("�" not in piece for piece in pieces) or "�" in written
+        assert "".join(map(stopper.add, pieces)) + stopper.flush() == stopped(meant, stops, False)
+
+
 @settings(max_examples=200, deadline=None)
 @given(pieces=st.lists(st.text("ab\nc", max_size=5), max_size=12), stop=st.text("ab", min_size=1, max_size=4))
 def test_only_what_may_begin_a_stop_string_is_held_back(pieces, stop):

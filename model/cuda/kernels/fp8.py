@@ -1,0 +1,100 @@
+"""FP8 numbers (e4m3: a sign, 4 bits of exponent, 3 of mantissa, up to 448; Micikevicius et al. 2022) on any GPU.
+
+What is written is rounded by integer arithmetic: the same everywhere, in Triton's interpreter too. What is read is
+converted by the GPU where it knows the type (sm_89 and later), and by its bits elsewhere.
+
+Activations that meet weights in FP8 are rounded to it with a scale of each token's own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.model.cuda.kernels.launch import power_of_two
+from twostroke.model.reference import FP8_LIMIT
+
+_LIMIT = tl.constexpr(FP8_LIMIT)
+_LEAST = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too
+
+
+@triton.jit
+def fp8_code(value):
+    """fp32, at most 448 and what is rounded to it -> the code's bits, int32: to nearest, ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # exponents: 127 in fp32, 7 in e4m3
+    small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # multiples of 2**-9
+    return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def fp8_code_of_any(value):
+    """As `fp8_code`; what is beyond 448 becomes that, and NaN stays."""
+    limited = tl.where(value > _LIMIT, _LIMIT, tl.where(value < -_LIMIT, -_LIMIT, value))
+    return tl.where(value == value, fp8_code(limited), 0x7F)
+
+
+@triton.jit
+def fp8_value(code):
+    """The bits of a code that is no NaN, int32 in [0, 255] -> fp32."""
+    size = code & 0x7F
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code >= 0x80, -magnitude, magnitude)
+
+
+@triton.jit
+def rounded(value, element: tl.constexpr):
+    """fp32 -> what is stored as `element`, of which uint8 are FP8's bits."""
+    if element == tl.uint8:
+        value = fp8_code_of_any(value)
+    return value.to(element)
+
+
+@triton.jit
+def of_cache(stored, element: tl.constexpr):
+    """What was loaded of a KV cache, in the dtype of activations, exactly; int8 are FP8's bits."""
+    if stored.dtype == tl.int8:
+        # Sign, exponent and mantissa at the places of an fp32 number's: it is 2**-120 times the value.
+        code = stored.to(tl.int32)
+        number = ((code << 20) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        stored = tl.where((code & 0x7F) == 0x7F, float("nan"), number)
+    return stored.to(element)
+
+
+def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> e4m3 [T, in] and fp32 scales [T], a token's largest magnitude over e4m3's largest number; NaN for a
+    token that holds NaN or infinity."""
+    wide = x.float()
+    scales = wide.abs().amax(1).clamp(min=_LEAST) / FP8_LIMIT
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+@triton.jit
+def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.constexpr, LEAST: tl.constexpr):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+    # A maximum passes over NaN.
+    largest = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)
+    scale = tl.where(largest < float("inf"), tl.div_rn(tl.maximum(largest, LEAST), _LIMIT), float("nan"))
+    inverse = tl.div_rn(1.0, scale)
+    tl.store(codes + token * COLUMNS + columns, rounded(values * inverse, tl.uint8), mask=columns < COLUMNS)
+    tl.store(scales + token, scale)
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens_reference` of contiguous x."""
+    tokens, columns = x.shape
+    codes = torch.empty((tokens, columns), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    padded = power_of_two(columns)
+    if tokens:
+        quantize_tokens_kernel[(tokens,)](
+            x, codes, scales, COLUMNS=columns, PADDED=padded, LEAST=_LEAST, num_warps=8 if padded > 2048 else 4
+        )
+    return codes.view(torch.float8_e4m3fn), scales
