@@ -8,9 +8,12 @@ cost as much as they can: docs/structured_output.md has the figures.
 """
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from graphlib import CycleError, TopologicalSorter
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +24,9 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 STACK_BYTES = (
     256 * 2**20
 )  # of addresses: llguidance compiles by recursion, and rules may follow each other by thousands
+MAX_EXPRESSION_CHARS = 4096
+"""Of a regular expression, or a Lark terminal with a copy of each that it names, as often as it does. Many optional
+parts in a row take llguidance their square in time and memory, in one go that no limit of its own ends."""
 MAX_KEPT = 32  # compiled grammars in each process
 
 LIMITS = LLParserLimits(
@@ -87,6 +93,9 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > MAX_GRAMMAR_BYTES:
             raise _refusal(f"takes {len(grammar)} bytes as a grammar: at most {MAX_GRAMMAR_BYTES} are taken")
+        if (num_chars := longest_expression(grammar)) > MAX_EXPRESSION_CHARS:
+            told = f"{num_chars} characters" if num_chars < 10**9 else "far too many characters"
+            raise _refusal(f"has a regular expression or terminal of {told}: at most {MAX_EXPRESSION_CHARS} are taken")
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._vocabulary())
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
@@ -95,6 +104,67 @@ class Grammars:
         if not _can_begin(matcher, self._tokenizer):
             raise _refusal("no answer can follow it, but for an empty one, or to find out takes too much")
         return matcher
+
+
+def longest_expression(grammar: str) -> int:
+    """The characters of the longest regular expression or terminal in the grammar's text, names replaced by what they
+    stand for: at least as many as llguidance makes one of. Of terminals that name each other in a circle it says 0."""
+    try:
+        parts = json.loads(grammar)["grammars"]
+        sources = [(part.get("lark_grammar") or "", part.get("json_schema")) for part in parts]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        sources = [(grammar, None)]  # Lark by itself, or what llguidance will find wrong
+    return max((max(_longest_terminal(lark), _longest_pattern(schema)) for lark, schema in sources), default=0)
+
+
+_LARK = re.compile(  # whatever it is given, nothing is read twice
+    r"""(?:\#|//).* | (?P<string>"(?:\\.|[^"\\\n])*+(?:"i?)?) | (?P<regex>/(?:\\[\s\S]|[^/\\])++(?:/[a-z]*)?)
+      | (?:^|\{)[ \t]*[?!]?(?P<defined>[A-Za-z_]\w*) | (?P<name>[A-Za-z_]\w*)""",
+    re.VERBOSE | re.MULTILINE | re.ASCII,
+)
+_IMPORTED_CHARS = 64  # that a name may stand for which the grammar does not define
+
+
+def _longest_terminal(lark: str) -> int:
+    """Also of the regular expressions in rules. Definitions begin lines, or blocks; names of terminals have no small
+    letters. What is read as more than it is (names in a nested grammar, say) makes terminals seem longer only."""
+    chars: dict[str, int] = {}
+    named: dict[str, list[str]] = {}
+    longest, terminal = 0, ""
+    for found in _LARK.finditer(lark):
+        name = found["defined"] or found["name"] or ""
+        if found["defined"]:
+            terminal = name if name == name.upper() else ""
+            named.setdefault(terminal, [])
+        elif name and name == name.upper():
+            named.setdefault(terminal, []).append(name)
+        else:
+            if found["regex"]:
+                longest = max(longest, len(found["regex"]))
+            chars[terminal] = chars.get(terminal, 0) + len(found["regex"] or found["string"] or "")
+    named.pop("", None)
+    whole: dict[str, int] = {}
+    try:
+        for name in TopologicalSorter(named).static_order():
+            own = chars.get(name, 0) if name in named else _IMPORTED_CHARS
+            whole[name] = own + sum(whole[other] for other in named.get(name, ()))
+    except CycleError:
+        return 0
+    return max(longest, *whole.values(), 0)
+
+
+def _longest_pattern(schema: object) -> int:
+    longest, rest = 0, [schema]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            by_name = one.get("patternProperties")
+            patterns = [one.get("pattern"), *(by_name if isinstance(by_name, dict) else ())]
+            longest = max(longest, *(len(pattern) for pattern in patterns if isinstance(pattern, str)), 0)
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+    return longest
 
 
 def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:

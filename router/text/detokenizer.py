@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from twostroke.router.text.tokenizer import TextTokenizer
 
 _REPLACEMENT = "�"
+_LONGEST_REST = 3
+"""So many bytes at most complete a character that has begun; a token has one at least."""
+_MAX_HELD = 8
 
 
 class ByteDetokenizer:
@@ -33,7 +36,8 @@ class WindowDetokenizer:
 
     A token's text may depend on the one before (a leading space is stripped at the very beginning only), so a window of
     tokens is decoded with and without the new ones, and the difference is their text. While it ends in a byte token or
-    in U+FFFD, later tokens may still change it.
+    in U+FFFD, later tokens may still change it: the last few of them, as U+FFFD can be a token, too, and a client can
+    have a model write nothing else.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, shows_special: bool = False):
@@ -51,27 +55,34 @@ class WindowDetokenizer:
         self._ids.append(token_id)
         if self._is_byte(token_id):
             return ""
-        text = self._untold()
+        end = len(self._ids)
+        text = self._untold(end)
         if text.endswith(_REPLACEMENT):
-            return ""
-        self._advance()
+            if end - self._told <= _MAX_HELD:
+                return ""
+            end -= _LONGEST_REST
+            while self._is_byte(self._ids[end - 1]) or not text.startswith(self._untold(end)):
+                end -= 1
+            text = self._untold(end)
+        self._advance(end)
         return text
 
     def flush(self) -> str:
         """What was held back, at the end."""
-        text = self._untold()
-        self._advance()
+        text = self._untold(len(self._ids))
+        self._advance(len(self._ids))
         return text
 
-    def _untold(self) -> str:
+    def _untold(self, end: int) -> str:
+        """The text of the tokens before `end` that is not out yet."""
         skips = not self._shows_special
         before = self._tokenizer.decode(self._ids[self._begin : self._told], skip_special_tokens=skips)
-        return self._tokenizer.decode(self._ids[self._begin :], skip_special_tokens=skips)[len(before) :]
+        return self._tokenizer.decode(self._ids[self._begin : end], skip_special_tokens=skips)[len(before) :]
 
-    def _advance(self) -> None:
-        """Let the window begin at the last token that surely is a whole piece of text."""
+    def _advance(self, end: int) -> None:
+        """All before `end` is out. Let the window begin at the last token that surely is a whole piece of text."""
         begin = self._told
-        self._told = len(self._ids)
+        self._told = end
         while begin < self._told - 1 and self._is_byte(self._ids[begin]):
             begin += 1
         if begin < self._told:
@@ -93,7 +104,10 @@ def new_detokenizer(tokenizer: TextTokenizer, *, shows_special: bool = False) ->
 
 @dataclass
 class StopStrings:
-    """Lets text through up to the first stop string; holds back only an end that may begin one."""
+    """Lets text through up to the stop string that is whole first, the longest of those that are whole at once.
+
+    Holds back only an end that may begin one. However the text is cut into pieces, the same is let through.
+    """
 
     stops: Sequence[str]
     shows_stop: bool = False  # the one that was found is let through, too
@@ -113,7 +127,7 @@ class StopStrings:
             return text
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:  # the one that is complete first, of several the longest: so it is however the text is cut
+        if found:
             end, begin, self.found = min(found)
             self._held = ""
             return text[: end if self.shows_stop else begin]

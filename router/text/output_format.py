@@ -38,7 +38,7 @@ _CALL_MARKS = (
     ("gemma", ("<start_function_call>",)),
     ("gemma4", ("<|tool_call>",)),
     ("glm4", ("<arg_key>",)),
-    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("qwen3_coder", ("<tool_call>", "<parameter=")),
     ("granite", ("<|tool_call|>",)),
     ("hermes", ("<tool_call>",)),
     ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),

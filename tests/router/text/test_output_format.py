@@ -38,6 +38,15 @@ EXCERPTS = {
     "gpt-oss": ("<|start|>assistant<|channel|>final<|message|>{{ content }}<|return|>", "harmony"),
     "SmolLM2": ("{{ '<|im_start|>' + role + '\\n' + content + '<|im_end|>' }}", None),
     "Llama 3": ("<|start_header_id|>{{ role }}<|end_header_id|>{{ content }}<|eot_id|>", None),
+    "Llama 3 Groq Tool Use": ('<|start_header_id|>{{ role }}<|end_header_id|>{"parameters": ' + HERMES, "hermes"),
+    "Granite 4": ("<|start_of_role|>{{ role }}<|end_of_role|>" + HERMES, "hermes"),
+    "Hermes, told of fenced JSON": ("<|im_start|>{{ 'Answer in ```json' }} " + HERMES, "hermes"),
+    "Functionary 3.1": ("{{ '<function=' + name + '>' + arguments + '</function>' }}", None),
+    "Seed-OSS": (
+        "{{ '<seed:tool_call>\\n<function=' + name + '>' }}{{ '<parameter=' + key + '>' }}{{ '</seed:tool_call>' }}",
+        None,
+    ),
+    "Phi-4-mini": ("<|{{ role }}|><|tool|>{{ tool.name }} {{ tool.parameters | tojson }}<|/tool|>", None),
     "Phi-4-reasoning": ("<|im_start|>{{ role }}<|im_sep|>{{ '<think>' }}{{ '</think>' }}", "think"),
 }
 
