@@ -15,8 +15,9 @@ class TransferConfig(Section):
     """A peer that is silent for so long is gone; so is one that needs longer for one chunk's bytes."""
     progress_s: float = 15.0
     """A transfer on which the peer makes no step for so long is given up."""
-    max_chunk_bytes: int = 4 * 1024 * 1024
-    """A chunk's size at most, but at least one unit: transfers take turns by it."""
+    max_chunk_bytes: int | None = None
+    """A chunk's size at most, but at least one unit: transfers take turns by it. None: by where the cache is, see
+    link.Pace."""
     encoding: Encoding = "raw"
     """Of KV that this worker sends."""
     max_pending_offers: Count = 4096

@@ -14,7 +14,8 @@ may send at all is settled by tickets and by the link's one-time token.
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
@@ -26,8 +27,39 @@ from twostroke.protocol.requests import Peer
 DIGEST_BYTES = 16
 _EPOCHS = struct.Struct("<QQ")
 
-CHUNKS_UNDER_WAY = 2
-"""On one link: while one's bytes move, the next one's call has been made, so that no wire waits for us."""
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a link is kept busy, by where its side's cache is."""
+
+    chunk_bytes: int  # at most, if nothing else is configured
+    chunks_under_way: int  # on one link
+
+
+ON_HOSTS = Pace(4 * 2**20, 2)
+"""While one's bytes move, the next one's call has been made, so that no wire waits for us."""
+ON_GPUS = Pace(32 * 2**20, 3)
+"""A chunk costs the host some 0.2 ms on each side, in which 200 GB/s move 40 MB: so one chunk moves, one waits for that
+on the device, and of one the host learns how it ended. Predicted, not measured."""
+
+STAGING_BYTES = 2**30
+"""Of a GPU, that all links with staging memory (NCCL's) share, while chunks of 4 MiB don't take more."""
+
+
+class Staged(NamedTuple):
+    """What links with staging memory take of a GPU."""
+
+    chunk_bytes: int  # at most
+    total_bytes: int  # of all links, at most
+
+
+def staged(num_links: int, max_chunk_bytes: int | None = None) -> Staged:
+    """For so many links of one rank at a time: many have smaller chunks, no smaller than on hosts."""
+    wanted = max_chunk_bytes or ON_GPUS.chunk_bytes
+    buffers = num_links * ON_GPUS.chunks_under_way
+    chunk_bytes = min(wanted, max(ON_HOSTS.chunk_bytes, STAGING_BYTES // max(1, buffers)))
+    return Staged(chunk_bytes, buffers * chunk_bytes)
+
 
 LinkParams = dict[str, str | int]
 """What the receiving side tells the sending side so that it can join: an address, a one-time token (hex), a store."""
@@ -91,6 +123,11 @@ class DeviceStore(KVStore, Protocol):
         """The layer's torch tensor, [num_blocks, ...], contiguous."""
 
 
+def pace_of(store: KVStore) -> Pace:
+    """Of links that begin or end at this cache."""
+    return ON_GPUS if isinstance(store, DeviceStore) else ON_HOSTS
+
+
 class LinkEnd(Protocol):
     """One end of a link, which has one direction of bytes between a pair of ranks, on stores cut as agreed.
 
@@ -106,6 +143,10 @@ class LinkEnd(Protocol):
 
 class SendingEnd(LinkEnd, Protocol):
     """The source's."""
+
+    @property
+    def most_chunk_bytes(self) -> int | None:
+        """That the link has memory for; None: it needs none."""
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         """Send these units, in this order, and their digest.

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, PendingLink, ReceivingEnd, chunk_seal
+from twostroke.kvtransfer.link import PendingLink, ReceivingEnd, chunk_seal, pace_of
 from twostroke.kvtransfer.rules.layout import Cut, check_table, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.kvtransfer.sides import RankSide
@@ -436,7 +436,7 @@ class ReceiverConnection:
             self.post(Welcome(self._receiver.peer, kv_welcome))
             link = await pending.established()
             patience = Patience(self._receiver.config.lease_s)
-            movers = [self._move(link, patience) for _ in range(CHUNKS_UNDER_WAY)]
+            movers = [self._move(link, patience) for _ in range(pace_of(self._receiver.store).chunks_under_way)]
             try:
                 reason = await run_until_lost(*movers)
                 if reason != _DAMAGED:  # which was told already

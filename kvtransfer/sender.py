@@ -10,7 +10,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, SendingEnd, chunk_seal
+from twostroke.kvtransfer.link import SendingEnd, chunk_seal, pace_of
 from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
 from twostroke.kvtransfer.sides import LinkReport, RankSide
@@ -350,9 +350,11 @@ class SenderConnection:
             raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
         self.unfit_transport = None
         self.report = LinkReport(self.target, welcome.transport, welcome.why, welcome.missing)
-        max_units = max(1, self._sender.config.max_chunk_bytes // cut.unit_bytes)
+        pace = pace_of(self._sender.store)
+        chunk_bytes = self._sender.config.max_chunk_bytes or pace.chunk_bytes
+        max_units = max(1, min(chunk_bytes, link.most_chunk_bytes or chunk_bytes) // cut.unit_bytes)
         patience = Patience(self._sender.config.lease_s)
-        movers = [self._move(control, link, patience, max_units) for _ in range(CHUNKS_UNDER_WAY)]
+        movers = [self._move(control, link, patience, max_units) for _ in range(pace.chunks_under_way)]
         try:
             reason = await run_until_lost(*movers)
             broken = self._lost(f"the {welcome.transport} link was lost: {reason}", welcome)

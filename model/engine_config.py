@@ -37,6 +37,7 @@ class EngineConfig:
     num_blocks: int | None = None
     host_ranks: int = 1  # of all workers
     swap_bytes: int = 0  # of host memory, for KV of requests that give way
+    staging_bytes: int = 0  # of the GPU's memory, that links take while KV travels
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     prefill_kernel: PrefillKernel = "auto"
     bounds: StepBounds = DEFAULT_BOUNDS

@@ -249,7 +249,7 @@ def measure_gpu(
     kv_cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return GpuMemory(total, free, config.gpu_memory_share, weights, peak_step, graphs)
+    return GpuMemory(total, free, config.gpu_memory_share, weights, peak_step, graphs, staging=config.staging_bytes)
 
 
 def largest_batch(

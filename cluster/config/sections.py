@@ -294,8 +294,9 @@ class TransferSection(TransferConfig):
     def _check_bounds(self) -> "TransferSection":
         """Less would work on the wires of tests alone."""
         for name, least in (("lease_s", 0.1), ("progress_s", 1), ("max_chunk_bytes", 4096)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}: {value} must be at least {least}")
         if self.progress_s < self.lease_s:
             raise ValueError(f"progress_s: {self.progress_s:g} must be at least kv_transfer.lease_s ({self.lease_s:g})")
         return self

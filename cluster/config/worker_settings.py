@@ -15,6 +15,7 @@ from twostroke.cluster.config.sections import (
     parse_cores,
 )
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.link import Staged, staged
 
 if TYPE_CHECKING:
     from twostroke.model.engine_config import EngineConfig
@@ -41,6 +42,7 @@ class WorkerSettings:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     num_ranks: int = 1  # of all workers, which may share one host's memory
     peers: tuple[tuple[int, int], ...] = ()  # ranks and block size of the workers that KV may go to or come from
+    num_links: int = 0  # of each rank with those, at most, in both directions
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
@@ -59,6 +61,12 @@ class WorkerSettings:
             num_ranks=config.num_ranks,
             peers=tuple((each.tensor_parallel, config.block_size(each)) for each in roles),
             transport=config.transport,
+            num_links=2
+            * sum(
+                max(0, config.counts[role].most - (each is section))
+                * max(1, each.tensor_parallel // section.tensor_parallel)
+                for role, each in config.roles.items()
+            ),
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
@@ -66,6 +74,12 @@ class WorkerSettings:
             announces_layers=isinstance(section, PrefillSection),
             logging=config.logging,
         )
+
+    @property
+    def staged(self) -> Staged:
+        """What links with staging memory take of each rank's GPU."""
+        stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed")
+        return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
@@ -86,6 +100,7 @@ class WorkerSettings:
             num_blocks=self.resources.num_blocks,
             host_ranks=self.num_ranks,
             swap_bytes=self.swap_bytes,
+            staging_bytes=self.staged.total_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
             prefill_kernel=self.resources.prefill_kernel,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),

@@ -80,6 +80,7 @@ async def load_rank(
             encoding=settings.transfer.encoding,
             tcp_streams=settings.tcp_streams,
             tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
+            staged_chunk_bytes=settings.staged.chunk_bytes if settings.device == "cuda" else None,
         )
     except BaseException:
         await asyncio.to_thread(close_engine, loaded)

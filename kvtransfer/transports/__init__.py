@@ -39,19 +39,23 @@ def make_transports(
     join_timeout_s: float | None = None,
     tcp_streams: int = 4,
     tcp_max_bytes_per_s: int | None = None,
+    staged_chunk_bytes: int | None = None,
 ) -> Transports:
     """The transports that `choice` names for this store: `auto` (all that it can do, best first), or a single one.
 
     `tcp_streams` is how many TCP connections a link between machines may have.
-    `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. On a GPU, what links with workers of
-    `peers`' layouts launch for KV in this `encoding` is compiled here, which may block for some seconds: no transfer's
-    deadline runs meanwhile.
+    `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. `staged_chunk_bytes` is the largest
+    chunk where a link needs memory of its own for it; None: as configured elsewhere.
+    On a GPU, what links with workers of `peers`' layouts launch for KV in this `encoding` is compiled here, which may
+    block for some seconds: no transfer's deadline runs meanwhile.
     Raises ConfigError for a name that there is not, or that this store can't do, with the way out.
     """
     names = _automatic(store) if choice == "auto" else (choice,)
     if join_timeout_s is None:
         join_timeout_s = _JOIN_ON_GPUS_S if isinstance(store, DeviceStore) else _JOIN_S
-    made = {name: _make(name, store, join_timeout_s, tcp_streams, tcp_max_bytes_per_s) for name in names}
+    made = {
+        name: _make(name, store, join_timeout_s, tcp_streams, tcp_max_bytes_per_s, staged_chunk_bytes) for name in names
+    }
     if isinstance(store, DeviceStore):
         from twostroke.kvtransfer.transports.device_units import warm_up_lanes
 
@@ -70,7 +74,12 @@ def _automatic(store: KVStore) -> tuple[str, ...]:
 
 
 def _make(
-    name: str, store: KVStore, join_timeout_s: float, tcp_streams: int, tcp_max_bytes_per_s: int | None
+    name: str,
+    store: KVStore,
+    join_timeout_s: float,
+    tcp_streams: int,
+    tcp_max_bytes_per_s: int | None,
+    staged_chunk_bytes: int | None,
 ) -> Transport:
     """Imports what only this transport needs. Raises ConfigError."""
     if name == "shm":
@@ -99,7 +108,7 @@ def _make(
     if name == "torch_distributed":
         from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
-        return TorchDistributedTransport(store, join_timeout_s=join_timeout_s)
+        return TorchDistributedTransport(store, join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes)
     raise ConfigError(f"there is no KV transport {name!r}; known are auto, {', '.join(NAMES)}")
 
 

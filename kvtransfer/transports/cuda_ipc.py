@@ -15,6 +15,8 @@ The handles are those of torch (`UntypedStorage._share_cuda_`), sent as plain fi
 - The target unmaps on the link's thread and stream: torch waits there for the current stream's work, holding the
   interpreter's lock, and the event loop's current stream is the engine's.
 - Both compile what a lane launches before the link is joined, where the worker has not at its start.
+- Launches don't wait for each other: a second thread learns how each chunk ended, by an event behind it, while the next
+  ones are queued on the link's stream. A link is closed, and memory unmapped, once all of them have ended.
 
 Not confirmed on hardware.
 """
@@ -46,6 +48,7 @@ from twostroke.kvtransfer.transports.local import (
     receive_description,
     send_description,
 )
+from twostroke.kvtransfer.transports.sockets import Rest
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, digest_units
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
@@ -156,11 +159,11 @@ class CudaIpcSource:
             connected, DevicePool(cut.layout, num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers)
         )
 
-    def digest(self, segments: Sequence[Segment], seal: int) -> bytes:
+    def digest(self, segments: Sequence[Segment], seal: int) -> Rest[bytes]:
         with self._queue():
             found = torch.empty(2, dtype=torch.int64, device=self._units.device)
             digest_units(self._units.places, self._units.addresses(segments), seal, found)
-            return found.cpu().numpy().tobytes()
+            return Rest(self._queue.later(found))
 
 
 class CudaIpcTarget:
@@ -178,7 +181,7 @@ class CudaIpcTarget:
         self._pool = PeerDevicePool(pool, peer_cut, self._units.device)
         return pool.num_blocks * peer_cut.units_per_block
 
-    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> bytes:
+    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> Rest[bytes]:
         pool = self._pool
         if pool is None:
             raise ConnectionLost("the link is not open")
@@ -186,7 +189,7 @@ class CudaIpcTarget:
             peers = pool.addresses(segments, peer_ids)
             found = torch.empty(2, dtype=torch.int64, device=self._units.device)
             copy_and_digest_units(pool.places, peers, self._units.places, self._units.addresses(segments), seal, found)
-            return found.cpu().numpy().tobytes()  # waits for the copy, too
+            return Rest(self._queue.later(found))  # which comes after the copy
 
     def unmap(self) -> None:
         with self._queue():

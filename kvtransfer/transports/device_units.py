@@ -13,10 +13,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.link import DeviceStore
+from twostroke.kvtransfer.link import ON_GPUS, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 from twostroke.model.cuda.kernels.kv_units import (
     DIGEST_BYTES,
     PADDING,
@@ -51,6 +50,24 @@ class DeviceQueue:
         """Work on this stream uses memory of another's: freed, it becomes nobody's before that work is done."""
         if self._stream is not None:
             memory.record_stream(self._stream)
+
+    def later(self, found: Tensor) -> Callable[[], bytes]:
+        """What waits, on any thread, until what was launched so far is done, and returns the tensor's bytes then.
+
+        What is launched later it does not wait for. Within the block.
+        """
+        if self._stream is None:
+            return found.numpy().tobytes
+        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_host.copy_(found, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+
+        def wait() -> bytes:
+            done.synchronize()
+            return on_host.numpy().tobytes()
+
+        return wait
 
     def wait(self) -> None:
         """Until everything launched so far is done. Frees the interpreter's lock."""
@@ -224,12 +241,14 @@ class CudaStaging:
     event to wait for, and the model's stream never waits for this one.
     """
 
+    num_buffers = ON_GPUS.chunks_under_way
+
     def __init__(self, store: DeviceStore, cut: Cut):
         self._cut = cut
         self._units = DeviceUnits(store, cut)
         self._posting = DeviceQueue(self._units.device)
         self._waiting = DeviceQueue(self._units.device)
-        self._memory: list[Tensor | None] = [None] * NUM_BUFFERS
+        self._memory: list[Tensor | None] = [None] * self.num_buffers
 
     def warm_up(self) -> None:
         """Packs a unit and unpacks it. Raises RuntimeError, too, where it doesn't come out as it went in."""

@@ -33,6 +33,7 @@ from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
     Door,
     LinkThread,
+    Rest,
     SocketTransport,
     Token,
     knock,
@@ -51,6 +52,7 @@ _ID_BYTES = 4
 _LENGTH = struct.Struct("<I")
 
 D = TypeVar("D", bound="PoolDescription")
+R = TypeVar("R")
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -106,8 +108,8 @@ class SourceMemory(Protocol):
     def describe(self, connected: socket.socket) -> None:
         """Tell the peer how to read it."""
 
-    def digest(self, segments: Sequence[Segment], seal: int) -> bytes:
-        """Of these units' bytes, as they are now."""
+    def digest(self, segments: Sequence[Segment], seal: int) -> bytes | Rest[bytes]:
+        """Of these units' bytes, as they are now. The Rest is for another thread, which takes them in their order."""
 
 
 class TargetMemory(Protocol):
@@ -116,15 +118,25 @@ class TargetMemory(Protocol):
     def map(self, connected: socket.socket) -> int:
         """Receive what `describe` sends, and make the peer's memory readable here; returns how many units it has."""
 
-    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> bytes:
-        """Copy the peer's units to these places; returns the digest of what was written."""
+    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> bytes | Rest[bytes]:
+        """Copy the peer's units to these places; returns the digest of what was written, or, as soon as the copy is
+        launched, how to wait for it: on another thread, in the order of the copies."""
 
     def unmap(self) -> None:
-        """Let go of the peer's memory; harmless where there is none. The last call on the link's thread."""
+        """Let go of the peer's memory; harmless where there is none. The last call, on the link's thread."""
+
+
+def _then(result: bytes | Rest[bytes], use: Callable[[bytes], R]) -> R | Rest[R]:
+    """What `use` makes of the result, once it is there."""
+    if isinstance(result, Rest):
+        return Rest(lambda: use(result.finish()))
+    return use(result)
 
 
 class LocalSource:
     """The sending end: says which units to read, and what they must amount to."""
+
+    most_chunk_bytes = None
 
     def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[["LocalEnd"], None]):
         self._thread = thread
@@ -149,11 +161,14 @@ class LocalSource:
         receive_exactly(connected, len(_READY))
         connected.settimeout(None)
 
-    def _send(self, segments: Sequence[Segment], seal: int) -> None:
+    def _send(self, segments: Sequence[Segment], seal: int) -> Rest[None] | None:
         ids = array("i")
         for segment in segments:
             ids.extend(segment.unit_ids)
-        self._thread.socket.sendall(ids.tobytes() + self._memory.digest(segments, seal))
+        return _then(
+            self._memory.digest(segments, seal),
+            lambda digest: self._thread.socket.sendall(ids.tobytes() + digest),
+        )
 
 
 class LocalTarget:
@@ -191,11 +206,11 @@ class LocalTarget:
         received = receive_exactly(self._thread.socket, num_units * _ID_BYTES + DIGEST_BYTES)
         return np.frombuffer(received, np.int32, num_units), bytes(received[-DIGEST_BYTES:])
 
-    def _receive(self, segments: Sequence[Segment], seal: int) -> bool:
+    def _receive(self, segments: Sequence[Segment], seal: int) -> bool | Rest[bool]:
         peer_ids, digest = self._read_chunk(count_units(segments))
         if peer_ids.size and not (peer_ids.min() >= 0 and peer_ids.max() < self._num_peer_units):
             raise ProtocolError(f"the peer names units outside of its {self._num_peer_units}")
-        return hmac.compare_digest(self._memory.copy(peer_ids, segments, seal), digest)
+        return _then(self._memory.copy(peer_ids, segments, seal), lambda found: hmac.compare_digest(found, digest))
 
 
 LocalEnd = LocalSource | LocalTarget

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
@@ -33,6 +34,8 @@ L = TypeVar("L", bound=LinkEnd)
 P = TypeVar("P")
 A = ParamSpec("A")
 R = TypeVar("R")
+
+_Calls = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
@@ -216,31 +219,47 @@ async def _receive_exactly(connected: socket.socket, num_bytes: int) -> bytes:
     return received
 
 
+@dataclass(frozen=True, slots=True)
+class Rest(Generic[R]):
+    """What is left of a call once its first part has returned: a wait for a device."""
+
+    finish: Callable[[], R]
+
+
 class LinkThread:
-    """Owns a connected socket and the thread that blocks on it."""
+    """Owns a connected socket and the thread that blocks on it.
+
+    A call whose function returns a Rest ends on a second thread, which takes them in their order: so the first one can
+    launch the next call's work while a device is still at this one's.
+    """
 
     def __init__(self, connected: socket.socket, name: str):
         connected.setblocking(True)
         self.socket = connected
         self._loop = asyncio.get_running_loop()
-        self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._calls: _Calls = SimpleQueue()
+        self._rests: _Calls = SimpleQueue()
         self._under_way: set[asyncio.Future[Any]] = set()
         self._broken = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(self._calls,), name=name, daemon=True)
+        self._finishing: threading.Thread | None = None  # from the first Rest on
         self._thread.start()
 
     @property
     def is_broken(self) -> bool:
         return self._broken
 
-    async def call(self, function: Callable[A, R], /, *args: A.args, **kwargs: A.kwargs) -> R:
+    async def call(self, function: Callable[A, R | Rest[R]], /, *args: A.args, **kwargs: A.kwargs) -> R:
         """`function(*args, **kwargs)` on the thread, after all calls made before.
+
+        The Rest that it may return is carried out even where the link has broken meanwhile: what was launched has ended
+        when this returns.
 
         Raises ConnectionLost for an OSError, for a RuntimeError (CUDA's errors are such), and once the link is broken.
         A cancellation breaks it too.
         """
 
-        def checked() -> R:
+        def checked() -> R | Rest[R]:
             self._check()  # once more: the link may have broken while this waited for its turn
             return function(*args, **kwargs)
 
@@ -266,22 +285,25 @@ class LinkThread:
     async def close(self, last: Callable[[], None] | None = None) -> None:
         """When this returns no call is under way, and none will be: after the `last`, which is made on the thread."""
         self.break_off()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
         if last is not None and self._thread.is_alive():
             future: asyncio.Future[None] = self._loop.create_future()
             self._under_way.add(future)
             self._calls.put((last, future))
-        if self._under_way:
-            await asyncio.wait(self._under_way)
-        self._calls.put(None)
-        self._thread.join()
+            await asyncio.wait([future])
+        for thread, calls in ((self._thread, self._calls), (self._finishing, self._rests)):
+            if thread is not None:
+                calls.put(None)
+                thread.join()
         self.socket.close()
 
     def _check(self) -> None:
         if self._broken:
             raise ConnectionLost("the link is closed")
 
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
+    def _work(self, calls: _Calls) -> None:
+        while (item := calls.get()) is not None:
             function, future = item
             result: Any = None
             failure: BaseException | None = None
@@ -289,9 +311,20 @@ class LinkThread:
                 result = function()
             except BaseException as error:  # it belongs to whoever waits
                 failure = error
+            if isinstance(result, Rest):
+                self._finish_later(result, future)
+                del item, function, future, result
+                continue
             with contextlib.suppress(RuntimeError):  # the loop was closed over our heads: nobody waits
                 self._loop.call_soon_threadsafe(self._settle, future, result, failure)
             del item, function, future, result, failure  # not kept alive by a thread that waits
+
+    def _finish_later(self, rest: Rest[Any], future: asyncio.Future[Any]) -> None:
+        if self._finishing is None:
+            name = f"{self._thread.name}-rest"
+            self._finishing = threading.Thread(target=self._work, args=(self._rests,), name=name, daemon=True)
+            self._finishing.start()
+        self._rests.put((rest.finish, future))
 
     def _settle(self, future: asyncio.Future[Any], result: object, failure: BaseException | None) -> None:
         self._under_way.discard(future)

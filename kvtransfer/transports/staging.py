@@ -14,23 +14,23 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore
+from twostroke.kvtransfer.link import DIGEST_BYTES, ON_HOSTS, HostStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import HostWire
 
-NUM_BUFFERS = 2
-"""While one chunk is on the wire, the next is packed, or the one before unpacked."""
-
-MAX_CHUNK_BYTES = TransferConfig().max_chunk_bytes  # that a source sends at once, if nothing else is configured
+MAX_CHUNK_BYTES = ON_HOSTS.chunk_bytes  # that a source sends at once, if nothing else is configured
 
 
 class Staging(Protocol):
     """The buffers of one end of a link, on the device whose group moves them.
 
-    Holds at most NUM_BUFFERS of the largest chunk so far each, or of the largest possible one, see `landing`. `pack`
+    Holds at most `num_buffers` of the largest chunk so far each, or of the largest possible one, see `landing`. `pack`
     and `post` belong to one thread, `wait` and `unpack` to another; a buffer is on one of the two at a time.
     """
+
+    @property
+    def num_buffers(self) -> int:
+        """One for each chunk under way: while one is on the wire, the next is packed, or the one before unpacked."""
 
     def warm_up(self) -> None:
         """Compile what `pack` and `unpack` launch, where it is not. May block for seconds. Raises RuntimeError."""
@@ -62,11 +62,13 @@ class HostStaging:
     announcements; a smaller one it takes, and the digest tells.
     """
 
+    num_buffers = ON_HOSTS.chunks_under_way
+
     def __init__(self, store: HostStore, cut: Cut):
         self._cut = cut
         self._landing_bytes = max(MAX_CHUNK_BYTES, cut.unit_bytes) + DIGEST_BYTES
         self._wire = HostWire(store, cut)
-        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(self.num_buffers)]
 
     def warm_up(self) -> None:
         """What host memory needs is compiled with its first chunk, in the background or not at all."""

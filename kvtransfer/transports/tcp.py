@@ -111,6 +111,8 @@ class TcpTransport(SocketTransport["TcpLink"]):
 class TcpLink:
     """A DataLink over connected sockets, which it owns."""
 
+    most_chunk_bytes = None
+
     def __init__(
         self, connected: Sequence[socket.socket], store: HostStore, cut: Cut, on_close: Callable[["TcpLink"], None]
     ):

@@ -4,10 +4,11 @@ One group per link, because a receive that times out closes every connection of 
 own for the rendezvous, on a socket that we bind (left alone, TCPStore listens on every interface), under a one-time
 prefix.
 
-A chunk is one message: its units packed one after the other, and their digest. Staging memory of a link is twice the
-largest chunk it has carried. Where gloo receives, it is twice the largest chunk possible: gloo ends the process for a
-message that is larger than its receive, which happens once chunks and announcements are out of step (and for a source
-whose chunks are larger than MAX_CHUNK_BYTES). NCCL asks for equal sizes on both sides: what becomes of chunks
+A chunk is one message: its units packed one after the other, and their digest. Staging memory of a link is, for each
+chunk that may be under way, the largest one it has carried, which `most_chunk_bytes` bounds on GPUs (link.staged).
+Where gloo receives, it is the largest chunk possible: gloo ends the process for a message that is larger than its
+receive, which happens once chunks and announcements are out of step (and for a source whose chunks are larger than
+MAX_CHUNK_BYTES). NCCL asks for equal sizes on both sides: what becomes of chunks
 out of step there is not known. Why a hung operation or a woken zombie can't write into blocks: see GroupLink.
 
 Not confirmed on hardware: what concerns NCCL here is written and type-checked, but was not yet run on GPUs.
@@ -34,7 +35,7 @@ from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParam
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
+from twostroke.kvtransfer.transports.staging import HostStaging, Staging
 from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 from twostroke.protocol.errors import ConnectionLost
 
@@ -60,8 +61,10 @@ class TorchDistributedTransport:
         *,
         join_timeout_s: float = 5.0,
         operation_timeout_s: float | None = None,
+        most_chunk_bytes: int | None = None,
     ):
         self._store = store
+        self._most_chunk_bytes = most_chunk_bytes
         self._join_timeout_s = join_timeout_s
         self._operation_timeout_s = join_timeout_s if operation_timeout_s is None else operation_timeout_s
         self._most_s = self._join_timeout_s + self._operation_timeout_s
@@ -101,7 +104,7 @@ class TorchDistributedTransport:
         await asyncio.gather(*(link.ended() for link in links))
 
     def _make_link(self, cut: Cut, own_rank: int) -> "GroupLink":
-        link = GroupLink(self._store, cut, own_rank, self._links.discard)
+        link = GroupLink(self._store, cut, own_rank, self._links.discard, self._most_chunk_bytes)
         self._links.add(link)
         return link
 
@@ -143,7 +146,7 @@ class PendingGroup:
 
 
 class GroupLink:
-    """A DataLink over a process group, which it owns, with two threads and NUM_BUFFERS staging buffers.
+    """A DataLink over a process group, which it owns, with two threads and a staging buffer for each chunk under way.
 
     The first thread packs and posts a send, or posts a receive; the second waits for it, and unpacks. So while chunk n
     is on the wire, chunk n + 1 is packed, or its receive posted, and chunk n - 1 unpacked. A send returns once its
@@ -158,7 +161,9 @@ class GroupLink:
         cut: Cut,
         own_rank: int,
         on_close: Callable[["GroupLink"], None],
+        most_chunk_bytes: int | None = None,
     ):
+        self.most_chunk_bytes = most_chunk_bytes
         self._staging = make_staging(store, cut)
         self._own_rank = own_rank
         self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
@@ -166,7 +171,7 @@ class GroupLink:
         self._posting = ThreadPoolExecutor(1, "kv-group-post")
         self._waiting = ThreadPoolExecutor(1, "kv-group-wait")
         self._free: SimpleQueue[int] = SimpleQueue()  # staging buffers
-        for index in range(NUM_BUFFERS):
+        for index in range(self._staging.num_buffers):
             self._free.put(index)
         self._rendezvous: Any = None  # a TCPStore; the stubs don't know `clone`
         self._group: Any = None
@@ -312,7 +317,7 @@ class GroupLink:
             self._closing.add_done_callback(lambda _: self._on_close(self))
             self._posting.submit(self._drop_after_the_last)
             self._posting.shutdown(wait=False)
-        if self._busy == 0 and self._free.qsize() == NUM_BUFFERS:
+        if self._busy == 0 and self._free.qsize() == self._staging.num_buffers:
             await self.ended()
         elif self._group is not None:
             await asyncio.to_thread(self._break_group)

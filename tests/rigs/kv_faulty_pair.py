@@ -78,6 +78,8 @@ class FaultyTransport:
 class FaultyLink:
     """A link of a FaultyTransport."""
 
+    most_chunk_bytes = None
+
     def __init__(self, inner: DataLink, transport: FaultyTransport):
         self._inner = inner
         self._transport = transport

@@ -378,6 +378,29 @@ def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
     assert config.prefill.gpu_memory_share == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize(
+    ("settings", "links", "mebibytes"),
+    [
+        ({}, (2, 2), (192, 192)),
+        ({"prefill": {"replicas": 3}, "decode": {"replicas": 5}}, (14, 14), (1023, 1023)),
+        ({"prefill": {"tensor_parallel": 2}, "decode": {"replicas": 2}}, (4, 6), (384, 576)),
+        ({"prefill": {"replicas": 0}}, (2, 0), (192, 0)),
+        ({"kv_transfer": {"max_chunk_bytes": 2**20}}, (2, 2), (6, 6)),
+        ({"kv_transfer": {"transport": "cuda_ipc"}}, (2, 2), (0, 0)),
+        ({"model": {"device": "cpu"}}, (2, 2), (0, 0)),
+    ],
+)
+def test_engines_leave_the_memory_of_all_links_that_their_workers_may_have(
+    settings: dict[str, dict[str, object]], links: tuple[int, int], mebibytes: tuple[int, int]
+) -> None:
+    for role in ("prefill", "decode"):
+        settings = settings | {role: {"num_gpus": 1} | settings.get(role, {})}
+    config = read_config(settings)
+    told = [WorkerSettings.of(config, section) for section in (config.prefill, config.decode)]
+    assert tuple(each.num_links for each in told) == links
+    assert tuple(each.engine_config(Path("m")).staging_bytes // 2**20 for each in told) == mebibytes
+
+
 def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
     gpus = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
     assert read_config({}).default_block_size == 16

@@ -11,7 +11,7 @@ from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import staging as staging_buffers
 from twostroke.kvtransfer.transports.host_units import HostUnits, encode
-from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
+from twostroke.kvtransfer.transports.staging import HostStaging
 from twostroke.protocol.kv_layout import Encoding
 
 CUTS = [(0, 4, 4), (1, 2, 4), (0, 4, 2), (3, 1, 1)]  # first head, heads, unit tokens
@@ -85,7 +85,7 @@ def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
     store = store_of()
     cut = Cut(store.layout, 0, 4, 4, "raw")
     staging = HostStaging(store, cut)
-    for index in range(NUM_BUFFERS):
+    for index in range(HostStaging.num_buffers):
         large = staging.buffer(index, 18)
         assert large.numel() == 18 * cut.unit_bytes + 16
         assert staging.buffer(index, 3).data_ptr() == large.data_ptr()

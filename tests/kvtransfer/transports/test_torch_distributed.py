@@ -15,7 +15,7 @@ from tests.rigs.kv_links import blocks, linked
 from tests.rigs.kv_pair import BytesStore, settle
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import torch_distributed
-from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
+from twostroke.kvtransfer.transports.staging import HostStaging
 from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 from twostroke.protocol.errors import ConnectionLost
 
@@ -39,7 +39,7 @@ async def test_a_send_returns_before_its_bytes_are_taken_and_staging_stays_bound
         assert [await receiver.receive(chunk, seal) for seal in range(3)] == [True, True, True]
         await third
         memory = sender._staging._memory
-        assert [buffer.numel() for buffer in memory] == [64 * store.block_bytes + 16] * NUM_BUFFERS
+        assert [buffer.numel() for buffer in memory] == [64 * store.block_bytes + 16] * HostStaging.num_buffers
 
 
 async def test_what_a_send_read_is_what_arrives_though_the_blocks_change_after_it() -> None:
@@ -56,7 +56,7 @@ async def test_closing_ends_a_receive_that_waits_and_tells_the_peer_at_once() ->
     store = BytesStore(1, 8, 4096)
     async with linked(NAME, store, store, join_timeout_s=20) as (sender, receiver):
         hanging = asyncio.create_task(receiver.receive([Segment(0, (1,))], 1))
-        await settle(lambda: receiver._free.qsize() < NUM_BUFFERS)
+        await settle(lambda: receiver._free.qsize() < HostStaging.num_buffers)
         began = time.monotonic()
         await receiver.close()
         with pytest.raises(ConnectionLost):
@@ -86,7 +86,7 @@ async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None
     before = store.copy()
     async with linked(NAME, store, store, join_timeout_s=20) as (sender, receiver):
         receiving = asyncio.create_task(receiver.receive([Segment(0, (1,))], 1))
-        await settle(lambda: receiver._free.qsize() < NUM_BUFFERS)
+        await settle(lambda: receiver._free.qsize() < HostStaging.num_buffers)
         receiver.shut_store()  # as `close` begins
         await sender.send([Segment(0, (2,))], 1)
         with pytest.raises(ConnectionLost, match="closed"):

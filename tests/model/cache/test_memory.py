@@ -71,12 +71,28 @@ def test_a_full_group_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "graphs", "left"),
-    [(60, 0, 54 * GIB - CUDA_CONTEXT_BYTES), (60, 1, 53 * GIB - CUDA_CONTEXT_BYTES), (10, 0, 8 * GIB)],
-    ids=["its share", "beside captured steps", "beside what others hold"],
+    ("free", "graphs", "staging", "left"),
+    [
+        (60, 0, 0, 54 * GIB - CUDA_CONTEXT_BYTES),
+        (60, 1, 0, 53 * GIB - CUDA_CONTEXT_BYTES),
+        (60, 1, 2, 51 * GIB - CUDA_CONTEXT_BYTES),
+        (10, 0, 0, 8 * GIB),
+        (10, 0, 1, 7 * GIB),
+    ],
+    ids=["its share", "beside captured steps", "and links", "beside what others hold", "beside both"],
 )
-def test_the_cache_gets_what_weights_steps_cuda_and_others_leave(free: int, graphs: int, left: int) -> None:
-    memory = GpuMemory(80 * GIB, free * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB, graphs=graphs * GIB)
+def test_the_cache_gets_what_weights_steps_links_cuda_and_others_leave(
+    free: int, graphs: int, staging: int, left: int
+) -> None:
+    memory = GpuMemory(
+        80 * GIB,
+        free * GIB,
+        share=0.9,
+        weights=16 * GIB,
+        peak_step=2 * GIB,
+        graphs=graphs * GIB,
+        staging=staging * GIB,
+    )
     assert cache_bytes_on_gpu(memory) == left
 
 
