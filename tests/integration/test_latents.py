@@ -61,7 +61,7 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
     assert stats.transfers_done == (2 * len(PROMPTS) if WAYS[way].transport else 0)
     assert (stats.swaps > 0) == (way == "swapped out")
     assert dense == 0
-    assert all(1 < skew <= 8 / 3 for skew in routed), "of eight experts each token takes three"
+    assert all(1 < skew < 8 / 3 + 1e-9 for skew in routed), "of eight experts each token takes three"
     assert {one.expert_share for one in parts} == {3 / 8}
 
 

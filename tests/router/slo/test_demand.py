@@ -92,6 +92,8 @@ def test_workers_are_summed_up_and_those_that_leave_are_left_out():
         "row_s": 2e-5,
         "context_s": 1e-7,
         "num_samples": 100,
+        "experts_s": 0.0,
+        "expert_share": 0.0,
     }
     assert numbers["prefill.running"] == 0
     assert "prefill.base_s" not in numbers
