@@ -44,8 +44,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped"]
 GLU_LIMIT, and u the up within that of zero, g sigmoid(GLU_ALPHA g) (u + 1)."""
 GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
 
-PrefillKernel = Literal["auto", "tma", "plain"]
-"""That attends from prompts on Hopper and later GPUs: `auto` is TMA's where it agreed with the plain one at start."""
+PrefillKernel = Literal["auto", "tma", "plain", "cudnn"]
+"""That attends from prompts on GPUs: `auto` is the fastest of those that agreed with the plain one at start."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 

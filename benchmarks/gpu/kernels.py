@@ -167,7 +167,8 @@ def _ours(
     kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_().to(kv_dtype)
     tokens = sum(query for query, _ in lengths)
     q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
-    backend, form = CudaBackend(place.target), AttentionForm(config.head_dim**-0.5, window)
+    # Ours, whatever else `auto` may take: torch's is the peer.
+    backend, form = CudaBackend(place.target, "tma"), AttentionForm(config.head_dim**-0.5, window)
     return lambda: backend.attention(q, kv_layer, layout, form)
 
 

@@ -5,11 +5,9 @@ Nothing here synchronises with the host, and launches depend on shapes and on th
 step can be captured in a CUDA graph, with a layout whose `max_context_len` is the longest to come.
 """
 
-import logging
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,16 +21,13 @@ from twostroke.model.backend import (
     LatentHeads,
     Linear,
 )
-from twostroke.model.batch import BatchLayout, make_layout
+from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
 from twostroke.model.cuda.kernels import elementwise, experts
 from twostroke.model.cuda.kernels.attention import (
-    PrefillConfig,
     decode_attention,
     decode_config,
-    prefill_attention,
-    prefill_config,
 )
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import (
@@ -55,16 +50,8 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
 )
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import Target
-from twostroke.model.cuda.kernels.tma_prefill import (
-    LEAST_QUERY_LEN,
-    TmaPrefillConfig,
-    tma_prefill_attention,
-    tma_prefill_config,
-)
 from twostroke.model.cuda.latents import CudaLatentAttention
-from twostroke.model.step import SequenceStep
-
-_log = logging.getLogger(__name__)
+from twostroke.model.cuda.prompt_attention import MANY, PromptAttention
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)
@@ -221,15 +208,6 @@ class CudaExperts:
         return experts.ExpertsWeight(pack_groups(weight), flat)
 
 
-# Enough tokens that a context is split and a chunk takes large tiles.
-_MANY = 1 << 16
-# (queries, prefix) of the prompts by which kernels are held against each other: several tiles, whole and in part.
-_CHECKED = ((300, 0), (70, 133))
-_AGREEMENT = 0.02  # of values of about 1: several roundings of bf16
-# Among the lengths of chunks that small tiles are for.
-_SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
-
-
 class CudaBackend:
     """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called."""
 
@@ -244,7 +222,7 @@ class CudaBackend:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._target = target
-        self._prefill_kernel = prefill_kernel
+        self._prompts = PromptAttention(target, prefill_kernel)
         self._compiled: set[tuple[object, ...]] = set()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
@@ -316,8 +294,7 @@ class CudaBackend:
         if layout.num_decodes:
             self._attend_decodes(q, kv_layer, layout, form, out)
         if len(q) > layout.num_decodes:
-            config = self._prefill_config(q, kv_layer, layout.max_query_len)
-            self._attend_chunks(q, kv_layer, layout, form, out, config)
+            self._prompts(q, kv_layer, layout, form, out)
         return out
 
     def _attend_decodes(
@@ -328,38 +305,11 @@ class CudaBackend:
         config = decode_config(self._target, dim, q.dtype, groups, layout.num_decodes, most_keys)
         decode_attention(q, kv_layer, layout, form, out, config)
 
-    def _prefill_config(self, q: Tensor, kv_layer: Tensor, max_query_len: int) -> PrefillConfig | TmaPrefillConfig:
-        """The kernel and its tiles for the GPU, the cache's layout and the longest chunk."""
-        heads, dim = q.shape[1:]
-        groups, block_size = kv_layer.shape[2:4]
-        by_tma = None
-        if self._prefill_kernel != "plain" and kv_layer.dtype == q.dtype:
-            by_tma = tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len)
-        if by_tma is not None:
-            return by_tma
-        is_fp8 = kv_layer.dtype.itemsize == 1
-        return prefill_config(self._target.architecture, dim, q.dtype, heads // groups, max_query_len, is_fp8)
-
-    def _attend_chunks(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        layout: BatchLayout,
-        form: AttentionForm,
-        out: Tensor,
-        config: PrefillConfig | TmaPrefillConfig,
-    ) -> None:
-        if isinstance(config, TmaPrefillConfig):
-            tma_prefill_attention(q, kv_layer, layout, form, out, self._target, config)
-        else:
-            prefill_attention(q, kv_layer, layout, form, out, config)
-
     def _compile_once(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> None:
         """Compile every variant of the attention kernels for shapes and form, by launching each on an empty sequence.
 
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
-        seconds for a compiler. On the way the TMA kernel, whose warps Triton specialises by itself, is held against
-        the plain one: where they differ, the plain one is taken from here on.
+        seconds for a compiler. On the way kernels for prompts are held against each other and timed.
         """
         key = (q.dtype, q.shape[1:], kv_layer.dtype, kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
         if key in self._compiled:
@@ -378,42 +328,9 @@ class CudaBackend:
             max_query_len=1,
             max_context_len=1,
         )
-        for longest in (1, _MANY):
+        for longest in (1, MANY):
             self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
-        if self._prefill_kernel == "auto" and (fault := self._fault_of_tma(q, kv_layer, form)) is not None:
-            _log.warning("prompts' attention by TMA %s on this GPU: the plain kernel is taken (prefill_kernel)", fault)
-            self._prefill_kernel = "plain"
-        for config in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
-            self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), form, out, config)
-
-    def _fault_of_tma(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
-        """What is wrong with it: other results than the plain kernel's, of prompts with and without a prefix, or no
-        compilation. None where nothing is, or it is not in use."""
-        by_tma = self._prefill_config(q, kv_layer, _MANY)
-        if not isinstance(by_tma, TmaPrefillConfig):
-            return None
-        heads, dim = q.shape[1:]
-        groups, block_size = kv_layer.shape[2:4]
-        steps, used = [], 0
-        for query_len, prefix in _CHECKED:
-            width = -(-(prefix + query_len) // block_size)
-            steps.append(SequenceStep([0] * query_len, prefix, range(used + width, used, -1), None))
-            used += width
-        layout = make_layout(steps, block_size, q.device)
-        generator = torch.Generator(q.device).manual_seed(0)
-        queries, kv = (
-            torch.randn(shape, generator=generator, device=q.device).to(q.dtype)
-            for shape in ((len(layout.slots), heads, dim), (used + 1, *kv_layer.shape[1:]))
-        )
-        out, expected = _rows_like(queries), _rows_like(queries)
-        plain = prefill_config(self._target.architecture, dim, q.dtype, heads // groups, _MANY)
-        try:
-            tma_prefill_attention(queries, kv, layout, form, out, self._target, by_tma)
-        except (RuntimeError, triton.TritonError) as error:
-            return f"fails ({(str(error) or repr(error)).splitlines()[0]})"
-        prefill_attention(queries, kv, layout, form, expected, plain)
-        agrees = torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
-        return None if agrees else "is wrong"
+        self._prompts.prepare(q, kv_layer, form, empty)
 
 
 def _rows_like(q: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from twostroke.model.backend import AttentionForm, Backend
 from twostroke.model.batch import Drawing, StepInput
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cuda import backend as cuda_backend
+from twostroke.model.cuda import prompt_attention
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.attention import DecodeConfig
 from twostroke.model.cuda.kernels.launch import A100, H100
@@ -67,7 +68,7 @@ def test_projections_of_many_tokens_are_added_up_in_fp32() -> None:
 def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_plain_one_does(
     fault: object, told: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tma, launches = cuda_backend.tma_prefill_attention, 0
+    tma, launches = prompt_attention.tma_prefill_attention, 0
 
     def maybe_wrong(*arguments: Any) -> None:
         nonlocal launches
@@ -78,7 +79,7 @@ def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_
         if fault is not None:
             arguments[4][-1, 0] += 0.1 if fault == "wrong" else float("nan")  # of the output one value
 
-    monkeypatch.setattr(cuda_backend, "tma_prefill_attention", maybe_wrong)
+    monkeypatch.setattr(prompt_attention, "tma_prefill_attention", maybe_wrong)
     case = paged_case([(70, 70), (3, 90)], heads=2, groups=1, dim=16, block_size=64, dtype=torch.float16, window=60)
     backend = CudaBackend(H100)
     for _ in range(2):
@@ -96,7 +97,7 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
 ) -> None:
     launched: set[object] = set()
     for name in ("prefill_attention", "tma_prefill_attention"):
-        monkeypatch.setattr(cuda_backend, name, lambda *arguments: launched.add((arguments[3], arguments[-1])))
+        monkeypatch.setattr(prompt_attention, name, lambda *arguments: launched.add((arguments[3], arguments[-1])))
     case = paged_case([(1, 5)], heads=heads, groups=groups, block_size=block_size, dtype=torch.float16)
     backend = CudaBackend(H100, "tma")
     forms = [AttentionForm(1.0), AttentionForm(1.0, 7), AttentionForm(1.0, 0, 2.0), AttentionForm(1.0, sinks=case.q)]
