@@ -148,7 +148,7 @@ class CudnnKernel:
             result = functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=form.scale, enable_gqa=q.shape[1] != kv_layer.shape[2]
             )
-        out[first:].unflatten(1, q.shape[1:]).copy_(result[0].transpose(0, 1)[: len(slots)])
+        out[first:].view(-1, *q.shape[1:]).copy_(result[0].transpose(0, 1)[: len(slots)])
 
 
 def _padded(tokens: int) -> int | None:
