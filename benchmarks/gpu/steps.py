@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -117,8 +118,9 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     )
     for layer in cache.tensors:
         layer.normal_()
-    recorder, longest = place.recorder(), max(sizes.prompts)
-    prompts = PromptGraphs(decoder, cache, sizes.max_context, step_shapes(longest, 1), recorder)
+    recorder = place.recorder()
+    shapes = [shape for shape in step_shapes(max(sizes.prompts), max_batch) if not shape.singles]
+    prompts = PromptGraphs(decoder, cache, sizes.max_context, shapes, recorder)
     captured = CudaGraphSteps(decoder, cache, sizes.max_context, max_batch, recorder)
     sampler = DeviceSampler(config.vocab_size, device)
     eager, replaying = (
@@ -170,12 +172,10 @@ def _prefill(model: GpuModel, tokens: int, limits: GpuLimits) -> Row:
 
 def _small_prefill(model: GpuModel, place: GpuPlace, tokens: int, predicted: float) -> list[Row]:
     """By graphs where there is one, and eagerly, in turns."""
-    kinds = (model.prefill, model.prefill_eagerly)
+    kinds = partial(model.prefill, tokens), partial(model.prefill_eagerly, tokens)
     for prefill in kinds:
-        prefill(tokens)
-    times = [
-        [_elapsed_s(lambda prefill=prefill: prefill(tokens)) for prefill in kinds] for _ in range(model.sizes.turns)
-    ]  # type: ignore[misc]
+        prefill()
+    times = [[_elapsed_s(prefill) for prefill in kinds] for _ in range(model.sizes.turns)]
     ours_s, eager_s = (min(column) for column in zip(*times, strict=True))
     device_s = place.clock.queued_seconds(lambda: model.launch_prefill(tokens))
     busy = f"{device_s * 1e3:.2f} of {ours_s * 1e3:.2f} ms"
