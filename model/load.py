@@ -205,7 +205,7 @@ def _graphs(
     config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache, max_context: int
 ) -> tuple[CudaGraphSteps | None, PromptGraphs | None]:
     begin, recorder = time.monotonic(), Recorder(kv_cache.tensors[0].device)
-    shapes = _prompt_shapes(config, decoder, kv_cache)
+    shapes = prompt_shapes(config, decoder, kv_cache)
     # The steps with the most rows first: the others fit into their memory.
     prompts = PromptGraphs(decoder, kv_cache, max_context, shapes, recorder) if shapes else None
     decodes, most = None, config.bounds.max_sequences
@@ -220,7 +220,7 @@ def _graphs(
     return decodes, prompts
 
 
-def _prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
+def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
     """For which steps with prompts there are graphs; none where the host must know how long contexts are.
 
     Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more.
@@ -284,7 +284,7 @@ def measure_gpu(
     if not config.announces_layers:
         most = bounds.max_sequences
         graphs += captured_bytes(most, most, len(batch_sizes(most)))
-    if shapes := _prompt_shapes(config, decoder, kv_cache):
+    if shapes := prompt_shapes(config, decoder, kv_cache):
         sequences = max(shape.sequences for shape in shapes)
         graphs += captured_bytes(shapes[0].rows, sequences, len(shapes))
     kv_cache.close()

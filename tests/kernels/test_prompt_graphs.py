@@ -14,13 +14,23 @@ from tests.model.conftest import make_decoder
 from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import H100
-from twostroke.model.cuda.prompt_graphs import MOST_CHUNKS, MOST_ROWS, PromptGraphs, StepShape, step_shapes
+from twostroke.model.cuda.prompt_graphs import (
+    MOST_ANNOUNCED_ROWS,
+    MOST_CHUNKS,
+    MOST_ROWS,
+    PromptGraphs,
+    StepShape,
+    step_shapes,
+)
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import prompt_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.step import Draw, PromptReading, SequenceStep
+from twostroke.model.step import Draw, OnLayer, PromptReading, SequenceStep
 from twostroke.protocol.requests import ReadingParams, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -162,6 +172,26 @@ def test_a_step_finds_nothing_of_those_before_it_in_its_graph(write_checkpoint: 
     check_same(made(write_checkpoint(**TINY)), [*BATCHES.values(), *reversed(BATCHES.values())])
 
 
+def test_places_that_a_step_leaves_empty_have_no_context_to_read(write_checkpoint: Callable[..., Any]) -> None:
+    class Seeing:
+        vocab_size = 96
+        contexts: list[int]
+
+        def forward(self, seen: StepInput, on_layer: OnLayer | None = None) -> Tensor:
+            self.contexts = seen.layouts[0].context_lens.tolist()
+            return torch.zeros(len(seen.drawing.rows), self.vocab_size)
+
+        def logits(self, hidden: Tensor) -> Tensor:
+            raise AssertionError(hidden)
+
+    decoder = Seeing()
+    graphs = PromptGraphs(decoder, made(write_checkpoint(**TINY))[1], MAX_CONTEXT, SHAPES, Repeating())
+    with torch.inference_mode():
+        for kind in ("as many decodes as fit", "decodes beside prompts", "one token alone"):
+            assert graphs.logits(sorted(BATCHES[kind], key=lambda one: len(one.token_ids) > 1), [0], None) is not None
+    assert decoder.contexts == [32, *[0] * (SHAPES[0].sequences - 1)]
+
+
 def test_steps_that_fit_no_graph_or_draw_nothing_or_are_read_run_eagerly(write_checkpoint: Callable[..., Any]) -> None:
     _, graphs, (_, runner) = both(made(write_checkpoint(**TINY)))
     read = step(8, 0, [1])
@@ -211,3 +241,14 @@ def test_shapes_are_few_and_the_next_is_not_much_larger(max_tokens: int, max_seq
         assert fitting <= max(32, 2 * tokens)
     # The last layer computes those that draw alone where they are fewer.
     assert all(shape.sequences < shape.rows for shape in shapes)
+
+
+def test_workers_that_announce_layers_replay_smaller_steps_and_latents_have_no_graphs(
+    write_checkpoint: Callable[..., Any],
+) -> None:
+    folder = write_checkpoint(**TINY)
+    decoder, cache = made(folder)
+    both_kinds = (prompt_shapes(EngineConfig(folder, announces_layers=each), decoder, cache) for each in (False, True))
+    assert [max(shape.rows for shape in shapes) for shapes in both_kinds] == [MOST_ROWS, MOST_ANNOUNCED_ROWS]
+    latents = write_checkpoint(**FAMILY_SHAPES["deepseek_v2"])
+    assert prompt_shapes(EngineConfig(latents), *made(latents)) == []
