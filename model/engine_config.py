@@ -41,7 +41,7 @@ class EngineConfig:
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     prefill_kernel: PrefillKernel = "auto"
     bounds: StepBounds = DEFAULT_BOUNDS
-    captures_decodes: bool = True  # False where every step announces its layers, which none does that is replayed
+    announces_layers: bool = False  # in every step: no decode step is replayed then
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
     lends_cores: bool = False  # to other workers' steps while it has none, and borrows theirs; on CPUs, of one rank

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import replace
+import time
 from functools import partial
 
 import torch
@@ -26,7 +26,8 @@ from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.config import ModelShape
 from twostroke.model.cpu.core_lending import lend_cores
-from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, batch_sizes
+from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
+from twostroke.model.cuda.prompt_graphs import MOST_ANNOUNCED_ROWS, MOST_ROWS, PromptGraphs, StepShape, step_shapes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
     EngineConfig,
@@ -153,9 +154,10 @@ class LoadedEngine:
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache)
         self.max_context = resolve_max_context(config, model, blocks)
-        captured = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
+        captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         hits = self.expert_hits = _expert_hits(decoder)
-        runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space, hits)
+        cache, swap = self.kv_cache, self.swap_space
+        runner = ModelRunner(decoder, sampler, cache, self.max_context, captured, swap, hits, prompts)
         _warm_up(runner, self.kv_cache, self.max_context)
         if hits is not None:
             hits.clear()
@@ -185,17 +187,48 @@ def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
 
 def _captured_steps(
     config: EngineConfig, backend: Backend, decoder: StepDecoder, kv_cache: KVCache, max_context: int
-) -> CapturedSteps | None:
-    if not config.captures_decodes:
-        return None
+) -> tuple[CapturedSteps | None, PromptGraphs | None]:
+    """What replays decode steps, and what replays small steps with prompts."""
     if config.device == "cuda":
-        return CudaGraphSteps(decoder, kv_cache, max_context, config.bounds.max_sequences)
+        return _graphs(config, decoder, kv_cache, max_context)
+    if config.announces_layers:
+        return None, None
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
     if config.tensor_parallel > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
-        return None  # the ranks' sums are torch's, and so is most of what transformers computes
-    return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
+        return None, None  # the ranks' sums are torch's, and so is most of what transformers computes
+    return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context), None
+
+
+def _graphs(
+    config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache, max_context: int
+) -> tuple[CudaGraphSteps | None, PromptGraphs | None]:
+    begin, recorder = time.monotonic(), Recorder(kv_cache.tensors[0].device)
+    shapes = prompt_shapes(config, decoder, kv_cache)
+    # The steps with the most rows first: the others fit into their memory.
+    prompts = PromptGraphs(decoder, kv_cache, max_context, shapes, recorder) if shapes else None
+    decodes, most = None, config.bounds.max_sequences
+    if not config.announces_layers:
+        decodes = CudaGraphSteps(decoder, kv_cache, max_context, most, recorder)
+    _log.info(
+        "captured %d graphs of decode steps and %d of small steps with prompts in %.1f s",
+        0 if decodes is None else len(batch_sizes(min(most, kv_cache.num_blocks))),
+        len(shapes),
+        time.monotonic() - begin,
+    )
+    return decodes, prompts
+
+
+def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
+    """For which steps with prompts there are graphs; none where the host must know how long contexts are.
+
+    Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more.
+    """
+    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1:
+        return []
+    most_rows = MOST_ANNOUNCED_ROWS if config.announces_layers else MOST_ROWS
+    return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most_rows)
 
 
 def _expert_hits(decoder: StepDecoder) -> ExpertHits | None:
@@ -221,7 +254,7 @@ def measure_gpu(
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 
-    Where decode steps are to be captured, the memory of a step and of its logits belongs to them for good.
+    Where steps are to be captured, the memory of the largest and of its logits belongs to them for good.
     """
     bounds, block_size, device = config.bounds, kv_cache.block_size, kv_cache.tensors[0].device
     runner = ModelRunner(decoder, sampler, kv_cache, max_context)
@@ -240,12 +273,20 @@ def measure_gpu(
     batch_of = partial(largest_batch, block_size=block_size, max_context=max_context, num_groups=kv_cache.groups.count)
     peak_step = max(peak(batch_of(bounds, logprobs=logprobs)) for logprobs in (None, 20))
     graphs = 0
-    if config.captures_decodes:
-        width = -(-max_context // block_size) * kv_cache.groups.count
-        inputs = 2 * bounds.max_sequences * width * torch.int32.itemsize  # block tables
-        logits = bounds.max_sequences * decoder.vocab_size * torch.float32.itemsize
-        decodes = batch_of(replace(bounds, max_tokens=bounds.max_sequences))
-        graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
+    width = -(-max_context // block_size) * kv_cache.groups.count
+
+    def captured_bytes(rows: int, sequences: int, count: int) -> int:
+        """What `count` graphs keep: of the largest one's step, its block tables, its logits, and the driver's."""
+        tables = 2 * sequences * width * torch.int32.itemsize
+        logits = sequences * decoder.vocab_size * torch.float32.itemsize
+        return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
+
+    if not config.announces_layers:
+        most = bounds.max_sequences
+        graphs += captured_bytes(most, most, len(batch_sizes(most)))
+    if shapes := prompt_shapes(config, decoder, kv_cache):
+        sequences = max(shape.sequences for shape in shapes)
+        graphs += captured_bytes(shapes[0].rows, sequences, len(shapes))
     kv_cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

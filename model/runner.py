@@ -15,9 +15,10 @@ from torch import Tensor
 
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
-from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.cache.kv_cache import KVCache, layer_announcing
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.cuda.prompt_graphs import PromptGraphs
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.step import (
     BlockCopy,
@@ -141,8 +142,10 @@ class ModelRunner:
         captured: CapturedSteps | None = None,
         swap_space: SwapSpace | None = None,
         expert_hits: ExpertHits | None = None,
+        prompt_graphs: PromptGraphs | None = None,
     ):
-        """`captured` runs the decode steps that it can, over the same decoder and cache; `swap_space` is its.
+        """`captured` runs the decode steps that it can, `prompt_graphs` others, over the same decoder and cache;
+        `swap_space` is its.
 
         `expert_hits` are the decoder's, and sees to it that they can be read.
         """
@@ -153,6 +156,7 @@ class ModelRunner:
         self._captured = captured
         self._swap_space = swap_space
         self._expert_hits = expert_hits
+        self._prompt_graphs = prompt_graphs
         self._masks = MaskFiller(decoder.vocab_size)
         self._device = kv_cache.tensors[0].device
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
@@ -197,18 +201,24 @@ class ModelRunner:
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
                 return self._sample(logits, batch, list(range(len(batch))), earlier)
-        return self._run_eagerly(batch, on_layer, drawn, earlier)
+        return self._run_with_prompts(batch, on_layer, drawn, earlier)
 
-    def _run_eagerly(
+    def _run_with_prompts(
         self,
         batch: Sequence[SequenceStep],
         on_layer: OnLayer | None,
         drawn: Tensor | None,
         earlier: LaunchedStep | None,
     ) -> LaunchedStep:
+        """What is no captured decode step: by another graph where one fits, else eagerly."""
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
+        if self._prompt_graphs is not None and all(step.reading is None for step in steps):
+            logits = self._prompt_graphs.logits(steps, drawing, drawn)
+            if logits is not None:
+                self._announce_all(on_layer)
+                return self._sample(logits, batch, [order[i] for i in drawing], earlier)
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
             StepInput(
@@ -226,6 +236,13 @@ class ModelRunner:
                 return SilentStep([None] * len(batch), computed, self._device)
             return LaunchedStep([None] * len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing], earlier)
+
+    def _announce_all(self, on_layer: OnLayer | None) -> None:
+        """Tell of all layers once what was launched has run."""
+        with layer_announcing(on_layer, self._device) as announce:
+            if announce is not None:
+                for layer in range(self._kv_cache.layout.num_layers):
+                    announce(layer)
 
     def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
         """What reads all prompts that are to be read off the step's hidden states; None where there are none."""

@@ -40,6 +40,7 @@ TINY = Sizes(
     prefix=150,
     chunk=70,
     prompts=(5, 40, 70),
+    small_prompts=((5, 0.9), (20, 0.9), (72, 0.9)),
     decode_batches=(1, 2, 3, 4, 5, 6),
     decode_context=5,
     decode_steps=1,

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
+from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
@@ -49,13 +51,25 @@ class GpuModel:
     """A decoder with its cache, full of random values, and its captured decode steps."""
 
     runner: ModelRunner
+    eager: ModelRunner  # for prompts, the small ones too
     sizes: Sizes
 
     def prefill(self, tokens: int) -> None:
         """A whole prompt in one step, its token drawn and brought to the host."""
+        self.runner.run(self._prompt(tokens))
+
+    def prefill_eagerly(self, tokens: int) -> None:
+        """As `prefill`, without a graph."""
+        self.eager.run(self._prompt(tokens))
+
+    def launch_prefill(self, tokens: int) -> None:
+        """As `prefill`, without waiting for it."""
+        self.runner.launch(self._prompt(tokens))
+
+    def _prompt(self, tokens: int) -> list[SequenceStep]:
         prompt = [1 + i % (self.sizes.model.vocab_size - 1) for i in range(tokens)]
         table = range(-(-tokens // self.sizes.block_size))
-        self.runner.run([SequenceStep(prompt, 0, table, Draw(GREEDY, prompt, tokens))])
+        return [SequenceStep(prompt, 0, table, Draw(GREEDY, prompt, tokens))]
 
     def decode(self, batch: int, steps: int) -> None:
         """`steps` decode steps, each launched before the one before it has ended, as the engine does."""
@@ -104,9 +118,16 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     )
     for layer in cache.tensors:
         layer.normal_()
-    captured = CudaGraphSteps(decoder, cache, sizes.max_context, max_batch, place.recorder())
+    recorder = place.recorder()
+    shapes = [shape for shape in step_shapes(max(sizes.prompts), max_batch) if not shape.singles]
+    prompts = PromptGraphs(decoder, cache, sizes.max_context, shapes, recorder)
+    captured = CudaGraphSteps(decoder, cache, sizes.max_context, max_batch, recorder)
     sampler = DeviceSampler(config.vocab_size, device)
-    return GpuModel(ModelRunner(decoder, sampler, cache, sizes.max_context, captured), sizes)
+    eager, replaying = (
+        ModelRunner(decoder, sampler, cache, sizes.max_context, captured, prompt_graphs=graphs)
+        for graphs in (None, prompts)
+    )
+    return GpuModel(replaying, eager, sizes)
 
 
 GAINS: dict[Quantization, float] = {"int8": 1.6, "int4": 2.3}
@@ -117,6 +138,8 @@ def measure_steps(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[
     model = make_model(sizes, place, "none", max(sizes.decode_batches))
     for tokens in sizes.prompts:
         yield _prefill(model, tokens, limits)
+    for tokens, predicted in sizes.small_prompts:
+        yield from _small_prefill(model, place, tokens, predicted)
     for batch in sizes.decode_batches:
         yield from _decode(model, place, batch, limits)
 
@@ -145,6 +168,22 @@ def _prefill(model: GpuModel, tokens: int, limits: GpuLimits) -> Row:
     prefill_s = min(_elapsed_s(lambda: model.prefill(tokens)) for _ in range(model.sizes.turns))
     share = work.operations / prefill_s / limits.gemm
     return Row(f"prefill, {tokens} tokens", share, 0.85, f"{tokens / prefill_s:.0f} tokens/s", "GEMM rate")
+
+
+def _small_prefill(model: GpuModel, place: GpuPlace, tokens: int, predicted: float) -> list[Row]:
+    """By graphs where there is one, and eagerly, in turns."""
+    kinds = partial(model.prefill, tokens), partial(model.prefill_eagerly, tokens)
+    for prefill in kinds:
+        prefill()
+    times = [[_elapsed_s(prefill) for prefill in kinds] for _ in range(model.sizes.turns)]
+    ours_s, eager_s = (min(column) for column in zip(*times, strict=True))
+    device_s = place.clock.queued_seconds(lambda: model.launch_prefill(tokens))
+    busy = f"{device_s * 1e3:.2f} of {ours_s * 1e3:.2f} ms"
+    gain = statistics.median(eager / ours for ours, eager in times)
+    return [
+        Row(f"GPU busy, prompt of {tokens} tokens", device_s / ours_s, 0.9, busy, "the step", predicted),
+        Row(f"small prompt, {tokens} tokens", gain, None, f"{ours_s * 1e3:.2f} and {eager_s * 1e3:.2f} ms", "eager"),
+    ]
 
 
 def _decode(model: GpuModel, place: GpuPlace, batch: int, limits: GpuLimits) -> list[Row]:

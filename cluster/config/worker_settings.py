@@ -104,7 +104,7 @@ class WorkerSettings:
             gpu_memory_share=self.resources.gpu_memory_share,
             prefill_kernel=self.resources.prefill_kernel,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),
-            captures_decodes=not self.announces_layers,
+            announces_layers=self.announces_layers,
             threads=self.threads,
             cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
             lends_cores=self.resources.lends_cores and self.device == "cpu",

@@ -39,7 +39,7 @@ class GpuMemory:
     share: float  # of the total that this worker may use
     weights: int  # with all else that torch keeps for this worker
     peak_step: int  # what the largest step took beyond that
-    graphs: int = 0  # what captured decode steps will keep, which no other step can use
+    graphs: int = 0  # what captured steps will keep, which no other step can use
     staging: int = 0  # what links will take for KV on its way
 
 
@@ -54,7 +54,7 @@ def cache_bytes_on_gpu(memory: GpuMemory) -> int:
         raise ConfigError(
             f"too little memory on cuda: {memory.share:.2f} of {gibibytes(memory.total)} = {gibibytes(allowed)} for "
             f"this worker, of which weights take {gibibytes(memory.weights)}, the largest step "
-            f"{gibibytes(memory.peak_step)}, decode graphs {gibibytes(memory.graphs)}, KV on its way "
+            f"{gibibytes(memory.peak_step)}, graphs {gibibytes(memory.graphs)}, KV on its way "
             f"{gibibytes(memory.staging)} and CUDA itself {gibibytes(CUDA_CONTEXT_BYTES)}, and of the GPU "
             f"{gibibytes(memory.free)} are free: nothing is left for the KV cache; raise gpu_memory_utilization, lower "
             "max_step_tokens, quantise, or take a smaller model"

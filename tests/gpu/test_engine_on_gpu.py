@@ -16,7 +16,8 @@ from twostroke.model.batch import Drawing, StepInput, make_layout
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.config import Quantization
-from twostroke.model.cuda.graphs import CudaGraphSteps, batch_sizes
+from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
+from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
@@ -117,6 +118,31 @@ def test_padded_batches_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -
         ]
         pairs = list(zip(eager.run(batch), replaying.run(batch), strict=True))
         assert sum(one == other for one, other in pairs) >= 0.9 * count  # a tie of bf16 may go either way
+
+
+def test_small_steps_with_prompts_by_graphs_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -> None:
+    decoder, cache = made
+    device = cache.tensors[0].device
+    graphs = PromptGraphs(decoder, cache, MAX_CONTEXT, step_shapes(2048, MOST), Recorder(device))
+    for singles, prompts in ((0, (5,)), (0, (300,)), (3, (70, 9)), (7, (100, 1 + 2 * BLOCK_SIZE)), (20, (31,))):
+        steps = decodes(singles, 1, [row % VOCAB for row in range(singles)])
+        for index, length in enumerate(prompts):
+            table = range(4 * singles + 8 * index, 4 * singles + 8 * index + 8)
+            tokens = [1 + (row * 5 + index) % 90 for row in range(length)]
+            steps.append(SequenceStep(tokens, 30 * index, table, Draw(SAMPLINGS[0], tokens, length)))
+        lengths = torch.tensor([len(step.token_ids) for step in steps])
+        last, each = (lengths.cumsum(0) - 1).to(device), torch.arange(len(steps), device=device)
+        token_ids = torch.tensor([token for step in steps for token in step.token_ids], device=device)
+        with torch.inference_mode():
+            layout = make_layout(steps, BLOCK_SIZE, device)
+            expected = decoder.forward(StepInput(token_ids, [layout], cache.tensors, Drawing(last, each)))
+            assert expected is not None
+            kv = [layer.clone() for layer in cache.tensors]
+            found = graphs.logits(steps, range(len(steps)), None)
+            assert found is not None
+        assert torch.allclose(found, expected, rtol=0.05, atol=0.15)
+        for before, after in zip(kv, cache.tensors, strict=True):
+            assert torch.allclose(after.float(), before.float(), rtol=0.05, atol=0.15)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

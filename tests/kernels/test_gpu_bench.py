@@ -39,6 +39,7 @@ ONE_OF_EACH = Sizes(
     prefix=8,
     chunk=8,
     prompts=(5,),
+    small_prompts=((3, 0.9),),
     decode_batches=(2,),
     decode_context=5,
     decode_steps=1,
@@ -75,7 +76,7 @@ def test_a_dry_run_launches_all_rows_but_a_processs_start(sizes: Sizes, last_lin
         "top_p 0.9",
     ):
         assert any(name in row for row in ratios), name
-    for name in ("prefill, 5 tokens", "GPU busy, batch 2", "decode in int4, batch 1"):
+    for name in ("prefill, 5 tokens", "GPU busy, prompt of 3 tokens", "GPU busy, batch 2", "decode in int4, batch 1"):
         assert name in ratios
 
 

@@ -1,0 +1,219 @@
+"""Small steps that prompts are part of as CUDA graphs: one launch each, where the host would take longer than the GPU.
+
+A graph is captured for each of some shapes: rows for so many sequences that bring one token, and behind them for so
+many tokens of up to MOST_CHUNKS prompts. What a step leaves empty belongs to no sequence: its KV goes nowhere, nothing
+attends to it, and what is computed there is dropped. Lengths are read on the device, so launches follow the shape.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, make_layouts, take_drawn
+from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.cuda.graphs import Recorder
+from twostroke.model.step import SequenceStep
+
+MOST_ROWS = 384
+"""Of a step. A padded row costs nothing while weights are what the GPU waits for, up to some 200 rows; beyond 384 the
+GPU takes longer than the host does."""
+MOST_ANNOUNCED_ROWS = 136
+"""Of a step whose layers are announced, which they are at its end: KV of 128 tokens is on its way for a millisecond."""
+MOST_CHUNKS = 7
+_TOKENS = (32, 64, 128, 192, 256, 384)
+_SINGLES = (8, 32, 128)
+_NO_SLOT = -1
+
+
+@dataclass(frozen=True, order=True)
+class StepShape:
+    """What fits into a graph."""
+
+    singles: int  # sequences that bring one token
+    tokens: int  # of all others together
+
+    @property
+    def rows(self) -> int:
+        """Of the model's matrices."""
+        return self.singles + self.tokens
+
+    @property
+    def sequences(self) -> int:
+        """That have a place. The last is always empty: rows that nobody draws after attend to it."""
+        return self.singles + MOST_CHUNKS + 1
+
+
+def step_shapes(max_tokens: int, max_sequences: int, most_rows: int = MOST_ROWS) -> list[StepShape]:
+    """For which steps of an engine with these bounds graphs are captured, the largest first."""
+    singles = [count for count in _SINGLES if count < max_sequences]
+    singles = [0, *singles, *([max_sequences] if max_sequences < _SINGLES[-1] else [])]
+    tokens = [count for index, count in enumerate(_TOKENS) if index == 0 or _TOKENS[index - 1] < max_tokens]
+    shapes = [StepShape(one, other) for one in singles for other in tokens]
+    return sorted((shape for shape in shapes if shape.rows <= most_rows), key=lambda shape: (-shape.rows, shape))
+
+
+class _Inputs:
+    """Of steps of shapes up to `rows` and `sequences`, always in the same memory of one device. At first: of no
+    sequence."""
+
+    def __init__(self, rows: int, sequences: int, width: int, groups: int, device: torch.device | None, pinned: bool):
+        """On the host where no device is named. Tables are `width` blocks wide."""
+        # Kinds of numbers side by side, so that each kind is one copy.
+        self.longs = torch.zeros(
+            (4 + groups, max(rows, sequences)), dtype=torch.int64, device=device, pin_memory=pinned
+        )
+        self.ints = torch.zeros((2, sequences + 1), dtype=torch.int32, device=device, pin_memory=pinned)
+        self.token_ids, self.positions, self.drawn_rows, self.drawn_sequences = self.longs[:4]
+        self.slots = self.longs[4:].fill_(_NO_SLOT)
+        self.query_starts, self.context_lens = self.ints
+        self.block_tables = torch.zeros((groups, sequences, width), dtype=torch.int32, device=device, pin_memory=pinned)
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """Pinned inputs of one step, and when their copy has left them."""
+
+    inputs: _Inputs
+    tables: Tensor  # int32, flat: the tables' entries in use, without what lies between them
+    copied: torch.cuda.Event
+
+
+class PromptGraphs:
+    """Used on the engine's thread, on its current stream."""
+
+    def __init__(
+        self,
+        decoder: StepDecoder,
+        kv_cache: KVCache,
+        max_context: int,
+        shapes: Sequence[StepShape],
+        recorder: Recorder,
+    ):
+        """Captures all graphs, which takes as long as decode graphs do and shares their recorder's memory."""
+        self._device = kv_cache.tensors[0].device
+        self._block_size, self._groups = kv_cache.block_size, kv_cache.groups
+        self._max_context = max_context
+        # The fewest rows first: whatever fits is then found at once.
+        self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape))
+        rows, sequences = (max(getattr(shape, name) for shape in shapes) for name in ("rows", "sequences"))
+        width, groups, pinned = -(-max_context // self._block_size), self._groups.count, self._device.type == "cuda"
+
+        def staging() -> _Staging:
+            inputs = _Inputs(rows, sequences, width, groups, None, pinned)
+            tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=pinned)
+            return _Staging(inputs, tables, recorder.event())
+
+        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
+        self._staging = [staging(), staging()]
+        self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
+        self._placed = _Inputs(rows, sequences, width, groups, self._device, False)
+        self._logits = torch.empty((sequences, decoder.vocab_size), dtype=torch.float32, device=self._device)
+        # Kept with all tensors in them: a graph remembers places alone.
+        self._steps = {shape: self._step(decoder, kv_cache, shape) for shape in shapes}
+        with torch.inference_mode():
+            self._replays = {shape: recorder.record(step) for shape, step in self._steps.items()}
+
+    def logits(self, steps: Sequence[SequenceStep], drawing: Sequence[int], earlier: Tensor | None) -> Tensor | None:
+        """fp32 [N, vocab] of the entries `drawing`, until the next call; None for a step that must run eagerly.
+
+        Of `steps` those that bring one token come first. `earlier` as CapturedSteps.logits. Never waits for the device
+        but for the inputs of the last step but one.
+        """
+        singles = sum(len(step.token_ids) == 1 for step in steps)
+        tokens = sum(len(step.token_ids) for step in steps) - singles
+        fitting = (shape for shape in self._shapes if shape.singles >= singles and shape.tokens >= tokens)
+        shape = next(fitting, None)
+        if shape is None or not drawing or len(steps) - singles > MOST_CHUNKS:
+            return None
+        staging = self._staging[0]
+        self._staging.reverse()
+        staging.copied.synchronize()
+        width = self._fill(staging.inputs, steps, drawing, shape, singles)
+        self._placed.longs.copy_(staging.inputs.longs, non_blocking=True)
+        self._placed.ints.copy_(staging.inputs.ints, non_blocking=True)
+        # Whole tables would be megabytes.
+        sizes = self._groups.count, shape.sequences, width
+        count = sizes[0] * sizes[1] * sizes[2]
+        host, there = staging.tables[:count].view(sizes), self._tables[:count].view(sizes)
+        host.copy_(staging.inputs.block_tables[:, : shape.sequences, :width])
+        there.copy_(host, non_blocking=True)
+        self._placed.block_tables[:, : shape.sequences, :width].copy_(there)
+        staging.copied.record()
+        if earlier is not None:
+            take_drawn(self._placed.token_ids, steps, earlier)
+        self._replays[shape]()
+        return self._logits[: len(drawing)]
+
+    def _fill(
+        self, inputs: _Inputs, steps: Sequence[SequenceStep], drawing: Sequence[int], shape: StepShape, singles: int
+    ) -> int:
+        """Write a step in a shape's places on the host. Returns how wide its tables are.
+
+        Raises ValueError as make_layouts does.
+        """
+        layouts = make_layouts(steps, self._block_size, torch.device("cpu"), self._groups)
+        first, shift = layouts[0], shape.singles - singles  # chunks stand so many rows, and places, further down
+        starts = first.query_starts.numpy()
+        total, count, width = int(starts[-1]), len(steps), first.block_tables.shape[1]
+
+        longs, ints, tables = inputs.longs.numpy(), inputs.ints.numpy(), inputs.block_tables.numpy()
+        token_ids, positions, drawn_rows, drawn_sequences = longs[:4]
+        query_starts, context_lens = ints
+        rows = slice(singles, total), slice(shape.singles, total + shift)
+        places = slice(singles, count), slice(shape.singles, count + shift)
+
+        given = np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64, total)
+        # Empty rows have the step's own tokens in turn, so that they ask for few experts that the step does not.
+        token_ids[: shape.rows] = np.resize(given, shape.rows)
+        token_ids[rows[1]] = given[rows[0]]
+        positions[: shape.rows] = 0
+        positions[:singles], positions[rows[1]] = first.positions[:singles], first.positions[rows[0]]
+        longs[4:, : shape.rows] = _NO_SLOT
+        context_lens[: shape.sequences] = 0
+        context_lens[:singles], context_lens[places[1]] = first.context_lens[:singles], first.context_lens[places[0]]
+        query_starts[: shape.singles] = range(shape.singles)
+        query_starts[shape.singles : shape.sequences + 1] = total + shift
+        query_starts[places[1]] = starts[places[0]] + shift
+        for group, layout in enumerate(layouts):
+            slots, table = layout.slots.numpy(), layout.block_tables.numpy()
+            longs[4 + group, :singles], longs[4 + group, rows[1]] = slots[:singles], slots[rows[0]]
+            tables[group, :singles, :width], tables[group, places[1], :width] = table[:singles], table[places[0]]
+
+        entries = np.array(drawing, np.int64)
+        drawn_rows[: shape.sequences], drawn_sequences[: shape.sequences] = 0, shape.sequences - 1
+        drawn_rows[: len(entries)] = starts[entries + 1] - 1 + np.where(entries < singles, 0, shift)
+        drawn_sequences[: len(entries)] = entries + np.where(entries < singles, 0, shift)
+        return width
+
+    def _step(self, decoder: StepDecoder, kv_cache: KVCache, shape: StepShape) -> Callable[[], None]:
+        """What leaves the logits of a step of a shape where all graphs do."""
+        placed, rows, sequences = self._placed, shape.rows, shape.sequences
+        first = BatchLayout(
+            positions=placed.positions[:rows],
+            slots=placed.slots[0, :rows],
+            query_starts=placed.query_starts[: sequences + 1],
+            context_lens=placed.context_lens[:sequences],
+            block_tables=placed.block_tables[0, :sequences],
+            num_decodes=shape.singles,
+            max_query_len=shape.tokens,
+            max_context_len=self._max_context,
+        )
+        layouts = [
+            replace(first, slots=slots[:rows], block_tables=tables[:sequences])
+            for slots, tables in zip(placed.slots, placed.block_tables, strict=True)
+        ]
+        drawing = Drawing(placed.drawn_rows[:sequences], placed.drawn_sequences[:sequences])
+        step = StepInput(placed.token_ids[:rows], layouts, kv_cache.tensors, drawing)
+
+        def compute() -> None:
+            logits = decoder.forward(step)
+            if logits is None:
+                raise ValueError("a step that draws has no logits")
+            # A rank that gathers none may have fewer columns.
+            self._logits[:sequences, : logits.shape[1]].copy_(logits)
+
+        return compute
