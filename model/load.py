@@ -39,7 +39,6 @@ from twostroke.model.engine_config import (
     resolve_num_blocks,
 )
 from twostroke.model.parallel.tensor_parallel import (
-    DrawnElsewhere,
     GroupRanks,
     RankPlace,
     Shard,
@@ -133,7 +132,7 @@ class LoadedEngine:
         backend = _backend(device, config)
         options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype)
         decoder = found.decoder(options, backend, self.parallel)
-        sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
+        sampler = _sampler(model.vocab_size, device) if rank == 0 else None
         make_cache = partial(
             make_kv_cache,
             model,
@@ -155,7 +154,9 @@ class LoadedEngine:
         self.max_context = resolve_max_context(config, model, blocks)
         captured = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         hits = self.expert_hits = _expert_hits(decoder)
-        runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space, hits)
+        runner = ModelRunner(
+            decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space, hits, self.parallel
+        )
         _warm_up(runner, self.kv_cache, self.max_context)
         if hits is not None:
             hits.clear()
@@ -217,7 +218,7 @@ def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
 
 
 def measure_gpu(
-    decoder: StepDecoder, sampler: TokenSampler, kv_cache: KVCache, config: EngineConfig, max_context: int
+    decoder: StepDecoder, sampler: TokenSampler | None, kv_cache: KVCache, config: EngineConfig, max_context: int
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 

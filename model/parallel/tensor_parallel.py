@@ -10,22 +10,18 @@ in a decoder without parallel branches the next operation needs it.
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from twostroke.model.config import ModelShape
-from twostroke.model.step import Draw, ScoredRows
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import Address, SampledToken
+from twostroke.protocol.requests import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +62,9 @@ class TensorParallel(Protocol):
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
 
+    def from_rank_0(self, x: Tensor) -> Tensor:
+        """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""
+
     def exchange(self, word: str) -> list[str]:
         """Every rank's word, in their order: for what they have to agree on before they step."""
 
@@ -83,6 +82,9 @@ class SingleRank:
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
+
+    def from_rank_0(self, x: Tensor) -> Tensor:
+        return x
 
     def exchange(self, word: str) -> list[str]:
         return [word]
@@ -185,6 +187,11 @@ class GroupRanks:
         self._group.gather(parts, mine, 0).wait()
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
 
+    def from_rank_0(self, x: Tensor) -> Tensor:
+        """As TensorParallel.from_rank_0; written into x."""
+        self._group.broadcast(x, 0).wait()
+        return x
+
     def exchange(self, word: str) -> list[str]:
         """As TensorParallel.exchange, over the rendezvous."""
         self._num_words += 1
@@ -195,21 +202,3 @@ class GroupRanks:
         """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
         if self._is_nccl:
             self._group.abort()
-
-
-class DrawnElsewhere:
-    """In place of a sampler on all ranks but 0, which alone draws. Implements model.runner.TokenSampler."""
-
-    num_broken_rows = 0
-
-    def sample(
-        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: object = None
-    ) -> list[SampledToken]:
-        """Token 0 for each: nobody reads them. As with drawn ones, the step has ended when this returns."""
-        if logits.is_cuda:
-            torch.cuda.current_stream(logits.device).synchronize()
-        return [SampledToken(0)] * len(draws)
-
-    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """Nothing: nobody reads it."""
-        return ScoredRows(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros(0, np.int32))

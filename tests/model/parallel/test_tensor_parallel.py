@@ -23,7 +23,6 @@ from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
-    DrawnElsewhere,
     GroupRanks,
     RankPlace,
     Rendezvous,
@@ -77,8 +76,8 @@ class Ranks:
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
     num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
     decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
-    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else DrawnElsewhere()
-    return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position)
+    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else None
+    return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position, parallel=parallel)
 
 
 @contextmanager
