@@ -128,7 +128,9 @@ class LoadedEngine:
         if self._place is None:
             self.parallel = SingleRank()
         else:
-            self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
+            group = self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
+            if device.type == "cuda":
+                group.join_peers(model.hidden_size, self._dtype)
         backend = _backend(device, config)
         options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype)
         decoder = found.decoder(options, backend, self.parallel)

@@ -8,11 +8,12 @@ made: KV links have theirs, and a process may belong to several engines in tests
 in a decoder without parallel branches the next operation needs it.
 """
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,11 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from twostroke.model.config import ModelShape
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Address
+
+if TYPE_CHECKING:  # Triton is imported only where there is a GPU
+    from twostroke.model.cuda.peer_sums import PeerSums
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,10 @@ class TensorParallel(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into x."""
 
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """As Backend.add_rms_norm of the sum of x over the ranks, in one; None, on all ranks, where there is no such
+        kernel for it."""
+
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
 
@@ -79,6 +89,9 @@ class SingleRank:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
@@ -167,9 +180,12 @@ class GroupRanks:
         joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
         joined.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
         store = PrefixStore("tp", joined)
+        self._store = store
+        self._device = device
         self._words = PrefixStore("words", store)
         self._num_words = 0
         self._is_nccl = device.type == "cuda"
+        self._sums: PeerSums | None = None  # None: NCCL's
         gloo_host = None if self._is_nccl else rendezvous.host
         self._group = process_group(store, shard.rank, shard.size, GROUP_TIMEOUT_S, gloo_host)
 
@@ -177,6 +193,41 @@ class GroupRanks:
         """As TensorParallel.all_reduce; written into x."""
         self._group.allreduce([x]).wait()
         return x
+
+    def join_peers(self, hidden: int, dtype: torch.dtype) -> None:
+        """From now on sum few tokens of `hidden` over the GPUs' own memory, where each can read the others'. All ranks
+        at once; a log line of rank 0 says what has come of it."""
+        fault = self._peers_fault(hidden, dtype)
+        faults = [fault for fault in self.exchange(fault) if fault]
+        if faults:
+            self._sums = None
+        if self.shard.rank == 0:
+            _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
+
+    def _peers_fault(self, hidden: int, dtype: torch.dtype) -> str:
+        from twostroke.model.cuda.peer_sums import PeerMemory, PeerSums, memory_bytes
+
+        # Before anybody waits for the others in a rendezvous that one of them can't come to.
+        indices = [int(word) for word in self.exchange(str(self._device.index or 0))]
+        own = indices[self.shard.rank]
+        hidden_ones = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
+        faults = self.exchange(f"GPU {own} can't read GPU {hidden_ones[0]}" if hidden_ones else "")
+        if any(faults):
+            return next(filter(None, faults))
+        rank, size = self.shard.rank, self.shard.size
+        num_bytes = memory_bytes(size, hidden, dtype)
+        try:
+            self._memory = PeerMemory(num_bytes, rank, size, PrefixStore("sums", self._store), self._device)
+        except (RuntimeError, AttributeError) as error:
+            return str(error).splitlines()[0]
+        self._sums = PeerSums(self._memory.addresses, rank, hidden, dtype, self._device)
+        return ""
+
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """As TensorParallel.sum_add_norm."""
+        if self._sums is None or not self._sums.takes(x):
+            return None
+        return self._sums.sum_add_norm(x, residual, weight, eps)
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """As TensorParallel.gather_logits; other ranks than 0 get their own part back."""
