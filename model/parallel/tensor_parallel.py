@@ -25,7 +25,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Address
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
-    from twostroke.model.cuda.peer_sums import PeerSums
+    from twostroke.model.cuda.kernels.peer_sums import PeerSums
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class GroupRanks:
             _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
 
     def _peers_fault(self, hidden: int, dtype: torch.dtype) -> str:
-        from twostroke.model.cuda.peer_sums import PeerMemory, PeerSums, memory_bytes
+        from twostroke.model.cuda.kernels.peer_sums import PeerMemory, PeerSums, memory_bytes
 
         # Before anybody waits for the others in a rendezvous that one of them can't come to.
         indices = [int(word) for word in self.exchange(str(self._device.index or 0))]
@@ -220,7 +220,7 @@ class GroupRanks:
             self._memory = PeerMemory(num_bytes, rank, size, PrefixStore("sums", self._store), self._device)
         except (RuntimeError, AttributeError) as error:
             return str(error).splitlines()[0]
-        self._sums = PeerSums(self._memory.addresses, rank, hidden, dtype, self._device)
+        self._sums = PeerSums(self._memory.own, self._memory.addresses, rank, hidden, dtype)
         return ""
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
@@ -253,3 +253,5 @@ class GroupRanks:
         """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
         if self._is_nccl:
             self._group.abort()
+        if self._sums is not None:
+            self._sums.give_up()

@@ -43,7 +43,7 @@ from twostroke.model.cuda.kernels.kv_units import (
     paged_places,
 )
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
-from twostroke.model.cuda.peer_sums import PeerSums
+from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 
@@ -137,7 +137,8 @@ def peer_sums(capability: int) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     for ranks, hidden in itertools.product((2, 4, 8), (4096, 5120)):
-        sums = PeerSums([0] * ranks, 1, hidden, torch.bfloat16, torch.device("meta"))
+        own = empty(memory_bytes(ranks, hidden, torch.bfloat16), dtype=torch.uint8)
+        sums = PeerSums(own, [0] * ranks, 1, hidden, torch.bfloat16)
         sums.sum_add_norm(empty(8, hidden), empty(8, hidden), empty(hidden, dtype=torch.float32), 1e-5)
 
 

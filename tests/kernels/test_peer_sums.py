@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from twostroke.model import reference
-from twostroke.model.cuda.peer_sums import MOST_ROWS, PeerSums, memory_bytes
+from twostroke.model.cuda.kernels.peer_sums import MOST_ROWS, PeerSums, memory_bytes
 
 HIDDEN, EPS = 48, 1e-5
-CPU = torch.device("cpu")
 ROWS = (3, 1, 5, 5, 2)  # of one sum after the other
 
 
@@ -60,7 +59,7 @@ def test_every_rank_has_the_sum_of_all_with_the_residual_added_and_normed(size: 
     outs = [[shared(rows, HIDDEN, dtype=dtype) for rows in ROWS] for _ in range(2 * size)]
 
     def run(rank: int) -> None:
-        sums = PeerSums([memory.data_ptr() for memory in memories], rank, HIDDEN, dtype, CPU)
+        sums = PeerSums(memories[rank], [memory.data_ptr() for memory in memories], rank, HIDDEN, dtype)
         sums._turns.fill_(2**31 - 3)  # turns wrap
         for i in range(len(ROWS)):
             if rank == size - 1:
@@ -84,11 +83,26 @@ def test_every_rank_has_the_sum_of_all_with_the_residual_added_and_normed(size: 
             torch.testing.assert_close(outs[rank][i], expected)
 
 
+@pytest.mark.usefixtures("interpreter")
+def test_a_rank_that_gives_up_waits_for_nobody() -> None:
+    memories = [shared(memory_bytes(2, HIDDEN, torch.float32), dtype=torch.uint8) for _ in range(2)]
+
+    def run(rank: int) -> None:
+        if rank == 0:
+            sums = PeerSums(memories[0], [memory.data_ptr() for memory in memories], 0, HIDDEN, torch.float32)
+            sums.give_up()
+            for _ in range(3):
+                sums.sum_add_norm(torch.ones(2, HIDDEN), torch.ones(2, HIDDEN), torch.ones(HIDDEN), EPS)
+
+    together(2, run)
+
+
 def test_sums_of_many_bytes_other_widths_and_dtypes_are_left_to_nccl() -> None:
-    sums = PeerSums([0, 0, 0, 0], 1, 4096, torch.bfloat16, CPU)
+    own = torch.zeros(memory_bytes(8, 8192, torch.bfloat16), dtype=torch.uint8)
+    sums = PeerSums(own, [0, 0, 0, 0], 1, 4096, torch.bfloat16)
     assert sums.takes(torch.empty(64, 4096, dtype=torch.bfloat16))
     assert not sums.takes(torch.empty(65, 4096, dtype=torch.bfloat16))
-    wide = PeerSums([0] * 8, 1, 8192, torch.bfloat16, CPU)
+    wide = PeerSums(own, [0] * 8, 1, 8192, torch.bfloat16)
     assert wide.takes(torch.empty(16, 8192, dtype=torch.bfloat16))
     assert not wide.takes(torch.empty(17, 8192, dtype=torch.bfloat16))
     assert not sums.takes(torch.empty(0, 4096, dtype=torch.bfloat16))

@@ -82,10 +82,12 @@ def memory_bytes(size: int, hidden: int, dtype: torch.dtype) -> int:
 
 
 class PeerSums:
-    """One rank's sums over memory that all ranks can read. Used on the engine's thread."""
+    """One rank's sums over memory that all ranks can read. Used on the engine's thread, `give_up` on any."""
 
-    def __init__(self, addresses: list[int], rank: int, hidden: int, dtype: torch.dtype, device: torch.device):
-        """`addresses` of each rank's `memory_bytes`, zeros at first, as this rank sees them."""
+    def __init__(self, own: Tensor, addresses: list[int], rank: int, hidden: int, dtype: torch.dtype):
+        """`own` uint8 [memory_bytes], zeros at first; `addresses` of each rank's, as this rank sees them."""
+        device = own.device
+        self._flags = own[: MOST_ROWS * len(addresses) * 4].view(torch.int32).view(MOST_ROWS, len(addresses))
         self._rank = rank
         self._size = len(addresses)
         self._hidden = hidden
@@ -107,16 +109,25 @@ class PeerSums:
         )  # fmt: skip
         return x, residual
 
+    def give_up(self) -> None:
+        """Let the sums under way and to come end without the peers, with whatever numbers: they may be dead."""
+        if self._flags.is_cuda:
+            beside = torch.cuda.Stream(self._flags.device)  # the engine's own hangs
+            with torch.cuda.stream(beside):
+                self._flags.copy_((self._turns + 2**30)[:, None])
+        else:
+            self._flags.copy_((self._turns + 2**30)[:, None])
+
 
 class PeerMemory:
     """Memory of this rank's GPU that all ranks of a group can read, and theirs: torch's symmetric memory."""
 
     def __init__(self, num_bytes: int, rank: int, size: int, store: Any, device: torch.device):
         """All ranks at once. Raises RuntimeError where torch can't, AttributeError where it was built without."""
-        memory = _distributed_c10d._SymmetricMemory  # type: ignore[attr-defined]
+        memory = _distributed_c10d._SymmetricMemory
         name = "twostroke-sums"
         memory.set_group_info(name, rank, size, store)
-        self._own = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name).zero_()
+        self.own = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name).zero_()
         torch.cuda.synchronize(device)
-        self._handle = memory.rendezvous(self._own, name)  # keeps the peers' memory mapped
+        self._handle = memory.rendezvous(self.own, name)  # keeps the peers' memory mapped
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
