@@ -102,6 +102,8 @@ def test_sums_of_many_bytes_other_widths_and_dtypes_are_left_to_nccl() -> None:
     sums = PeerSums(own, [0, 0, 0, 0], 1, 4096, torch.bfloat16)
     assert sums.takes(torch.empty(64, 4096, dtype=torch.bfloat16))
     assert not sums.takes(torch.empty(65, 4096, dtype=torch.bfloat16))
+    narrow = PeerSums(own, [0] * 2, 1, 512, torch.bfloat16)
+    assert not narrow.takes(torch.empty(65, 512, dtype=torch.bfloat16))
     wide = PeerSums(own, [0] * 8, 1, 8192, torch.bfloat16)
     assert wide.takes(torch.empty(16, 8192, dtype=torch.bfloat16))
     assert not wide.takes(torch.empty(17, 8192, dtype=torch.bfloat16))
