@@ -151,6 +151,14 @@ def _place(words, table, head, token):
 
 
 @compiled
+def _ask_for(words, table, head, token, end, offset):
+    """Ask for the keys of the 16 tokens that `token` is among, or with an offset for their values."""
+    place = _place(words, table, head, min(token, end - 1)) + offset
+    for line in range(0, LANES * words[10] * cached_bytes(words), 64):
+        prefetch(place + line)
+
+
+@compiled
 def _pack(values, count, nothing, dim, packed):
     """The first `count` of 16 tokens' values, two by two; a missing one is `nothing`. Addresses."""
     for token in range(0, count, 2):
@@ -177,10 +185,7 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
             query = queries + part * group * 2 * dim
             for first in range(token, stop, LANES):
                 keys = _place(words, table, first_head + part, first)
-                following = _place(words, table, first_head + part, min(first + block_size, end - 1))
-                for line in range(0, LANES * size * dim, 64):
-                    prefetch(keys + to_values + line)
-                    prefetch(following + line)
+                _ask_for(words, table, first_head + part, first + block_size, end, 0)
                 keys = in_bf16(words, keys, LANES * dim, numbers)
                 place = scores[part].ctypes.data + 4 * (first - start)
                 for row in range(group):
@@ -188,6 +193,7 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
         for part in range(num_heads):
             for first in range(token, stop, LANES):
                 values = _place(words, table, first_head + part, first) + to_values
+                _ask_for(words, table, first_head + part, first + block_size, end, to_values)
                 values = in_bf16(words, values, LANES * dim, numbers)
                 place = packed[part].ctypes.data + (first - start) * 2 * dim
                 _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, place)

@@ -59,7 +59,9 @@ VECTORS = PANEL_COLUMNS // LANES
 STEPS_TOGETHER = 4  # unrolled, with one portion of prefetches
 
 
-def _make_tile(combine: Any) -> Any:
+def _make_tile(combine: Any, locality: int) -> Any:
+    """`locality`: of the lines asked for, as floats.ask_for_line's."""
+
     @written_in_llvm()
     def tile(builder, rows, a, a_stride, b, steps, c, add, ahead, lines):
         groups = builder.udiv(steps, WIDE(STEPS_TOGETHER))
@@ -69,8 +71,7 @@ def _make_tile(combine: Any) -> Any:
             with cgutils.for_range(builder, groups) as group:
                 start = builder.add(ahead, builder.mul(group.index, asked))
                 with cgutils.for_range(builder, lines) as line:
-                    # No other cache: a weight is read by a few tiles in a row and then not before the next step.
-                    ask_for_line(builder, builder.add(start, builder.mul(line.index, WIDE(LINE_BYTES))), 0)
+                    ask_for_line(builder, builder.add(start, builder.mul(line.index, WIDE(LINE_BYTES))), locality)
                 first = builder.mul(group.index, WIDE(STEPS_TOGETHER))
                 for offset in range(STEPS_TOGETHER):
                     step(builder.add(first, WIDE(offset)))
@@ -87,24 +88,36 @@ def _make_tile(combine: Any) -> Any:
     return tile
 
 
-_tile_of_pairs, _tile_of_floats = _make_tile(dot_pairs), _make_tile(multiply_add)
+# Few rows wait for memory, from which more lines are on their way to the L2 cache at a time than to the L1 cache. With
+# more rows there is time enough, and a weight is read by some tiles in a row and then not before the next step.
+FEW_ROWS = 3 * TILE_ROWS
+_tile_of_pairs, _tile_of_floats = _make_tile(dot_pairs, 0), _make_tile(multiply_add, 0)
+_tile_of_pairs_for_few, _tile_of_floats_for_few = _make_tile(dot_pairs, 2), _make_tile(multiply_add, 2)
 
 
-def tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines):
+def tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
     """c[rows, 64] (+)= a[rows, steps] b[steps, 64], of 1 to TILE_ROWS rows, stored as the kernel's numbers are.
 
     B and C are contiguous. While it computes, the tile asks for `lines` cache lines every 4 steps, one after the other
-    from address `ahead` on: what will be read next can so come from memory meanwhile. All arguments are int64.
+    from address `ahead` on: what will be read next can so come from memory meanwhile. `are_few`: x has FEW_ROWS at
+    most. All other arguments are int64.
     """
     raise NotImplementedError("compiled code only")
 
 
 @overload(tile)
-def _tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines):
-    chosen = _tile_of_floats if words.stored == types.float32 else _tile_of_pairs
-    return lambda words, rows, a, a_stride, b, steps, c, add, ahead, lines: chosen(
-        rows, a, a_stride, b, steps, c, add, ahead, lines
-    )
+def _tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
+    is_fp32 = words.stored == types.float32
+    of_few = _tile_of_floats_for_few if is_fp32 else _tile_of_pairs_for_few
+    of_many = _tile_of_floats if is_fp32 else _tile_of_pairs
+
+    def chosen(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
+        if are_few:
+            of_few(rows, a, a_stride, b, steps, c, add, ahead, lines)
+        else:
+            of_many(rows, a, a_stride, b, steps, c, add, ahead, lines)
+
+    return chosen
 
 
 def _make_finish(kind: Any) -> Any:
@@ -160,7 +173,8 @@ def _multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead):
         height = (rows - first + tiles - index - 1) // (tiles - index)
         lines = min(share, LINES_TOGETHER - asked)
         place = ahead + asked * LINE_BYTES * (steps // STEPS_TOGETHER)
-        tile(words, height, a + first * a_stride, a_stride, b, steps, c + first * STEP_BYTES, add, place, lines)
+        c_place = c + first * STEP_BYTES
+        tile(words, height, a + first * a_stride, a_stride, b, steps, c_place, add, place, lines, rows <= FEW_ROWS)
         first += height
         asked += lines
 
