@@ -130,7 +130,9 @@ class LoadedEngine:
         else:
             group = self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
             if device.type == "cuda":
-                group.join_peers(model.hidden_size, self._dtype)
+                from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
+
+                group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
         backend = _backend(device, config)
         options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype)
         decoder = found.decoder(options, backend, self.parallel)

@@ -11,6 +11,7 @@ in a decoder without parallel branches the next operation needs it.
 import logging
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -194,19 +195,17 @@ class GroupRanks:
         self._group.allreduce([x]).wait()
         return x
 
-    def join_peers(self, hidden: int, dtype: torch.dtype) -> None:
-        """From now on sum few tokens of `hidden` over the GPUs' own memory, where each can read the others'. All ranks
-        at once; a log line of rank 0 says what has come of it."""
-        fault = self._peers_fault(hidden, dtype)
+    def join_peers(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> None:
+        """From now on sum few tokens over the GPUs' own memory, where each can read the others'. All ranks at once; a
+        log line of rank 0 says what has come of it. `open_sums` may raise RuntimeError and AttributeError."""
+        fault = self._peers_fault(open_sums)
         faults = [fault for fault in self.exchange(fault) if fault]
         if faults:
             self._sums = None
         if self.shard.rank == 0:
             _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
 
-    def _peers_fault(self, hidden: int, dtype: torch.dtype) -> str:
-        from twostroke.model.cuda.kernels.peer_sums import PeerMemory, PeerSums, memory_bytes
-
+    def _peers_fault(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> str:
         # Before anybody waits for the others in a rendezvous that one of them can't come to.
         indices = [int(word) for word in self.exchange(str(self._device.index or 0))]
         own = indices[self.shard.rank]
@@ -214,13 +213,10 @@ class GroupRanks:
         faults = self.exchange(f"GPU {own} can't read GPU {hidden_ones[0]}" if hidden_ones else "")
         if any(faults):
             return next(filter(None, faults))
-        rank, size = self.shard.rank, self.shard.size
-        num_bytes = memory_bytes(size, hidden, dtype)
         try:
-            self._memory = PeerMemory(num_bytes, rank, size, PrefixStore("sums", self._store), self._device)
+            self._sums = open_sums(self.shard, PrefixStore("sums", self._store))
         except (RuntimeError, AttributeError) as error:
             return str(error).splitlines()[0]
-        self._sums = PeerSums(self._memory.own, self._memory.addresses, rank, hidden, dtype)
         return ""
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 
 from twostroke.model.cuda.kernels.launch import power_of_two
+from twostroke.model.parallel.tensor_parallel import Shard
 
 MOST_ROWS = 64
 """Of a sum: fewer than a GPU has multiprocessors, since programs that wait for peers must all be resident."""
@@ -84,8 +85,12 @@ def memory_bytes(size: int, hidden: int, dtype: torch.dtype) -> int:
 class PeerSums:
     """One rank's sums over memory that all ranks can read. Used on the engine's thread, `give_up` on any."""
 
-    def __init__(self, own: Tensor, addresses: list[int], rank: int, hidden: int, dtype: torch.dtype):
-        """`own` uint8 [memory_bytes], zeros at first; `addresses` of each rank's, as this rank sees them."""
+    def __init__(
+        self, own: Tensor, addresses: list[int], rank: int, hidden: int, dtype: torch.dtype, keeps: object = None
+    ):
+        """`own` uint8 [memory_bytes], zeros at first; `addresses` of each rank's, as this rank sees them for as long
+        as it `keeps` that."""
+        self._keeps = keeps
         device = own.device
         self._flags = own[: MOST_ROWS * len(addresses) * 4].view(torch.int32).view(MOST_ROWS, len(addresses))
         self._rank = rank
@@ -119,15 +124,15 @@ class PeerSums:
             self._flags.copy_((self._turns + 2**30)[:, None])
 
 
-class PeerMemory:
-    """Memory of this rank's GPU that all ranks of a group can read, and theirs: torch's symmetric memory."""
+def open_peer_sums(shard: Shard, store: Any, *, hidden: int, dtype: torch.dtype, device: torch.device) -> PeerSums:
+    """Over torch's symmetric memory, of all ranks at once, which meet in the store.
 
-    def __init__(self, num_bytes: int, rank: int, size: int, store: Any, device: torch.device):
-        """All ranks at once. Raises RuntimeError where torch can't, AttributeError where it was built without."""
-        memory = _distributed_c10d._SymmetricMemory
-        name = "twostroke-sums"
-        memory.set_group_info(name, rank, size, store)
-        self.own = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name).zero_()
-        torch.cuda.synchronize(device)
-        self._handle = memory.rendezvous(self.own, name)  # keeps the peers' memory mapped
-        self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+    Raises RuntimeError where torch can't, AttributeError where it was built without.
+    """
+    memory, name = _distributed_c10d._SymmetricMemory, "twostroke-sums"
+    memory.set_group_info(name, shard.rank, shard.size, store)
+    shape = (memory_bytes(shard.size, hidden, dtype),)
+    own = memory.empty_strided_p2p(shape, (1,), torch.uint8, device, name).zero_()
+    torch.cuda.synchronize(device)
+    handle = memory.rendezvous(own, name)
+    return PeerSums(own, [int(address) for address in handle.buffer_ptrs], shard.rank, hidden, dtype, keeps=handle)
