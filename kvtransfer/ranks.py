@@ -281,25 +281,33 @@ class RankTransfers:
         self._incoming: dict[int, IncomingTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # one for each of them
         self._num_layers_done = self.num_layers  # by the step under way; all of them where there is none
-        self._fed: list[tuple[OutgoingTransfer, int]] = []  # what that step computes for whom: tokens when it is done
+        self._num_begun = self._num_ended = 0  # steps
+        # What steps under way compute for whom: tokens that are ready with the end of one, by its number.
+        self._fed: list[tuple[OutgoingTransfer, int, int]] = []
 
     # --- the rank's engine ---
 
     def step_began(self) -> None:
+        """Another may be under way, where neither announces layers."""
+        self._num_begun += 1
         self._num_layers_done = 0
 
     def layer_done(self, layer: int) -> None:
         """The step under way has written this layer's KV."""
         self._num_layers_done = layer + 1
-        for transfer, num_tokens in self._fed:
+        for transfer, num_tokens, _ in self._fed:
             transfer.layer_ready(layer, num_tokens)
 
     def step_ended(self) -> None:
-        """Every layer is done, announced or not."""
+        """Every layer of the first step under way is done, announced or not."""
+        self._num_ended += 1
         for layer in range(self._num_layers_done, self.num_layers):
-            self.layer_done(layer)
-        self._num_layers_done = self.num_layers
-        self._fed.clear()
+            for transfer, num_tokens, step in self._fed:
+                if step <= self._num_ended:
+                    transfer.layer_ready(layer, num_tokens)
+        self._fed = [fed for fed in self._fed if fed[2] > self._num_ended]
+        if self._num_ended == self._num_begun:
+            self._num_layers_done = self.num_layers
 
     # --- rank 0's word ---
 
@@ -348,7 +356,7 @@ class RankTransfers:
         for layer in range(self._num_layers_done):
             transfer.layer_ready(layer, num_tokens)
         if self._num_layers_done < self.num_layers:
-            self._fed.append((transfer, num_tokens))
+            self._fed.append((transfer, num_tokens, self._num_begun))  # the last one: too late does no harm
 
     def _follow(self, number: int, transfer: Transfer, stats: TransferStats) -> None:
         task = asyncio.create_task(self._see_off(number, transfer, stats), name=f"part of transfer {number}")

@@ -40,7 +40,6 @@ from twostroke.model.engine_config import (
     resolve_num_blocks,
 )
 from twostroke.model.parallel.tensor_parallel import (
-    DrawnElsewhere,
     GroupRanks,
     RankPlace,
     Shard,
@@ -130,11 +129,15 @@ class LoadedEngine:
         if self._place is None:
             self.parallel = SingleRank()
         else:
-            self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
+            group = self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
+            if device.type == "cuda":
+                from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
+
+                group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
         backend = _backend(device, config)
         options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype)
         decoder = found.decoder(options, backend, self.parallel)
-        sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
+        sampler = _sampler(model.vocab_size, device) if rank == 0 else None
         make_cache = partial(
             make_kv_cache,
             model,
@@ -156,8 +159,17 @@ class LoadedEngine:
         self.max_context = resolve_max_context(config, model, blocks)
         captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         hits = self.expert_hits = _expert_hits(decoder)
-        cache, swap = self.kv_cache, self.swap_space
-        runner = ModelRunner(decoder, sampler, cache, self.max_context, captured, swap, hits, prompts)
+        runner = ModelRunner(
+            decoder,
+            sampler,
+            self.kv_cache,
+            self.max_context,
+            captured,
+            self.swap_space,
+            hits,
+            prompt_graphs=prompts,
+            parallel=self.parallel,
+        )
         _warm_up(runner, self.kv_cache, self.max_context)
         if hits is not None:
             hits.clear()
@@ -250,7 +262,7 @@ def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
 
 
 def measure_gpu(
-    decoder: StepDecoder, sampler: TokenSampler, kv_cache: KVCache, config: EngineConfig, max_context: int
+    decoder: StepDecoder, sampler: TokenSampler | None, kv_cache: KVCache, config: EngineConfig, max_context: int
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 

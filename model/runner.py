@@ -19,6 +19,7 @@ from twostroke.model.cache.kv_cache import KVCache, layer_announcing
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
+from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.step import (
     BlockCopy,
@@ -91,7 +92,7 @@ class LaunchedStep:
 
 @dataclass(frozen=True)
 class SilentStep(LaunchedStep):
-    """A step that draws nothing, while a GPU may still compute its KV."""
+    """A step that draws nothing, or on another rank, while a GPU may still compute its KV."""
 
     computed: torch.cuda.Event
     device: torch.device
@@ -136,15 +137,18 @@ class ModelRunner:
     def __init__(
         self,
         decoder: StepDecoder,
-        sampler: TokenSampler,
+        sampler: TokenSampler | None,
         kv_cache: KVCache,
         max_context: int,
         captured: CapturedSteps | None = None,
         swap_space: SwapSpace | None = None,
         expert_hits: ExpertHits | None = None,
         prompt_graphs: PromptGraphs | None = None,
+        parallel: TensorParallel | None = None,
     ):
-        """`captured` runs the decode steps that it can, `prompt_graphs` others, over the same decoder and cache;
+        """`sampler` is rank 0's, which alone draws; None on all others of `parallel`, which are the decoder's.
+
+        `captured` runs the decode steps that it can, `prompt_graphs` others, over the same decoder and cache;
         `swap_space` is its.
 
         `expert_hits` are the decoder's, and sees to it that they can be read.
@@ -157,14 +161,15 @@ class ModelRunner:
         self._swap_space = swap_space
         self._expert_hits = expert_hits
         self._prompt_graphs = prompt_graphs
+        self._parallel = SingleRank() if parallel is None else parallel
         self._masks = MaskFiller(decoder.vocab_size)
         self._device = kv_cache.tensors[0].device
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
 
     @property
     def num_broken_rows(self) -> int:
-        """Rows of logits so far that held NaN or +inf."""
-        return self._sampler.num_broken_rows
+        """Rows of logits so far that held NaN or +inf: rank 0 alone has whole rows."""
+        return 0 if self._sampler is None else self._sampler.num_broken_rows
 
     def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
         """As `Engine.step`. Raises ValueError as `check_batch` does."""
@@ -193,7 +198,11 @@ class ModelRunner:
         if self._expert_hits is not None:
             self._expert_hits.copy()
         follows = any(step.follows is not None for step in batch)
-        drawn = earlier.on_device() if follows and earlier is not None else None
+        drawn = None
+        if follows and self._parallel.shard.size > 1:
+            drawn = self._drawn_by_rank_0(earlier)
+        elif follows and earlier is not None:
+            drawn = earlier.on_device()
         if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self.groups)
@@ -231,10 +240,7 @@ class ModelRunner:
             on_layer,
         )
         if logits is None:
-            if self._device.type == "cuda":
-                computed = torch.cuda.current_stream(self._device).record_event()
-                return SilentStep([None] * len(batch), computed, self._device)
-            return LaunchedStep([None] * len(batch))
+            return self._silent(len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing], earlier)
 
     def _announce_all(self, on_layer: OnLayer | None) -> None:
@@ -268,7 +274,8 @@ class ModelRunner:
         for first in range(0, len(targets), most):
             block = targets[first : first + most]
             logits = self._decoder.logits(hidden[first : first + len(block)])
-            reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
+            if self._sampler is not None:
+                reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
 
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""
@@ -277,10 +284,32 @@ class ModelRunner:
             take_drawn(token_ids, steps, drawn)  # single tokens come first: a row each
         return token_ids
 
+    def _drawn_by_rank_0(self, earlier: LaunchedStep | None) -> Tensor:
+        """As LaunchedStep.on_device, on every rank; on GPUs no host waits for it."""
+        if earlier is None:
+            raise ValueError("a step follows one that is not there")
+        if self._sampler is None:
+            drawn = torch.empty(len(earlier.tokens), dtype=torch.int64, device=self._device)
+        elif (on_device := earlier.on_device()) is not None:
+            drawn = on_device
+        else:
+            tokens = [0 if token is None else token.token_id for token in earlier.peek()]
+            drawn = place(np.array(tokens, np.int64), self._device)
+        return self._parallel.from_rank_0(drawn)
+
+    def _silent(self, count: int) -> LaunchedStep:
+        """A step of `count` entries that draws nothing here."""
+        tokens: list[SampledToken | None] = [None] * count
+        if self._device.type != "cuda":
+            return LaunchedStep(tokens)
+        return SilentStep(tokens, torch.cuda.current_stream(self._device).record_event(), self._device)
+
     def _sample(
         self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int], earlier: LaunchedStep | None
     ) -> LaunchedStep:
-        """Draw a token for each of `entries` of the batch, whose logits are the rows."""
+        """Draw a token for each of `entries` of the batch, whose logits are the rows; none on other ranks than 0."""
+        if self._sampler is None:
+            return self._silent(len(batch))
         drawing = [batch[i] for i in entries]
         draws = [step.draw for step in drawing if step.draw is not None]
         positions = [step.start + len(step.token_ids) for step in drawing]

@@ -282,6 +282,7 @@ class RankSequence(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]
     draws: bool
     scored_rows: int | None = None  # where something is read off the prompt: of so many tokens the logits, too
+    follows: int | None = None  # the leader hands the token on between the ranks' engines
 
 
 class RankCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -293,7 +294,7 @@ class RankCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStep(Message, frozen=True):
-    """Run this step; the leader begins it now."""
+    """Run this step; the leader begins it now, perhaps with the one before still under way."""
 
     sequences: tuple[RankSequence, ...]
     tells_layers: bool  # as the leader's engine is asked to: engines may choose their way by it, and all must go one
@@ -303,12 +304,12 @@ class RankStep(Message, frozen=True):
 def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, host_blocks: int) -> int:
     """How long a RankStep can get: its tokens, its sequences with block tables of `blocks_of_one`, and its copies."""
     number = 5  # bytes of one below 2^32, or of a length
-    sequences = max_sequences * number * (blocks_of_one + 8)  # with what names and counts their parts
+    sequences = max_sequences * number * (blocks_of_one + 9)  # with what names and counts their parts
     return 64 + number * (max_tokens + 2 * host_blocks) + sequences
 
 
 class StepEnded(Message, frozen=True):
-    """The leader's step has ended: what follows is to be done once the rank's has, too.
+    """The leader's first step under way has ended: what follows is to be done once the rank's has, too.
 
     Until then the rank may still write into blocks that the leader has given to somebody else meanwhile.
     """

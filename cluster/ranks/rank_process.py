@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections import deque
 from typing import NoReturn
 
 import msgspec
@@ -62,7 +63,7 @@ class _Rank:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._parts: RankParts | None = None
         self._transfers: RankTransfers | None = None
-        self._stepping: asyncio.Task[None] | None = None
+        self._stepping: deque[asyncio.Task[None]] = deque()  # until rank 0's have ended, too
 
     async def run(self) -> None:
         """Return when rank 0 has hung up, with all ended here."""
@@ -78,9 +79,9 @@ class _Rank:
         if self._parts is None or self._transfers is None:
             _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
         await self._transfers.close()
-        if self._stepping is not None:
-            await asyncio.wait({self._stepping}, timeout=PATIENCE_S)
-            if not self._stepping.done():
+        if self._stepping:
+            _, hanging = await asyncio.wait(self._stepping, timeout=PATIENCE_S)
+            if hanging:
                 _leave()  # it waits in the middle of a step for ranks that are gone
         await self._parts.close()
 
@@ -103,9 +104,9 @@ class _Rank:
         while True:
             match await self._messages.get():
                 case RankStep() as step:
-                    await self._step_over()
                     transfers.step_began()  # here, not in the task: what was said behind the step is next
-                    self._stepping = asyncio.create_task(self._step(parts, transfers, step))
+                    before = self._stepping[-1] if self._stepping else None
+                    self._stepping.append(asyncio.create_task(self._step(parts, transfers, step, before)))
                 case StepEnded():
                     await self._step_over()
                 case RankFailed(reason):  # our own
@@ -113,7 +114,9 @@ class _Rank:
                 case message:
                     transfers.handle(message)
 
-    async def _step(self, parts: RankParts, transfers: RankTransfers, step: RankStep) -> None:
+    async def _step(
+        self, parts: RankParts, transfers: RankTransfers, step: RankStep, before: asyncio.Task[None] | None
+    ) -> None:
         batch = [as_on_rank_0(each) for each in step.sequences]
         copies = [BlockCopy(copy.is_out, copy.cache_blocks, copy.host_blocks) for copy in step.copies]
         try:
@@ -121,14 +124,14 @@ class _Rank:
         except WorkerLost as error:
             self._messages.put_nowait(RankFailed(str(error)))
         else:
+            if before is not None:
+                await asyncio.wait({before})
             transfers.step_ended()
 
     async def _step_over(self) -> None:
-        """Wait for the step under way, which a cancelled call leaves alone. Raises what it could not tell."""
-        if self._stepping is not None:
-            await asyncio.wait({self._stepping})
-            self._stepping.result()
-            self._stepping = None
+        """Wait for the first step under way, which a cancelled call leaves alone. Raises what it could not tell."""
+        await asyncio.wait({self._stepping[0]})
+        self._stepping.popleft().result()
 
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(ConnectionLost):  # then nobody is there to be told

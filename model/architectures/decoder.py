@@ -143,15 +143,9 @@ class Decoder:
                 x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
             else:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
-            x = parallel.all_reduce(layer.output(x))
-            if layer.attention_norm is not None:
-                x = backend.rms_norm(x, layer.attention_norm, eps)
-            x, residual = self._add_and_norm(x, residual, layer.mlp_norm)
-            x = parallel.all_reduce(self._feed_forward(x, layer))
-            if layer.output_norm is not None:
-                x = backend.rms_norm(x, layer.output_norm, eps)
+            x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
-            x, residual = self._add_and_norm(x, residual, following)
+            x, residual = self._sum_and_norm(self._feed_forward(x, layer), residual, layer.output_norm, following)
         if step.on_hidden is not None:
             step.on_hidden(x)
             if drawn.numel() == 0:
@@ -191,9 +185,19 @@ class Decoder:
             beside = backend.gate_by_sigmoid(beside, routed.shared_gate(x, out_dtype=torch.float32))
         return backend.add(beside, y)
 
-    def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What goes into the next sublayer, and the new residual."""
+    def _sum_and_norm(
+        self, x: Tensor, residual: Tensor, own_norm: Tensor | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of a sublayer's summand x of this rank: what goes into the next one, and the new residual."""
+        eps = self._config.rms_norm_eps
+        if own_norm is None and norm is not None:
+            fused = self._parallel.sum_add_norm(x, residual, norm, eps)
+            if fused is not None:
+                return fused
+        x = self._parallel.all_reduce(x)
+        if own_norm is not None:
+            x = self._backend.rms_norm(x, own_norm, eps)
         if norm is None:
             total = self._backend.add(x, residual)
             return total, total
-        return self._backend.add_rms_norm(x, residual, norm, self._config.rms_norm_eps)
+        return self._backend.add_rms_norm(x, residual, norm, eps)

@@ -15,7 +15,6 @@ from twostroke.model.step import (
     OnLayer,
     PromptReading,
     SequenceStep,
-    with_drawn_tokens,
 )
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
 from twostroke.protocol.messages import (
@@ -156,13 +155,19 @@ BLAME_S = 0.2
 
 
 class TensorParallelEngine:
-    """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one."""
+    """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one.
+
+    As with one rank, the next step is begun while the one before is under way: the ranks hand on what was drawn among
+    themselves (ModelRunner.launch). Only steps that announce layers run alone, since what is said of the KV of one must
+    not reach the ranks as if it were of another's.
+    """
 
     def __init__(self, own: Engine, ranks: RankConnections):
         self._own = own
         self._ranks = ranks
-        self._turn = asyncio.Lock()
-        self._drawn: list[SampledToken | None] = []  # by the last step: the other ranks draw nothing
+        self._turn = asyncio.Lock()  # to begin a step
+        self._last: asyncio.Task[list[SampledToken | None]] | None = None
+        self._last_announces = False
 
     @property
     def num_broken_rows(self) -> int:
@@ -184,8 +189,9 @@ class TensorParallelEngine:
 
         # A task of its own: the caller may be cancelled, and the other ranks can't.
         stepping = asyncio.create_task(
-            self._step(batch, None if on_layer is None else deliver, copies), name="step of rank 0"
+            self._step(batch, None if on_layer is None else deliver, copies, self._last), name="step of rank 0"
         )
+        self._last = stepping
         try:
             await asyncio.wait((stepping, self._ranks.lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -198,11 +204,17 @@ class TensorParallelEngine:
         return stepping.result()
 
     async def _step(
-        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, copies: Sequence[BlockCopy]
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None,
+        copies: Sequence[BlockCopy],
+        before: "asyncio.Task[list[SampledToken | None]] | None",
     ) -> list[SampledToken | None]:
         async with self._turn:
+            if before is not None and (on_layer is not None or self._last_announces):
+                await asyncio.wait({before})
+            self._last_announces = on_layer is not None
             self._ranks.check()
-            batch = with_drawn_tokens(batch, self._drawn)
             self._ranks.tell(
                 RankStep(
                     tuple(map(for_ranks, batch)),
@@ -210,16 +222,22 @@ class TensorParallelEngine:
                     tuple(RankCopy(copy.is_out, tuple(copy.cache_blocks), tuple(copy.host_blocks)) for copy in copies),
                 )
             )
-            self._drawn = await self._own.step(batch, on_layer, copies)
-            self._ranks.tell(StepEnded())
-            return self._drawn
+            running = asyncio.create_task(self._own.step(batch, on_layer, copies))
+        drawn = await running
+        if before is not None:
+            await asyncio.wait({before})  # ends are told in the steps' order
+        self._ranks.tell(StepEnded())
+        return drawn
 
 
 def for_ranks(step: SequenceStep) -> RankSequence:
     """What the other ranks are told of it."""
     reading = step.reading
     scored_rows = None if reading is None else len(reading.targets(step.start, len(step.token_ids)))
-    return RankSequence(tuple(step.token_ids), step.start, tuple(step.block_ids), step.draw is not None, scored_rows)
+    draws = step.draw is not None
+    return RankSequence(
+        tuple(step.token_ids), step.start, tuple(step.block_ids), draws, scored_rows, follows=step.follows
+    )
 
 
 _DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
@@ -231,7 +249,7 @@ def as_on_rank_0(each: RankSequence) -> SequenceStep:
     reading = None
     if each.scored_rows is not None:
         reading = PromptReading(ReadingParams(logprobs=0), range(each.start + 1 + each.scored_rows))
-    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, reading=reading)
+    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading)
 
 
 def _look_at(stepping: "asyncio.Task[list[SampledToken | None]]") -> None:

@@ -8,24 +8,27 @@ made: KV links have theirs, and a process may belong to several engines in tests
 in a decoder without parallel branches the next operation needs it.
 """
 
+import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from twostroke.model.config import ModelShape
-from twostroke.model.step import Draw, ScoredRows
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import Address, SampledToken
+from twostroke.protocol.requests import Address
+
+if TYPE_CHECKING:  # Triton is imported only where there is a GPU
+    from twostroke.model.cuda.kernels.peer_sums import PeerSums
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,15 @@ class TensorParallel(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into x."""
 
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """As Backend.add_rms_norm of the sum of x over the ranks, in one; None, on all ranks, where there is no such
+        kernel for it."""
+
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
+
+    def from_rank_0(self, x: Tensor) -> Tensor:
+        """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""
 
     def exchange(self, word: str) -> list[str]:
         """Every rank's word, in their order: for what they have to agree on before they step."""
@@ -81,8 +91,14 @@ class SingleRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        return None
+
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
+
+    def from_rank_0(self, x: Tensor) -> Tensor:
+        return x
 
     def exchange(self, word: str) -> list[str]:
         return [word]
@@ -165,9 +181,12 @@ class GroupRanks:
         joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
         joined.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
         store = PrefixStore("tp", joined)
+        self._store = store
+        self._device = device
         self._words = PrefixStore("words", store)
         self._num_words = 0
         self._is_nccl = device.type == "cuda"
+        self._sums: PeerSums | None = None  # None: NCCL's
         gloo_host = None if self._is_nccl else rendezvous.host
         self._group = process_group(store, shard.rank, shard.size, GROUP_TIMEOUT_S, gloo_host)
 
@@ -175,6 +194,36 @@ class GroupRanks:
         """As TensorParallel.all_reduce; written into x."""
         self._group.allreduce([x]).wait()
         return x
+
+    def join_peers(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> None:
+        """From now on sum few tokens over the GPUs' own memory, where each can read the others'. All ranks at once; a
+        log line of rank 0 says what has come of it. `open_sums` may raise RuntimeError and AttributeError."""
+        fault = self._peers_fault(open_sums)
+        faults = [fault for fault in self.exchange(fault) if fault]
+        if faults:
+            self._sums = None
+        if self.shard.rank == 0:
+            _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
+
+    def _peers_fault(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> str:
+        # Before anybody waits for the others in a rendezvous that one of them can't come to.
+        indices = [int(word) for word in self.exchange(str(self._device.index or 0))]
+        own = indices[self.shard.rank]
+        hidden_ones = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
+        faults = self.exchange(f"GPU {own} can't read GPU {hidden_ones[0]}" if hidden_ones else "")
+        if any(faults):
+            return next(filter(None, faults))
+        try:
+            self._sums = open_sums(self.shard, PrefixStore("sums", self._store))
+        except (RuntimeError, AttributeError) as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """As TensorParallel.sum_add_norm."""
+        if self._sums is None or not self._sums.takes(x):
+            return None
+        return self._sums.sum_add_norm(x, residual, weight, eps)
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """As TensorParallel.gather_logits; other ranks than 0 get their own part back."""
@@ -184,6 +233,11 @@ class GroupRanks:
         parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
         self._group.gather(parts, mine, 0).wait()
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+
+    def from_rank_0(self, x: Tensor) -> Tensor:
+        """As TensorParallel.from_rank_0; written into x."""
+        self._group.broadcast(x, 0).wait()
+        return x
 
     def exchange(self, word: str) -> list[str]:
         """As TensorParallel.exchange, over the rendezvous."""
@@ -195,21 +249,5 @@ class GroupRanks:
         """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
         if self._is_nccl:
             self._group.abort()
-
-
-class DrawnElsewhere:
-    """In place of a sampler on all ranks but 0, which alone draws. Implements model.runner.TokenSampler."""
-
-    num_broken_rows = 0
-
-    def sample(
-        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: object = None
-    ) -> list[SampledToken]:
-        """Token 0 for each: nobody reads them. As with drawn ones, the step has ended when this returns."""
-        if logits.is_cuda:
-            torch.cuda.current_stream(logits.device).synchronize()
-        return [SampledToken(0)] * len(draws)
-
-    def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """Nothing: nobody reads it."""
-        return ScoredRows(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros(0, np.int32))
+        if self._sums is not None:
+            self._sums.give_up()

@@ -14,7 +14,6 @@ from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.parallel.tensor_parallel import (
-    DrawnElsewhere,
     GroupRanks,
     Rendezvous,
     Shard,
@@ -49,8 +48,8 @@ def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None =
         tp_size=shard.size,
         rank=shard.rank,
     )
-    sampler = Sampler(decoder.vocab_size) if shard.rank == 0 else DrawnElsewhere()
-    return ModelRunner(decoder, sampler, cache, MAX_CONTEXT), cache
+    sampler = Sampler(decoder.vocab_size) if shard.rank == 0 else None
+    return ModelRunner(decoder, sampler, cache, MAX_CONTEXT, parallel=parallel), cache
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from twostroke.model.cuda.kernels.kv_units import (
     paged_places,
 )
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
+from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 
@@ -127,6 +128,18 @@ def elementwise(capability: int) -> None:
     qkv = empty(tokens, (32 + 2 * groups) * 128)
     backend.norm_rows(qkv, backend.square_sums(qkv, row_norms), row_norms)
     backend.soft_cap(empty(64, 256_000, dtype=torch.float32), 30.0)
+
+
+def peer_sums(capability: int) -> None:
+    """Sums over two to eight ranks, of 8B's width and of one that is no power of two."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for ranks, hidden in itertools.product((2, 4, 8), (4096, 5120)):
+        own = empty(memory_bytes(ranks, hidden, torch.bfloat16), dtype=torch.uint8)
+        sums = PeerSums(own, [0] * ranks, 1, hidden, torch.bfloat16)
+        sums.sum_add_norm(empty(8, hidden), empty(8, hidden), empty(hidden, dtype=torch.float32), 1e-5)
 
 
 def latents(capability: int) -> None:
@@ -296,6 +309,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "experts": experts,
     "sampling": sampling,
     "transfer": transfer,
+    "peer_sums": peer_sums,
 }
 
 

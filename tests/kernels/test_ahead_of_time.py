@@ -104,6 +104,17 @@ def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Pa
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 
 
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_sums_over_peers_compile_to_wide_loads_in_few_registers(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("peer_sums", capability, tmp_path)
+    assert {(kernel["ranks"], kernel["hidden"]) for kernel in kernels} == {
+        (ranks, hidden) for ranks in (2, 4, 8) for hidden in (4096, 5120)
+    }
+    for kernel in kernels:
+        assert kernel["wide_loads"], kernel
+        assert kernel["registers"] <= 128, kernel  # or 512 threads would have no room at all
+
+
 @pytest.mark.parametrize("capability", [wide(80), 90])
 def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path: Path) -> None:
     kernels = compiled("transfer", capability, tmp_path)

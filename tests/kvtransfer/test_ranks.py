@@ -116,6 +116,26 @@ async def test_every_rank_hears_of_blocks_that_windows_have_come_to(workers: Wor
     await fails(outgoing.done(), match="that was all")
 
 
+async def test_kv_said_to_be_ready_with_two_steps_under_way_waits_for_both(workers: Workers) -> None:
+    incoming, other = workers.expect(), workers.others[0].transfers
+    other.step_began()
+    other.step_began()
+    outgoing = workers.open()
+    for layer in range(LAYERS):
+        outgoing.layer_ready(layer, TOKENS)
+    await settle(lambda: bool(other._fed))
+    other.step_ended()
+    sent = workers.fleet.senders[1].stats
+    await settle(lambda: workers.fleet.senders[0].stats.bytes > 0)
+    assert (sent.bytes, len(other._fed)) == (0, 1)
+    other.step_began()
+    other.step_ended()
+    assert not other._fed  # though a third one is under way
+    outgoing.commit(TOKEN)
+    assert await incoming.verified() == TOKEN
+    await outgoing.done()
+
+
 async def test_every_rank_sends_its_heads_once_it_has_computed_them_itself(workers: Workers) -> None:
     incoming, other = workers.expect(), workers.others[0].transfers
     other.step_began()

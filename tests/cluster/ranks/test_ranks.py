@@ -131,6 +131,18 @@ async def test_what_follows_a_steps_end_waits_for_the_ranks_own(monkeypatch: pyt
         assert parts.notes[1:] == ["end", "refuse"]
 
 
+async def test_a_step_begins_while_the_one_before_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = RankStep((RankSequence((0,), 3, (4,), True, follows=0),), False)
+    async with a_rank(monkeypatch) as (parts, ranks):
+        for message in (STEP, second, StepEnded(), RefuseTransfer(TICKET), StepEnded()):
+            ranks.tell(message)
+        await parts.until("begin [0], 0 copies")
+        assert parts.notes == ["begin [7, 8], 1 copies", "begin [0], 0 copies"]
+        parts.gate.set()
+        await parts.until("refuse")
+        assert "end" in parts.notes
+
+
 async def test_what_comes_during_a_step_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_rank(monkeypatch) as (parts, ranks):
         ranks.tell(STEP)

@@ -74,16 +74,62 @@ async def test_a_step_is_told_before_it_ends_and_its_end_after() -> None:
         assert engine.num_broken_rows == 3
 
 
-async def test_a_step_asked_for_early_is_told_with_the_tokens_of_the_one_before() -> None:
+async def test_a_step_is_told_and_begun_while_the_one_that_it_follows_is_under_way() -> None:
     async with two_ranks() as (own, engine, _, other):
         own.gate.clear()
         first = asyncio.create_task(engine.step([SequenceStep([7], 2, [4], DRAW)]))
-        await other.receive()
         second = asyncio.create_task(engine.step([SequenceStep([0], 3, [4], DRAW, follows=0)]))
+        assert [await other.receive() for _ in range(2)] == [
+            RankStep((RankSequence((7,), 2, (4,), True),), False),
+            RankStep((RankSequence((0,), 3, (4,), True, follows=0),), False),
+        ]
+        while len(own.seen) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not first.done()
         own.gate.set()
-        assert await asyncio.gather(first, second) == [[SampledToken(8)], [SampledToken(9)]]
-        told = [await other.receive() for _ in range(3)]
-        assert told == [StepEnded(), RankStep((RankSequence((8,), 3, (4,), True),), False), StepEnded()]
+        assert await asyncio.gather(first, second) == [[SampledToken(8)], [SampledToken(1)]]
+        assert [await other.receive() for _ in range(2)] == [StepEnded()] * 2
+
+
+async def test_a_step_is_not_said_to_have_ended_before_the_one_in_front_of_it() -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        first = asyncio.create_task(engine.step([SequenceStep([7], 2, [4], DRAW)]))
+        assert isinstance(await other.receive(), RankStep)
+        blocked, own.gate = own.gate, asyncio.Event()
+        own.gate.set()  # the second ends at once
+        second = asyncio.create_task(engine.step([SequenceStep([9], 2, [5], DRAW)]))
+        assert isinstance(await other.receive(), RankStep)
+        while len(own.seen) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not second.done()
+        blocked.set()
+        assert await asyncio.gather(first, second) == [[SampledToken(8)], [SampledToken(10)]]
+        assert [await other.receive() for _ in range(2)] == [StepEnded()] * 2
+
+
+@pytest.mark.parametrize("announcing", [0, 1])
+async def test_a_step_that_announces_layers_runs_alone(announcing: int) -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        layers: list[int] = []
+        steps = [
+            asyncio.create_task(
+                engine.step([SequenceStep([7], 2, [4], DRAW)], layers.append if i == announcing else None)
+            )
+            for i in range(3)
+        ]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(own.seen) == 1
+        own.gate.set()
+        await asyncio.gather(*steps)
+        assert layers == [0]
+        told = [type(await other.receive()) for _ in range(6)]
+        begun = [RankStep, StepEnded] * (announcing + 1)
+        assert told[: len(begun)] == begun
 
 
 async def test_a_lost_rank_fails_the_step_that_hangs_for_it_and_all_later_ones() -> None:
@@ -114,7 +160,7 @@ async def test_a_step_that_fails_for_a_lost_rank_says_so() -> None:
             await step
 
 
-async def test_a_cancelled_callers_step_runs_to_its_end_and_the_next_one_waits_for_it() -> None:
+async def test_a_cancelled_callers_step_runs_to_its_end_and_tells_nobody_of_its_layers() -> None:
     async with two_ranks() as (own, engine, _, other):
         own.gate.clear()
         layers: list[int] = []

@@ -1,5 +1,6 @@
 """Ranks together compute what one rank computes alone. Here they are threads of this process, joined by gloo."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 
 from tests.model.conftest import make_decoder
 from tests.model.test_conformance import FAMILY_SHAPES
+from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache
@@ -23,7 +25,6 @@ from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
-    DrawnElsewhere,
     GroupRanks,
     RankPlace,
     Rendezvous,
@@ -32,11 +33,11 @@ from twostroke.model.parallel.tensor_parallel import (
     TensorParallel,
     check_size,
 )
-from twostroke.model.runner import ModelRunner
+from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.step import SequenceStep
+from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 512, 16
@@ -77,8 +78,8 @@ class Ranks:
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
     num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
     decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
-    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else DrawnElsewhere()
-    return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position)
+    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else None
+    return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position, parallel=parallel)
 
 
 @contextmanager
@@ -103,6 +104,97 @@ def test_several_ranks_draw_the_tokens_that_one_draws(shape: str, write_checkpoi
     for size in (2, 4, 8)[: 3 if SHAPES[shape].get("num_attention_heads") == 8 else 2]:
         with ranks(folder, size) as together:
             assert tokens(together) == expected
+
+
+class TokensOnDevice:
+    """What a sampler has launched that nobody may wait for before `may_end`."""
+
+    def __init__(self, tokens: torch.Tensor, may_end: threading.Event):
+        self.tokens = tokens
+        self._may_end = may_end
+
+    def collect(self) -> list[int]:
+        assert self._may_end.is_set()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
+class LaunchingSampler(Sampler):
+    """As a GPU's: what is drawn stays where it is."""
+
+    may_end = threading.Event()
+
+    def launch(self, logits: torch.Tensor, *_: Any) -> Any:
+        return TokensOnDevice(logits.argmax(1), self.may_end)
+
+
+@pytest.mark.parametrize("sampler", [Sampler, LaunchingSampler])
+def test_all_ranks_go_on_with_tokens_that_nobody_has_waited_for(sampler: type[Sampler], write_checkpoint: Any) -> None:
+    folder = write_checkpoint(seed=3)
+    prompts, steps = [[3, 5, 7], [11, 2], [1]], 6
+    greedy = SamplingParams(temperature=0.0)
+
+    def batch(step: int) -> list[SequenceStep]:
+        """The first one reads all prompts; every later one follows all entries, from the last to the first."""
+        found = []
+        for i, prompt in enumerate(prompts):
+            draw, blocks = Draw(greedy, prompt, len(prompt)), [2 * i, 2 * i + 1]
+            start = 0 if step == 0 else len(prompt) + step - 1
+            follows = None if step == 0 else len(prompts) - 1 - i
+            found.append(SequenceStep(prompt if step == 0 else [0], start, blocks, draw, follows))
+        return found if step % 2 == 0 else found[::-1]
+
+    def run(runner: ModelRunner) -> list[LaunchedStep]:
+        launched: list[LaunchedStep] = []
+        for step in range(steps):
+            told = batch(step)
+            if runner._parallel.shard.rank:
+                told = [as_on_rank_0(for_ranks(one)) for one in told]
+            launched.append(runner.launch(told, earlier=launched[-1] if launched else None))
+        return launched
+
+    sampler_class, LaunchingSampler.may_end = sampler, threading.Event()
+    expected = [step.result() for step in run(runner(folder, SingleRank()))]
+    with ranks(folder, 2) as together:
+        together._runners[0]._sampler = sampler_class(together._runners[0]._decoder.vocab_size)
+        launched, _ = together._threads.map(run, together._runners)
+    LaunchingSampler.may_end.set()
+    assert [step.result() for step in launched] == expected
+    assert len({token.token_id for step in expected for token in step if token is not None}) > 3
+
+
+class FusingRanks(GroupRanks):
+    """As GPUs that read each other's memory: a sum comes with what follows it."""
+
+    fused = 0
+
+    def sum_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if x.shape[0] > 1:
+            return None
+        self.fused += 1
+        return reference.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+
+@pytest.mark.parametrize(("shape", "of_a_layer"), [("mha", 2), ("windows, two ways to turn", 0)])
+def test_sums_of_few_tokens_come_with_the_norm_behind_them(
+    shape: str, of_a_layer: int, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(seed=3, **SHAPES[shape])
+    monkeypatch.setitem(globals(), "GroupRanks", FusingRanks)
+    draw = Draw(SamplingParams(temperature=0.0), [5, 6, 7], 3)
+    with ranks(folder, 2) as together:
+        count = together.groups.count
+        steps = [
+            SequenceStep([5, 6], 0, list(range(count)), None),
+            SequenceStep([7], 2, list(range(count)), draw),
+        ]
+        drawn = [together.run([step]) for step in steps]
+        expected = runner(folder, SingleRank())
+        assert drawn == [expected.run([step]) for step in steps]
+        for one in together._runners:
+            assert one._parallel.fused == of_a_layer * load_model_config(folder).num_layers  # type: ignore[attr-defined]
 
 
 def held_bytes(weights: DecoderWeights) -> int:
