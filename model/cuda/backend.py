@@ -51,7 +51,7 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.latents import CudaLatentAttention
-from twostroke.model.cuda.prompt_attention import MANY, PromptAttention
+from twostroke.model.cuda.prompt_attention import PromptAttention
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)
@@ -208,6 +208,9 @@ class CudaExperts:
         return experts.ExpertsWeight(pack_groups(weight), flat)
 
 
+_SPLIT = 1 << 10  # enough tokens that a context may be split
+
+
 class CudaBackend:
     """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called."""
 
@@ -302,7 +305,7 @@ class CudaBackend:
     ) -> None:
         groups, dim = kv_layer.shape[2], q.shape[2]
         most_keys = min(layout.max_context_len, form.window or layout.max_context_len)
-        config = decode_config(self._target, dim, q.dtype, groups, layout.num_decodes, most_keys)
+        config = decode_config(self._target, dim, q.dtype, groups, most_keys)
         decode_attention(q, kv_layer, layout, form, out, config)
 
     def _compile_once(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> None:
@@ -328,8 +331,7 @@ class CudaBackend:
             max_query_len=1,
             max_context_len=1,
         )
-        for longest in (1, MANY):
-            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
+        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), form, out)
         self._prompts.prepare(q, kv_layer, form, empty)
 
 

@@ -22,6 +22,7 @@ from twostroke.model.cuda import prompt_attention
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.attention import DecodeConfig
 from twostroke.model.cuda.kernels.launch import A100, H100
+from twostroke.model.cuda.kernels.segments import SplitConfig
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -111,16 +112,16 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
     assert launched == at_first
 
 
-@pytest.mark.parametrize(("window", "segments"), [(0, 32), (1024, 8), (1 << 20, 32), (100, 1)])
+@pytest.mark.parametrize(("window", "steps"), [(0, 257), (1024, 17), (1 << 20, 257), (100, 3)])
 def test_decodes_are_split_by_the_keys_that_a_window_leaves(
-    window: int, segments: int, monkeypatch: pytest.MonkeyPatch
+    window: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[DecodeConfig] = []
     monkeypatch.setattr(cuda_backend, "decode_attention", lambda *arguments: configs.append(arguments[-1]))
     case = paged_case([(1, 5)], heads=8, groups=8, dim=128, dtype=torch.float16)
     layout = replace(case.layout, max_context_len=16384)
     CudaBackend(H100).attention(case.q, case.kv_layer, layout, AttentionForm(1.0, window))
-    assert configs[-1].num_segments == segments
+    assert configs[-1].split == SplitConfig(264 // 8, steps)
 
 
 GEMMA2 = {
