@@ -44,14 +44,14 @@ def names(kernels: list[dict[str, Any]]) -> set[str]:
 def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
     capability: int, tmp_path: Path
 ) -> None:
-    kernels = compiled("attention", capability, tmp_path)
+    kernels = compiled("attention", capability, tmp_path, most_spilled=8 if capability == 80 else 0)  # heads of 80
     paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
     by_tma = {"tma_prefill_attention_kernel"} if capability >= 90 else set()
     assert names(kernels) == paged | by_tma
     dims = {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
         assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
-    for name in names(kernels):
+    for name in names(kernels) - {"merge_segments_kernel"}:  # which knows of none
         windows = {kernel["window"] for kernel in kernels if kernel["kernel"] == name}
         assert len(windows) > 1, name
     for kernel in kernels:

@@ -45,6 +45,7 @@ ONE_OF_EACH = Sizes(
     decode_steps=1,
     turns=1,
     long_decodes=((2, 9),),
+    skewed_decode=(30, (2, 5)),
     fp8_tokens=(3,),
     window=4,
     windowed_prompt=9,
