@@ -390,7 +390,9 @@ def test_tma_prefills_steps_are_as_long_as_blocks_and_shared_memory_allow() -> N
 @pytest.mark.parametrize("as_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "config", [PLAIN, DecodeConfig(16, 4, 2, 1), DecodeConfig(16, 4, 2, 3)], ids=["prefill", "decode", "segments"]
+    "config",
+    [PLAIN, DecodeConfig(16, 4, 2, SplitConfig(1, 8)), DecodeConfig(16, 4, 2, SplitConfig(3, 8))],
+    ids=["prefill", "decode", "segments"],
 )
 def test_a_cache_in_fp8_is_read_as_the_numbers_it_holds(
     config: PrefillConfig | DecodeConfig, dtype: torch.dtype, as_bits: bool
