@@ -53,10 +53,10 @@ def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = to
     return config
 
 
-def decodes_of(case: PagedCase, places: int, block_n: int = 16) -> DecodeConfig:
-    """Of the contexts that the layout may have; so many segments of a group run at once."""
+def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeConfig:
+    """Of the contexts that the layout may have."""
     steps = -(-min(case.layout.max_context_len, case.form.window or 1 << 20) // block_n) + 1
-    return DecodeConfig(block_n, num_warps=4, num_stages=2, split=SplitConfig(places, steps))
+    return DecodeConfig(block_n, num_warps=4, num_stages=2, split=SplitConfig(programs, steps))
 
 
 PLAIN = PrefillConfig(16, 16, num_warps=4, num_stages=2)
@@ -177,11 +177,11 @@ def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillConfig | 
 
 
 @WINDOWS
-@pytest.mark.parametrize(("block_size", "block_n", "places"), [(16, 32, 1), (16, 32, 3), (64, 16, 3)])
-def test_decodes_see_windows_of_any_length(places: int, block_size: int, block_n: int, window: int) -> None:
+@pytest.mark.parametrize(("block_size", "block_n", "programs"), [(16, 32, 1), (16, 32, 3), (64, 16, 3)])
+def test_decodes_see_windows_of_any_length(programs: int, block_size: int, block_n: int, window: int) -> None:
     lengths = [(1, context) for context in (1, 37, 64, 65, 200)]
     case = paged_case(lengths, heads=2, groups=1, dim=16, block_size=block_size, window=window)
-    check(case, decodes_of(case, places, block_n))
+    check(case, decodes_of(case, programs, block_n))
 
 
 @pytest.mark.parametrize("config", [WIDE, BY_TMA], ids=["plain", "tma"])
@@ -194,12 +194,12 @@ def test_prefill_caps_scores_and_counts_sinks(form: dict[str, Any], config: Pref
 
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("places", [1, 4])
-def test_decodes_cap_scores_and_count_sinks_once(places: int, dtype: torch.dtype, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decodes_cap_scores_and_count_sinks_once(programs: int, dtype: torch.dtype, form: dict[str, Any]) -> None:
     case = paged_case([(1, 1), (1, 75), (1, 30)], heads=6, groups=2, dim=16, dtype=dtype, **form)
     case.q.mul_(4)
     case.layout.context_lens[2] = 0
-    check(case, decodes_of(case, places))
+    check(case, decodes_of(case, programs))
 
 
 def test_a_cap_holds_where_its_exponential_would_overflow() -> None:
@@ -238,20 +238,20 @@ def test_a_windows_work_does_not_grow_with_the_context(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("places", [1, 4])
-def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, places: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, programs: int, dtype: torch.dtype) -> None:
     case = paged_case([(1, 1), (1, 75)], dim=dim, dtype=dtype)
-    check(case, decodes_of(case, places))
+    check(case, decodes_of(case, programs))
 
 
 @pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
-@pytest.mark.parametrize("places", [1, 2, 7])
+@pytest.mark.parametrize("programs", [1, 2, 7])
 def test_decode_attention_is_right_at_the_edges_of_blocks_and_segments(
-    block_size: int, block_n: int, places: int
+    block_size: int, block_n: int, programs: int
 ) -> None:
-    edges = (1, block_size - 1, block_size, block_size + 1, 2 * block_n * places, 2 * block_n * places + 1)
+    edges = (1, block_size - 1, block_size, block_size + 1, 2 * block_n * programs, 2 * block_n * programs + 1)
     case = paged_case([(1, context) for context in edges], heads=2, groups=1, dim=16, block_size=block_size)
-    check(case, decodes_of(case, places, block_n))
+    check(case, decodes_of(case, programs, block_n))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (33, 1)])
@@ -265,18 +265,18 @@ def test_decode_attention_merges_more_segments_than_one_step_of_the_merge() -> N
     check(case, decodes_of(case, 37))
 
 
-@pytest.mark.parametrize("places", [1, 4])
-def test_decode_attention_gives_zeros_for_an_empty_context(places: int) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decode_attention_gives_zeros_for_an_empty_context(programs: int) -> None:
     case = paged_case([(1, 20), (1, 30)])
     case.layout.context_lens[1] = 0
-    check(case, decodes_of(case, places))
+    check(case, decodes_of(case, programs))
 
 
-@pytest.mark.parametrize("places", [1, 4])
-def test_decodes_neither_overflow_on_large_scores_nor_lose_the_largest(places: int) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decodes_neither_overflow_on_large_scores_nor_lose_the_largest(programs: int) -> None:
     case = paged_case([(1, 50), (1, 33)])
     case.q.mul_(1000)
-    check(case, decodes_of(case, places))
+    check(case, decodes_of(case, programs))
 
 
 def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -> None:

@@ -3,7 +3,7 @@
 Chunks: variable lengths, cached prefixes, grouped query heads.
 
 Decodes: contexts are split into segments that run at once (segments.py). One program reads a segment of one KV group
-for all the query heads that share it, and then the next that is its own; a second kernel merges the segments.
+for all the query heads that share it; a second kernel merges the segments.
 
 q [T, H, D], out [T, H * D] and kv_layer [num_blocks, 2, G, block_size, D] are contiguous. Contexts count this step's
 own tokens, whose KV is in the cache by now; entries of block tables past a context are not read. A cache in FP8 is
@@ -35,14 +35,11 @@ from twostroke.model.cuda.kernels.launch import (
 )
 from twostroke.model.cuda.kernels.segments import (
     SplitConfig,
-    find_segment,
-    keys_of,
     make_partials,
     merge_segments,
-    plan_segments,
-    segments_of,
+    part_of,
+    segment_of,
     split_config,
-    steps_of,
 )
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -386,7 +383,7 @@ def decode_config(target: Target, head_dim: int, dtype: torch.dtype, groups: int
 
 
 # As for prefill: nothing that changes from step to step may cause a compilation.
-@triton.jit(do_not_specialize=["context_lens", "block_tables", "sinks", "table_stride", "num_rows", "places"])
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "sinks", "table_stride", "num_rows"])
 def decode_attention_kernel(
     q,
     kv_layer,
@@ -406,7 +403,6 @@ def decode_attention_kernel(
     head_stride,
     table_stride,
     num_rows,
-    places,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -418,28 +414,27 @@ def decode_attention_kernel(
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs (KV group, first segment), each of which takes every so-many-th segment; rows are the group's heads.
+    """Programs (KV group, equal part of all contexts); rows are the group's heads.
 
     The result of a row's only segment goes to out. Of several, each one's own softmax average goes to partial_out
     [segments, H, D] and the base-2 logarithm of its sum to partial_log_sums [segments, H]; splits as in Partials.
     """
     group = tl.program_id(0)
-    wanted, count = plan_segments(context_lens, num_rows, places, WINDOW, BLOCK_N)
+    program = tl.program_id(1)
+    share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), WINDOW, BLOCK_N)
     k_head = kv_layer + group.to(tl.int64) * head_stride
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM_PADDED)
     heads = group * HEADS_PER_GROUP + rows
     inside = (rows < HEADS_PER_GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     in_token = heads[:, None] * HEAD_DIM + dims[None, :]
-    for entry in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=1):
-        row, segment = find_segment(context_lens, num_rows, wanted, entry, WINDOW, BLOCK_N)
+    for _ in tl.range(row, end_row, num_stages=1):
         sequence = row.to(tl.int64)
         context_len = tl.load(context_lens + sequence)
-        _, steps = steps_of(context_len, WINDOW, BLOCK_N)
-        segments = segments_of(steps, wanted)
-        begin, end = keys_of(context_len, segment, segments, WINDOW, BLOCK_N)
-        if (segment == 0) & (group == 0):
-            tl.store(splits + 2 * sequence, entry)
+        begin, end, first_program, segments, steps = segment_of(context_len, row_start, program, share, WINDOW, BLOCK_N)
+        is_first = program == first_program
+        if is_first & (group == 0):
+            tl.store(splits + 2 * sequence, row + program)
             tl.store(splits + 2 * sequence + 1, segments)
         block_table = block_tables + sequence * table_stride
         q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
@@ -450,8 +445,8 @@ def decode_attention_kernel(
         if sinks is not None:
             # Among the first segment's keys: once.
             sink = tl.load(sinks + heads, mask=rows < HEADS_PER_GROUP, other=0.0) * _LOG2_E
-            best = tl.where(segment == 0, sink, best)
-            total = tl.where(segment == 0, 1.0, total)
+            best = tl.where(is_first, sink, best)
+            total = tl.where(is_first, 1.0, total)
         # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
         for start in range(begin, end, BLOCK_N):
             best, total, acc = attend_tile(
@@ -462,11 +457,13 @@ def decode_attention_kernel(
         # An empty context (a padding row of a captured graph) gives zeros.
         acc = acc * value_scale / tl.where(total > 0.0, total, 1.0)[:, None]
         if segments > 1:
-            partial = (entry * NUM_HEADS + heads).to(tl.int64)
+            partial = ((row + program) * NUM_HEADS + heads).to(tl.int64)
             tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
             tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
         else:
             tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
+        row_start += steps
+        row += 1
 
 
 def decode_attention(
@@ -478,10 +475,10 @@ def decode_attention(
     sequences, split = layout.num_decodes, config.split
     heads_per_group = heads // groups
     partials = make_partials(split, sequences, heads, dim, q.device)
-    decode_attention_kernel[(groups, split.programs(sequences))](
+    decode_attention_kernel[(groups, split.programs_for(sequences))](
         q, kv_layer, layout.context_lens, layout.block_tables, form.sinks, out, partials.out, partials.log_sums,
         partials.splits, form.cached_scale * LOG2_E, form.kv_scales.value,
-        q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0), sequences, split.places,
+        q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0), sequences,
         NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
         WINDOW=form.window, SOFT_CAP=form.soft_cap, PRECISION=dot_precision(q.dtype),

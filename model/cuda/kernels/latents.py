@@ -26,14 +26,11 @@ from twostroke.model.cuda.kernels.attention import (
 from twostroke.model.cuda.kernels.launch import LOG2_E, Architecture, Target, dot_precision, padded_head, power_of_two
 from twostroke.model.cuda.kernels.segments import (
     SplitConfig,
-    find_segment,
-    keys_of,
     make_partials,
     merge_segments,
-    plan_segments,
-    segments_of,
+    part_of,
+    segment_of,
     split_config,
-    steps_of,
 )
 
 
@@ -143,7 +140,7 @@ def latent_decode_config(target: Target, heads: int, dtype: torch.dtype, max_con
     return LatentDecodeConfig(block_m, block_n, warps, stages, split)
 
 
-@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride", "num_rows", "places"])
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride", "num_rows"])
 def latent_decode_kernel(
     absorbed,
     q,
@@ -159,7 +156,6 @@ def latent_decode_kernel(
     absorbed_row_stride,
     table_stride,
     num_rows,
-    places,
     NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr,
     RANK: tl.constexpr,
@@ -171,22 +167,19 @@ def latent_decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs (tile of heads, first segment), each of which takes every so-many-th segment. Results are as
-    decode_attention_kernel's, of R numbers a head."""
-    wanted, count = plan_segments(context_lens, num_rows, places, 0, BLOCK_N)
+    """Programs (tile of heads, equal part of all contexts). Results as decode_attention_kernel has."""
+    program = tl.program_id(1)
+    share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), 0, BLOCK_N)
     heads = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     ours = (heads < NUM_HEADS)[:, None]
     dims, turning = tl.arange(0, RANK_PADDED), tl.arange(0, ROTARY_PADDED)
     inside = ours & (dims < RANK)[None, :]
-    for entry in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=1):
-        row, segment = find_segment(context_lens, num_rows, wanted, entry, 0, BLOCK_N)
+    for _ in tl.range(row, end_row, num_stages=1):
         sequence = row.to(tl.int64)
         context_len = tl.load(context_lens + sequence)
-        _, steps = steps_of(context_len, 0, BLOCK_N)
-        segments = segments_of(steps, wanted)
-        begin, end = keys_of(context_len, segment, segments, 0, BLOCK_N)
-        if (segment == 0) & (tl.program_id(0) == 0):
-            tl.store(splits + 2 * sequence, entry)
+        begin, end, first_program, segments, steps = segment_of(context_len, row_start, program, share, 0, BLOCK_N)
+        if (program == first_program) & (tl.program_id(0) == 0):
+            tl.store(splits + 2 * sequence, row + program)
             tl.store(splits + 2 * sequence + 1, segments)
         block_table = block_tables + sequence * table_stride
         still_q = tl.load(
@@ -234,12 +227,14 @@ def latent_decode_kernel(
         # An empty context (a padding row of a captured graph) gives zeros.
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         if segments > 1:
-            partial = (entry * NUM_HEADS + heads).to(tl.int64)
+            partial = ((row + program) * NUM_HEADS + heads).to(tl.int64)
             tl.store(partial_out + partial[:, None] * RANK + dims[None, :], acc, mask=inside)
             tl.store(partial_log_sums + partial, best + tl.log2(total), mask=heads < NUM_HEADS)
         else:
             place = out + (sequence * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
             tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+        row_start += steps
+        row += 1
 
 
 def latent_decode(
@@ -258,10 +253,10 @@ def latent_decode(
     heads, sequences, rank = absorbed.shape
     rotary, split = kv_layer.shape[4] - rank, config.split
     partials = make_partials(split, sequences, heads, rank, q.device)
-    latent_decode_kernel[(triton.cdiv(heads, config.block_m), split.programs(sequences))](
+    latent_decode_kernel[(triton.cdiv(heads, config.block_m), split.programs_for(sequences))](
         absorbed, q, kv_layer, layout.context_lens, layout.block_tables, out, partials.out, partials.log_sums,
         partials.splits, scale * LOG2_E, absorbed.stride(0), absorbed.stride(1), layout.block_tables.stride(0),
-        sequences, split.places,
+        sequences,
         NUM_HEADS=heads, KEY=q.shape[2] - rotary, RANK=rank, RANK_PADDED=padded_head(rank), ROTARY=rotary,
         ROTARY_PADDED=padded_head(rotary), BLOCK_SIZE=kv_layer.shape[3], BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
