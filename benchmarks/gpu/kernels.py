@@ -75,7 +75,7 @@ def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -
 def _skewed_decodes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Row:
     """One long context among short ones, whose keys the whole GPU is to read.
 
-    Predicted: 0.1 of the time idle for segments that are not quite equal, and a few us for dividing and merging.
+    Predicted: 0.05 of the time idle for parts that are not quite equal, and a few us for dividing and merging.
     """
     longest, (others, short) = sizes.skewed_decode
     contexts = [longest, *[short] * others]

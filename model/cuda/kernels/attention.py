@@ -436,6 +436,7 @@ def decode_attention_kernel(
         if is_first & (group == 0):
             tl.store(splits + 2 * sequence, row + program)
             tl.store(splits + 2 * sequence + 1, segments)
+        row_start += steps
         block_table = block_tables + sequence * table_stride
         q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
         last = tl.zeros([BLOCK_M], tl.int32) + context_len - 1
@@ -462,7 +463,6 @@ def decode_attention_kernel(
             tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
         else:
             tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
-        row_start += steps
         row += 1
 
 

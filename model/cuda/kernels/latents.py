@@ -181,6 +181,7 @@ def latent_decode_kernel(
         if (program == first_program) & (tl.program_id(0) == 0):
             tl.store(splits + 2 * sequence, row + program)
             tl.store(splits + 2 * sequence + 1, segments)
+        row_start += steps
         block_table = block_tables + sequence * table_stride
         still_q = tl.load(
             absorbed
@@ -233,7 +234,6 @@ def latent_decode_kernel(
         else:
             place = out + (sequence * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
             tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
-        row_start += steps
         row += 1
 
 
