@@ -44,7 +44,7 @@ class SplitConfig:
 
     def programs_for(self, rows: int) -> int:
         """Of a tile of heads of so many rows: no more than there could be work for."""
-        return max(1, min(self.programs, -(-rows * self.most_steps // _LEAST_STEPS.value)))
+        return max(1, min(self.programs, -(-rows * self.most_steps // int(_LEAST_STEPS.value))))
 
 
 def split_config(target: Target, tiles: int, most_keys: int, block_n: int) -> SplitConfig:
