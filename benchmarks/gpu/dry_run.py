@@ -47,6 +47,7 @@ TINY = Sizes(
     turns=1,
     long_decodes=((2, 100), (2, 300), (3, 200)),
     skewed_decode=(700, (3, 20)),
+    gated_tokens=(1, 16, 20),
     fp8_tokens=(1, 20, 65, 130),
     window=64,
     windowed_prompt=150,

@@ -78,21 +78,29 @@ class CudaLinear:
         self._bias = bias
         self._target = target
         self._workspace = workspace
-        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+        self._compiled: set[tuple[torch.dtype, torch.dtype, Activation | None]] = set()
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
+        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`. With an activation: as
+        Backend.gated, in the same launch where tokens are few.
 
-        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
+        The first call with an `out_dtype` and activation compiles what any later one could need; it can't be captured.
         """
-        tokens, bits, out_dtype = x.shape[0], self._weight.bits, out_dtype or x.dtype
-        if (x.dtype, out_dtype) not in self._compiled:
-            self._compiled.add((x.dtype, out_dtype))
-            for distinct in _FEW_TOKENS if bits == 16 else _ANY_TOKENS:
-                self(x.new_zeros((distinct, self.in_features)), out_dtype)
+        out_dtype = out_dtype or x.dtype
+        if (x.dtype, out_dtype, activation) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype, activation))
+            few = _FEW_TOKENS if activation is None else _ANY_TOKENS[:-1]  # many end in a launch of their own
+            for distinct in _ANY_TOKENS if self._weight.bits < 16 else few:
+                self._product(x.new_zeros((distinct, self.in_features)), out_dtype, activation)
+        return self._product(x, out_dtype, activation)
+
+    def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
+        tokens, bits = x.shape[0], self._weight.bits
+        if activation is not None and tokens > MOST_TOKENS:
+            return elementwise.gate(self._product(x, out_dtype, None), activation)
         if bits < 16 or tokens <= MOST_TOKENS:
             config = gemm_config(self._target, x.dtype, bits, tokens, self.out_features, self.in_features)
-            return gemm(x, self._weight, self._bias, out_dtype, self._workspace, config)
+            return gemm(x, self._weight, self._bias, out_dtype, self._workspace, config, activation=activation)
         if out_dtype == x.dtype:
             return functional.linear(x, self._weight.packed, self._bias)
         y = torch.mm(x, self._weight.packed.T, out_dtype=out_dtype)
@@ -144,21 +152,23 @@ class Fp8CudaLinear:
         self._bias = bias
         self._target = target
         self._workspace = workspace
-        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+        self._compiled: set[tuple[torch.dtype, torch.dtype, Activation | None]] = set()
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
-
-        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
-        """
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
+        """As CudaLinear's."""
         out_dtype = out_dtype or x.dtype
-        if (x.dtype, out_dtype) not in self._compiled:
-            self._compiled.add((x.dtype, out_dtype))
+        if (x.dtype, out_dtype, activation) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype, activation))
             for distinct in _ANY_TOKENS[:-1]:  # the last two share a row
-                self(x.new_zeros((distinct, self.in_features)), out_dtype)
+                self._product(x.new_zeros((distinct, self.in_features)), out_dtype, activation)
+        return self._product(x, out_dtype, activation)
+
+    def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
+        if activation is not None and len(x) > MOST_TOKENS:
+            return elementwise.gate(self._product(x, out_dtype, None), activation)
         codes, scales = quantize_tokens(x)
         config = gemm_config(self._target, codes.dtype, 8, len(x), self.out_features, self.in_features)
-        return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales)
+        return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales, activation)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """As Linear.embed."""
@@ -286,8 +296,10 @@ class CudaBackend:
     def make_latent_attention(self, heads: LatentHeads) -> CudaLatentAttention:
         return CudaLatentAttention(heads, self._target)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return elementwise.gate(gate_up, activation)
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        if isinstance(gate_up, CudaLinear | Fp8CudaLinear):
+            return gate_up(x, activation=activation)
+        return elementwise.gate(gate_up(x), activation)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:

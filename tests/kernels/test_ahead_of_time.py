@@ -155,6 +155,17 @@ def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capabil
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("gated_projections", capability, tmp_path)
+    products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
+    # Of prompts the gate is a launch of its own.
+    assert {kernel["kernel"] for kernel in kernels} >= {"gemm_kernel", "gate_kernel"}
+    assert {kernel["block_t"] for kernel in products} >= {16, 32, 64}
+    assert all(kernel["async_copies"] for kernel in products)
+    assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
+
+
 @pytest.mark.parametrize("capability", [wide(89), 90, wide(100)])
 def test_products_of_fp8_compile_to_the_best_there_are(capability: int, tmp_path: Path) -> None:
     kernels = compiled("fp8_projections", capability, tmp_path)
