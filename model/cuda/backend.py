@@ -51,7 +51,7 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.latents import CudaLatentAttention
-from twostroke.model.cuda.prompt_attention import PromptAttention
+from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)
@@ -305,7 +305,7 @@ class CudaBackend:
         if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:
             kv_layer = kv_layer.view(torch.int8)
         self._compile_once(q, kv_layer, form)
-        out = _rows_like(q)
+        out = rows_like(q)
         if layout.num_decodes:
             self._attend_decodes(q, kv_layer, layout, form, out)
         if len(q) > layout.num_decodes:
@@ -326,12 +326,12 @@ class CudaBackend:
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
         seconds for a compiler. On the way kernels for prompts are held against each other and timed.
         """
-        key = (q.dtype, q.shape[1:], kv_layer.dtype, kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
+        key = variant_key(q, kv_layer, form)
         if key in self._compiled:
             return
         self._compiled.add(key)
         q = torch.zeros_like(q[:1])
-        out = _rows_like(q)
+        out = rows_like(q)
         nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
         empty = BatchLayout(
             positions=nothing,
@@ -345,9 +345,3 @@ class CudaBackend:
         )
         self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), form, out)
         self._prompts.prepare(q, kv_layer, form, empty)
-
-
-def _rows_like(q: Tensor) -> Tensor:
-    """q [T, H, D] -> [T, H * D], of any values."""
-    tokens, heads, dim = q.shape
-    return torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
