@@ -20,6 +20,7 @@ from torch import Tensor
 from twostroke.model.backend import AttentionForm
 from twostroke.model.cpu.kernels.floats import (
     LANES,
+    LINE_BYTES,
     TILE_ROWS,
     cached_bytes,
     dot_rows,
@@ -151,11 +152,11 @@ def _place(words, table, head, token):
 
 
 @compiled
-def _ask_for(words, table, head, token, end, offset):
-    """Ask for the keys of the 16 tokens that `token` is among, or with an offset for their values."""
-    place = _place(words, table, head, min(token, end - 1)) + offset
-    for line in range(0, LANES * words[10] * cached_bytes(words), 64):
-        prefetch(place + line)
+def _ask_for(words, place, part, parts):
+    """Ask for one of as many parts of the keys or values of 16 tokens, at the address `place`."""
+    lines = LANES * words[10] * cached_bytes(words) // LINE_BYTES
+    for line in range(lines * part // parts, lines * (part + 1) // parts):
+        prefetch(place + line * LINE_BYTES)
 
 
 @compiled
@@ -186,16 +187,18 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
             query = queries + part * group * 2 * dim
             for first in range(token, stop, LANES):
                 keys = _place(words, table, first_head + part, first)
-                _ask_for(words, table, first_head + part, first + block_size, end, 0)
+                ahead = _place(words, table, first_head + part, min(first + block_size, end - 1))
                 keys = in_bf16(words, keys, LANES * dim, numbers)
                 place = scores[part].ctypes.data + 4 * (first - start)
                 for row in range(group):
+                    _ask_for(words, ahead, row, group)
                     dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * row)
         for part in range(num_heads):
             for first in range(token, stop, LANES):
                 values = _place(words, table, first_head + part, first) + to_values
                 if to_values:
-                    _ask_for(words, table, first_head + part, first + block_size, end, to_values)
+                    ahead = _place(words, table, first_head + part, min(first + block_size, end - 1))
+                    _ask_for(words, ahead + to_values, 0, 1)
                 values = in_bf16(words, values, LANES * dim, numbers)
                 place = packed[part].ctypes.data + (first - start) * 2 * mixed_dim
                 _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, mixed_dim, place)
