@@ -164,8 +164,8 @@ def decode_attention(
 ) -> None:
     """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, V], both contiguous.
 
-    kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys, and values what of them comes
-    first. Else V is D.
+    kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys, and what comes first of them
+    values. Else V is D.
     """
     num_blocks, kinds, kv_heads, block_size, dim = kv_layer.shape
     count, heads, mixed_dim = layout.num_decodes, q.shape[1], out.shape[2]
