@@ -320,7 +320,7 @@ class OutgoingLane(Lane[SenderState]):
         """The peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""
         self._apply(Event.GRANT)
         self._cut = cut
-        self._plan.begin(cut.unit_tokens, skip_tokens)
+        self._plan.begin(cut.unit_tokens, skip_tokens, cut.share)
         self._deadline.stop()
         self._carrier.has_work(self)
 
@@ -427,8 +427,8 @@ class IncomingLane(Lane[ReceiverState]):
         self._apply(Event.OFFER)
         num_tokens, skip_tokens = self.transfer.num_tokens, self.transfer.skip_tokens
         self._cut = cut
-        self._num_units = -(-num_tokens // cut.unit_tokens)
-        self._first_units = first_units(cut.layout.groups, num_tokens, cut.unit_tokens, skip_tokens)
+        self._num_units = cut.share.below(-(-num_tokens // cut.unit_tokens))
+        self._first_units = first_units(cut.layout.groups, num_tokens, cut.unit_tokens, skip_tokens, cut.share)
         self._taken = [bytearray(self._num_units) for _ in self._first_units]
         self._num_missing = sum(self._num_units - first for first in self._first_units)
         self._deadline.restart()

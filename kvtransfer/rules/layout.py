@@ -22,13 +22,29 @@ SCALE_BYTES = 2  # bf16, one for each row: a (token, head) of K or of V, or a la
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Of a request's units: every `of`-th, the first of them `index`. A lane numbers its own share from 0 on."""
+
+    index: int = 0
+    of: int = 1
+
+    def below(self, num_units: int) -> int:
+        """How many of the first `num_units` are of the share."""
+        return (num_units - self.index + self.of - 1) // self.of
+
+
+ALL_UNITS = Share()
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
-    """One pair of ranks, and the KV heads (the model's numbers) that go from one to the other."""
+    """One pair of ranks, and what goes from one to the other: of these KV heads (the model's numbers) these units."""
 
     source_rank: int
     target_rank: int
     first_head: int
     num_heads: int
+    share: Share = ALL_UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,7 @@ class Cut:
     num_heads: int
     unit_tokens: int
     encoding: Encoding
+    share: Share = ALL_UNITS
 
     @property
     def units_per_block(self) -> int:
@@ -84,9 +101,10 @@ class Cut:
 
     def _unit_ids(self, run: Run, block_ids: tuple[int, ...]) -> Sequence[int]:
         parts, count, group = self.units_per_block, self._groups.count, self._groups.of_layer[run.layer]
+        first, step = self.share.index + run.first_unit * self.share.of, self.share.of
+        units = range(first, first + run.num_units * step, step)
         if parts == 1:
-            return block_ids[run.first_unit * count + group : (run.first_unit + run.num_units) * count : count]
-        units = range(run.first_unit, run.first_unit + run.num_units)
+            return block_ids[units.start * count + group : units.stop * count : count * step]
         return [block_ids[unit // parts * count + group] * parts + unit % parts for unit in units]
 
 
@@ -115,16 +133,19 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
 
 
 def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane, ...]:
-    """The lanes of a transfer: every head of every target rank comes from exactly one source rank.
+    """The lanes of a transfer: every unit of every head of every target rank comes from exactly one source rank.
 
     Where ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies share the
-    work. Raises ValueError for sizes that can't share the heads evenly.
+    work. Where those are several times as many as the target's, each target rank has lanes from several, in turns
+    from unit to unit. Raises ValueError for sizes that can't share the heads evenly.
     """
     for tp_size in (source_tp, target_tp):
         small, large = sorted((tp_size, num_kv_heads))
         if small < 1 or large % small:
             raise ValueError(f"{tp_size} ranks can't share {num_kv_heads} KV heads evenly")
     source_copies = max(1, source_tp // num_kv_heads)  # ranks that hold the same head
+    target_copies = max(1, target_tp // num_kv_heads)
+    shares = max(1, source_copies // target_copies)
     heads_per_source = max(1, num_kv_heads // source_tp)
     heads_per_target = max(1, num_kv_heads // target_tp)
     lanes: list[Lane] = []
@@ -133,9 +154,10 @@ def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane,
         end = first + heads_per_target
         while first < end:
             count = min(end - first, heads_per_source - first % heads_per_source)
-            copy = target_rank % source_copies
-            source_rank = first * source_tp // num_kv_heads + copy
-            lanes.append(Lane(source_rank, target_rank, first, count))
+            for index in range(shares):
+                copy = (target_rank % target_copies + index * target_copies) % source_copies
+                source_rank = first * source_tp // num_kv_heads + copy
+                lanes.append(Lane(source_rank, target_rank, first, count, Share(index, shares)))
             first += count
     return tuple(lanes)
 
@@ -143,23 +165,25 @@ def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane,
 def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
     """The lane's ends at the source and at the target."""
     unit_tokens = math.gcd(source.block_size, target.block_size)
-    return (
-        Cut(source, lane.first_head - source.first_head(lane.source_rank), lane.num_heads, unit_tokens, encoding),
-        Cut(target, lane.first_head - target.first_head(lane.target_rank), lane.num_heads, unit_tokens, encoding),
-    )
+
+    def end(layout: KVLayout, rank: int) -> Cut:
+        first = lane.first_head - layout.first_head(rank)
+        return Cut(layout, first, lane.num_heads, unit_tokens, encoding, lane.share)
+
+    return end(source, lane.source_rank), end(target, lane.target_rank)
 
 
-def first_units(groups: KVGroups, num_tokens: int, unit_tokens: int, skip_tokens: int) -> list[int]:
-    """Of each layer, the first unit that is sent of so many tokens; the number of units where none is.
+def first_units(groups: KVGroups, num_tokens: int, unit_tokens: int, skip_tokens: int, share: Share) -> list[int]:
+    """Of each layer, the first unit of the share that is sent of so many tokens; their number where none is.
 
     The target has the first `skip_tokens`, and nobody attends to what lies before a layer's window.
     """
     skipped = -(-skip_tokens // unit_tokens) if skip_tokens == num_tokens else skip_tokens // unit_tokens
-    return [max(skipped, groups.first_kept(group, num_tokens) // unit_tokens) for group in groups.of_layer]
+    return [share.below(max(skipped, groups.first_kept(group, num_tokens) // unit_tokens)) for group in groups.of_layer]
 
 
 class ChunkPlan:
-    """Every unit of every layer exactly once, but for the skipped ones, and none before it is full.
+    """Every unit of a share of every layer exactly once, but for the skipped ones, and none before it is full.
 
     Of a layer with a window, only the units that the token after the last attends to.
 
@@ -174,12 +198,13 @@ class ChunkPlan:
         self._ready = [num_ready_tokens] * num_layers  # tokens, from the first on
         self._num_unready = 0 if num_ready_tokens == num_tokens else num_layers  # layers
         self._unit_tokens = 0  # until `begin`
+        self._share = ALL_UNITS
         self._num_units = 0
         self._taken = [0] * num_layers  # units, from the first on
         self._num_untaken = num_layers  # layers
         self._waiting: deque[int] = deque()  # layers with full units, in the order in which they became full
 
-    def begin(self, unit_tokens: int, skip_tokens: int) -> None:
+    def begin(self, unit_tokens: int, skip_tokens: int, share: Share = ALL_UNITS) -> None:
         """Units have this size, and the peer has those of the first `skip_tokens`. Once, before the first run.
 
         Raises ValueError for more tokens than there are, and for part of a unit.
@@ -188,9 +213,9 @@ class ChunkPlan:
             raise ValueError(f"{skip_tokens} tokens are skipped of {self._num_tokens}")
         if skip_tokens % unit_tokens and skip_tokens != self._num_tokens:
             raise ValueError(f"{skip_tokens} skipped tokens end within a unit of {unit_tokens}")
-        self._unit_tokens = unit_tokens
-        self._num_units = -(-self._num_tokens // unit_tokens)
-        self._taken = first_units(self._groups, self._num_tokens, unit_tokens, skip_tokens)
+        self._unit_tokens, self._share = unit_tokens, share
+        self._num_units = share.below(-(-self._num_tokens // unit_tokens))
+        self._taken = first_units(self._groups, self._num_tokens, unit_tokens, skip_tokens, share)
         self._num_untaken = sum(taken < self._num_units for taken in self._taken)
         self._waiting.extend(
             layer for layer, ready in enumerate(self._ready) if self._full_units(ready) > self._taken[layer]
@@ -239,4 +264,4 @@ class ChunkPlan:
         return self._num_untaken == 0
 
     def _full_units(self, num_tokens: int) -> int:
-        return self._num_units if num_tokens == self._num_tokens else num_tokens // self._unit_tokens
+        return self._num_units if num_tokens == self._num_tokens else self._share.below(num_tokens // self._unit_tokens)

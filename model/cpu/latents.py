@@ -86,9 +86,9 @@ class CpuLatentAttention:
         out = self._launcher.empty((count, self._num_heads, self._value), q.dtype)
         if decodes:
             absorbed = self._absorb(q[:decodes], layout.positions[:decodes], cos_sin)
-            mixed = self._launcher.empty(tuple(absorbed.shape), q.dtype)
+            mixed = self._launcher.empty((decodes, self._num_heads, self._rank), q.dtype)
             attention.decode_attention(self._launcher, absorbed, kv_layer, layout, self._form, mixed)
-            self._values(mixed[..., : self._rank], out[:decodes])
+            self._values(mixed, out[:decodes])
         if decodes < count:
             starts = layout.query_starts[decodes:].tolist()
             contexts, tables = layout.context_lens[decodes:].tolist(), layout.block_tables[decodes:]

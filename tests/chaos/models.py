@@ -48,6 +48,33 @@ _SHAPES: dict[str, dict[str, Any]] = {
             "modules_to_not_convert": ["lm_head"],
         },
     },
+    "deepseek": {  # latents, and experts in groups beside a shared one, the first layer without
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 96,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 128,
+    },
+    "gpt-oss": {  # windows and sinks in turns with full layers, experts everywhere
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "sliding_window": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 NAMES = ("bundled", "smollm2", *_SHAPES)
 
@@ -68,7 +95,9 @@ def model_path(name: str, folder: Path) -> str:
     tensors: dict[str, torch.Tensor] = {}
     for tensor, shape in expected_shapes(parse_model_config(raw, name)):
         value = torch.randn(shape, generator=generator)
-        if len(shape) == 1:
+        if tensor.endswith("bias"):
+            tensors[tensor] = (value / 10).bfloat16()
+        elif len(shape) == 1:
             tensors[tensor] = (1 + value / 10).bfloat16()
         elif "quantization_config" in raw and ".layers." in tensor:
             tensors[tensor], tensors[f"{tensor}_scale_inv"] = _in_fp8(1.5 * value / shape[1] ** 0.5)

@@ -18,14 +18,17 @@ from twostroke.kvtransfer.transports.tcp import TcpStream
 NEW_TOKENS = 24
 PROMPTS = random_prompts(96, 1, (1, 15, 16, 17, 64, 100, 300))
 PLENTY = Shape(None, num_blocks=256)
+RANKED = "tcp, 2 ranks to 1"
 WAYS = {
     "swapped out": replace(
         PLENTY, num_blocks=40, swap_bytes=2**20, decode={"preemption": "swap", "swap_gib": 1.0}, decode_step_tokens=64
     ),
     "tcp, unequal blocks": replace(PLENTY, transport="tcp", decode_block_size=8, prefill_step_tokens=129),
     "shm": replace(PLENTY, transport="shm"),
-    "tcp, 2 ranks to 1": replace(PLENTY, transport="tcp", prefill_ranks=2),
+    RANKED: replace(PLENTY, transport="tcp", prefill_ranks=2),
     "tcp, 1 rank to 2": replace(PLENTY, transport="tcp", decode_ranks=2),
+    "tcp, 2 ranks to 4": replace(PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4),
+    "shm, 4 ranks to 1": replace(PLENTY, transport="shm", prefill_ranks=4),
 }
 
 
@@ -65,8 +68,9 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
     assert {one.expert_share for one in parts} == {3 / 8}
 
 
+@pytest.mark.parametrize("way", ["tcp, unequal blocks", RANKED])
 async def test_a_flipped_bit_of_a_latent_is_found_by_its_digest(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    way: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, flipped = TcpStream._read, []
 
@@ -78,7 +82,7 @@ async def test_a_flipped_bit_of_a_latent_is_found_by_its_digest(
         return num_bytes
 
     monkeypatch.setattr(TcpStream, "_read", read_and_flip)
-    async with serve(folder, WAYS["tcp, unequal blocks"]) as served:
+    async with serve(folder, WAYS[way]) as served:
         assert await answers(served) == expected
         await served.idle()
         stats = served.fleet.stats("decode")

@@ -99,10 +99,12 @@ def test_every_byte_arrives_once_where_it_belongs(
     lanes = plan_lanes(source_tp, target_tp, heads)
     assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
     assert len({lane.source_rank for lane in lanes}) >= min(source_tp, target_tp), "copies share the work"
+    if source_tp % target_tp == 0:
+        assert {lane.source_rank for lane in lanes} == set(range(source_tp)), "no rank idles"
     for lane in lanes:
         from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
         plan = ChunkPlan(groups=group_layers((0,) * LAYERS), num_tokens=num_tokens, num_ready_tokens=num_tokens)
-        plan.begin(from_cut.unit_tokens, num_skipped)
+        plan.begin(from_cut.unit_tokens, num_skipped, from_cut.share)
         while runs := plan.next_runs(max_units):
             places = zip(_units(from_cut, runs, source_ids), _units(to_cut, runs, target_ids), strict=True)
             for (layer, from_unit), (_, to_unit) in places:
@@ -173,6 +175,10 @@ class Fleet:
         # Latents, which all ranks hold.
         (1, 2, 1, 4, 4, 1),
         (4, 2, 1, 4, 6, 1),
+        (2, 1, 1, 4, 4, 1),
+        (2, 4, 1, 4, 2, 1),
+        (3, 1, 1, 8, 4, 1),
+        (4, 2, 2, 4, 2, 2),
     ],
 )
 async def test_ranks_of_unequal_workers_exchange_a_prompt(
@@ -199,6 +205,27 @@ async def test_ranks_of_unequal_workers_exchange_a_prompt(
             assert (stats.done, stats.failed, stats.in_flight) == (1, 0, 0)
         used = sum(len(sender.links()) for sender in fleet.senders)
         assert used == len(plan_lanes(source_tp, target_tp, heads))
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1), (2, 2), (2, 4), (3, 1), (4, 2)])
+async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_equally_much(
+    source_tp: int, target_tp: int
+) -> None:
+    """What one end of every link counts, of a prompt of 13 blocks of which the target has the first."""
+    block_size, num_tokens = 4, 52
+    source, target = (layout_of(tp, 1, block_size, kinds=1) for tp in (source_tp, target_tp))
+    blocks = block_table(num_tokens, block_size, 1)
+    async with asyncio.timeout(30), Fleet(source, target) as fleet:
+        for store in fleet.sources:
+            write_prompt(store, blocks, num_tokens)
+        outs = [sender.open(fleet.ticket, num_tokens, blocks, num_tokens) for sender in fleet.senders]
+        incomings = [receiver.expect(fleet.ticket, blocks, num_tokens, block_size) for receiver in fleet.receivers]
+        for out in outs:
+            out.commit(TOKEN)
+        await asyncio.gather(*(end.end() for end in (*outs, *incomings)))
+        latents = 48 * source.token_bytes
+        assert [receiver.stats.bytes for receiver in fleet.receivers] == [latents] * target_tp
+        assert [sender.stats.bytes for sender in fleet.senders] == [latents * target_tp // source_tp] * source_tp
 
 
 async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches() -> None:
@@ -236,14 +263,14 @@ async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
         await fails(fleet.senders[0].open(odd, 8, (0, 1), 8).done(), match="counts 2 ranks, and this worker has 1")
 
 
-async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None:
-    async with asyncio.timeout(30), Fleet(layout_of(2, 1, 4), layout_of(1, 1, 4)) as fleet:
-        idle = fleet.senders[1].open(fleet.ticket, 8, (0, 1), 8)
+async def test_a_rank_whose_heads_copies_send_is_done_with_its_commit() -> None:
+    async with asyncio.timeout(30), Fleet(layout_of(3, 1, 4), layout_of(2, 1, 4)) as fleet:
+        idle = fleet.senders[2].open(fleet.ticket, 8, (0, 1), 8)
         assert not idle.lanes
         assert not idle.ended
         idle.commit(TOKEN)
         await idle.done()
-        again = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
-        given_up = fleet.senders[1].open(again, 8, (0, 1), 8)
-        await fleet.senders[1].close()
+        again = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=3)
+        given_up = fleet.senders[2].open(again, 8, (0, 1), 8)
+        await fleet.senders[2].close()
         await fails(given_up.done(), match="the source is closing")

@@ -57,11 +57,12 @@ def _read(tokens, count, rounded, wide):
 @compiled
 def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, best, weight_sum):
     """queries fp32 [R, D], scaled; kv [blocks, kinds, G, block_size, D]; table int32; tokens `begin` to `context`;
-    `cap` is 0 where there is none. Results fp32: sums [R, D], maxima and sums of weights [R].
+    `cap` is 0 where there is none. Results fp32: sums [R, V], maxima and sums of weights [R].
 
     Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
     """
     group, dim = queries.shape
+    mixed_dim = mixed.shape[1]
     best[:] = np.float32(-np.inf)
     weight_sum[:] = np.float32(0)
     mixed[:] = np.float32(0)
@@ -76,7 +77,8 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
             following = kv.ctypes.data + (np.int64(table[index + 1]) * kinds * kv.shape[2] + head) * run_bytes
             for line in range(0, run_bytes, 64):
                 prefetch(following + line)
-                prefetch(following + (kinds - 1) * kv.shape[2] * run_bytes + line)
+                if kinds > 1:
+                    prefetch(following + kv.shape[2] * run_bytes + line)
         outside = max(0, begin - index * block_size)
         count = min(block_size, context - index * block_size)
         rounded = (count + 3) // 4 * 4
@@ -105,7 +107,7 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
                 shrink = exponential(best[query] - highest)
                 best[query] = highest
                 weight_sum[query] *= shrink
-                for i in range(dim):
+                for i in range(mixed_dim):
                     mixed[query, i] *= shrink
             total = np.float32(0)
             for token in range(outside, count):
@@ -117,12 +119,13 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
                 scores[query, token] = np.float32(0)
             for token in range(count, rounded):
                 scores[query, token] = np.float32(0)
-        _read(kv[block, kinds - 1, head], count, rounded, wide)
+        if kinds > 1:
+            _read(kv[block, 1, head], count, rounded, wide)
         for query in range(group):
             for token in range(0, rounded, 4):
                 first, second = scores[query, token], scores[query, token + 1]
                 third, fourth = scores[query, token + 2], scores[query, token + 3]
-                for i in range(dim):
+                for i in range(mixed_dim):
                     mixed[query, i] += (
                         first * wide[token, i]
                         + second * wide[token + 1, i]
@@ -135,13 +138,13 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
 def _decode(words):
     """words: as those of tiled_decode.decode; an item has one KV head."""
     heads, kv_heads, dim, block_size, sequences = words[8], words[9], words[10], words[11], words[15]
-    tokens, most, window, group = words[16], words[17], words[19], heads // kv_heads
+    tokens, most, window, group, mixed_dim = words[16], words[17], words[19], heads // kv_heads, words[22]
     scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
     q = carray(as_stored(words, words[3]), (sequences, heads, dim))
     kv = carray(as_cached(words, words[4]), (words[12], words[21], kv_heads, block_size, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
-    queries, mixed = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
+    queries, mixed = np.empty((group, dim), np.float32), np.empty((group, mixed_dim), np.float32)
     best, weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
     segments = num_segments(contexts, window, tokens)
     for item in taken(words, sequences * kv_heads * segments):
@@ -153,23 +156,24 @@ def _decode(words):
                 for i in range(dim):
                     queries[query, i] = widen(q[sequence, head * group + query, i]) * scale
             _attend(queries, kv, head, tables[sequence], begin, end, block_size, cap, mixed, best, weight_sum)
-            keep(words[5], pair * most + segment, group, dim, mixed, best, weight_sum)
+            keep(words[5], pair * most + segment, group, mixed_dim, mixed, best, weight_sum)
 
 
 def decode_attention(
     launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
 ) -> None:
-    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous.
+    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, V], both contiguous.
 
-    kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys and values alike.
+    kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys, and what comes first of them
+    values. Else V is D.
     """
     num_blocks, kinds, kv_heads, block_size, dim = kv_layer.shape
-    count, heads = layout.num_decodes, q.shape[1]
+    count, heads, mixed_dim = layout.num_decodes, q.shape[1], out.shape[2]
     tokens = segment_tokens(block_size)
     segments = most_segments(layout.max_context_len, form.window, tokens)
     window = form.window or layout.max_context_len
-    partials = launcher.empty((count * kv_heads, segments, heads // kv_heads, dim + 2), torch.float32)
-    use_tiles = q.dtype == torch.bfloat16 and fits_tiles(dim, block_size)
+    partials = launcher.empty((count * kv_heads, segments, heads // kv_heads, mixed_dim + 2), torch.float32)
+    use_tiles = q.dtype == torch.bfloat16 and all(fits_tiles(width, block_size) for width in (dim, mixed_dim))
     enough = count >= tiled_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
     heads_together = kv_heads if use_tiles and enough else 1
     launcher.run(
@@ -178,7 +182,7 @@ def decode_attention(
         1,
         *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
         *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.cached_scale),
-        *(count, tokens, segments, heads_together, window, form.soft_cap, kinds),
+        *(count, tokens, segments, heads_together, window, form.soft_cap, kinds, mixed_dim),
     )
     combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form, out[:count])
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from twostroke.model.backend import AttentionForm
 from twostroke.model.cpu.kernels.floats import (
     LANES,
+    LINE_BYTES,
     TILE_ROWS,
     cached_bytes,
     dot_rows,
@@ -151,31 +152,32 @@ def _place(words, table, head, token):
 
 
 @compiled
-def _ask_for(words, table, head, token, end, offset):
-    """Ask for the keys of the 16 tokens that `token` is among, or with an offset for their values."""
-    place = _place(words, table, head, min(token, end - 1)) + offset
-    for line in range(0, LANES * words[10] * cached_bytes(words), 64):
-        prefetch(place + line)
+def _ask_for(words, place, part, parts):
+    """Ask for one of as many parts of the keys or values of 16 tokens, at the address `place`."""
+    lines = LANES * words[10] * cached_bytes(words) // LINE_BYTES
+    for line in range(lines * part // parts, lines * (part + 1) // parts):
+        prefetch(place + line * LINE_BYTES)
 
 
 @compiled
-def _pack(values, count, nothing, dim, packed):
-    """The first `count` of 16 tokens' values, two by two; a missing one is `nothing`. Addresses."""
+def _pack(values, count, nothing, dim, mixed_dim, packed):
+    """The first `count` of 16 tokens' values, two by two, of each row what is mixed; a missing one is `nothing`.
+    Addresses."""
     for token in range(0, count, 2):
         first = values + token * 2 * dim
         second = first + 2 * dim if token + 1 < count else nothing
-        interleave(first, second, dim // (2 * LANES), packed + token * 2 * dim)
+        interleave(first, second, mixed_dim // (2 * LANES), packed + token * 2 * mixed_dim)
 
 
 @compiled
 def _score_and_pack(words, queries, table, first_head, num_heads, start, end, scores, packed, nothing, unpacked):
     """Read the keys and values of some KV heads for the tokens `start` to `end`, at most a chunk, block after block as
-    they lie in memory: scores [KV heads, group, CHUNK_TOKENS], packed values [KV heads, CHUNK_TOKENS / 2, D].
+    they lie in memory: scores [KV heads, group, CHUNK_TOKENS], packed values [KV heads, CHUNK_TOKENS / 2, V].
 
     queries: the address of the first head's. unpacked: room for 16 tokens of one. With a head at a time, 2 KiB here and
     2 KiB there, the CPU sees no stream.
     """
-    kv_heads, dim, block_size = words[9], words[10], words[11]
+    kv_heads, dim, block_size, mixed_dim = words[9], words[10], words[11], words[22]
     size, group, numbers = cached_bytes(words), scores.shape[1], unpacked.ctypes.data
     to_values = (words[21] - 1) * kv_heads * block_size * dim * size
     token = start
@@ -185,18 +187,21 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
             query = queries + part * group * 2 * dim
             for first in range(token, stop, LANES):
                 keys = _place(words, table, first_head + part, first)
-                _ask_for(words, table, first_head + part, first + block_size, end, 0)
+                ahead = _place(words, table, first_head + part, min(first + block_size, end - 1))
                 keys = in_bf16(words, keys, LANES * dim, numbers)
                 place = scores[part].ctypes.data + 4 * (first - start)
                 for row in range(group):
+                    _ask_for(words, ahead, row, group)
                     dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * row)
         for part in range(num_heads):
             for first in range(token, stop, LANES):
                 values = _place(words, table, first_head + part, first) + to_values
-                _ask_for(words, table, first_head + part, first + block_size, end, to_values)
+                if to_values:
+                    ahead = _place(words, table, first_head + part, min(first + block_size, end - 1))
+                    _ask_for(words, ahead + to_values, 0, 1)
                 values = in_bf16(words, values, LANES * dim, numbers)
-                place = packed[part].ctypes.data + (first - start) * 2 * dim
-                _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, place)
+                place = packed[part].ctypes.data + (first - start) * 2 * mixed_dim
+                _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, mixed_dim, place)
         token = stop
 
 
@@ -205,12 +210,12 @@ def _attend(words, tables, item, begin, end, scratch, state):
     """Query heads of one or all KV heads of a sequence over its tokens `begin` to `end`.
 
     item: the sequence, its first KV head and how many. scratch: scores, packed values, probabilities, zeros,
-    unpacked keys or values. state, fp32: sums [KV heads, rows, D], maxima and sums of weights.
+    unpacked keys or values. state, fp32: sums [KV heads, rows, V], maxima and sums of weights.
     """
     sequence, first_head, num_heads = item
     scores, packed, probabilities, nothing, unpacked = scratch
     mixed, best, weight_sum = state
-    heads, dim = words[8], words[10]
+    heads, dim, mixed_dim = words[8], words[10], words[22]
     group, rows, table = scores.shape[1], mixed.shape[1], tables[sequence]
     queries = words[3] + (sequence * heads + first_head * group) * dim * 2
     scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
@@ -235,31 +240,32 @@ def _attend(words, tables, item, begin, end, scratch, state):
                     cap,
                     best[part, row],
                     weight_sum[part, row],
-                    target + 4 * dim * row,
-                    dim,
+                    target + 4 * mixed_dim * row,
+                    mixed_dim,
                     source + 2 * CHUNK_TOKENS * row,
                 )
-            multiply(rows, source, 2 * CHUNK_TOKENS, place, 4 * dim, (count + 1) // 2, target, 4 * dim, dim, 1)
+            stride = 4 * mixed_dim
+            multiply(rows, source, 2 * CHUNK_TOKENS, place, stride, (count + 1) // 2, target, stride, mixed_dim, 1)
 
 
 @Kernels
 def decode(words):
     """words: q, KV layer, partials, tables, contexts, heads, KV heads, head dim, block size, blocks, table width,
     scale, sequences, segment tokens, segments that there is room for, KV heads of an item, window, cap or 0, kinds of
-    rows: where there is but one, each is a key and a value."""
-    heads, kv_heads, dim, sequences, tokens = words[8], words[9], words[10], words[15], words[16]
+    rows: where there is but one, each is a key, and its first numbers a value; V, the numbers of a value."""
+    heads, kv_heads, dim, sequences, tokens, mixed_dim = words[8], words[9], words[10], words[15], words[16], words[22]
     most, together, window, group = words[17], words[18], words[19], heads // kv_heads
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     rows = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     scratch = (
         np.empty((together, group, CHUNK_TOKENS), np.float32),
-        np.empty((together, CHUNK_TOKENS // 2, dim), np.uint32),
+        np.empty((together, CHUNK_TOKENS // 2, mixed_dim), np.uint32),
         np.zeros((rows, CHUNK_TOKENS), np.uint16),
-        np.zeros(dim, np.uint16),
+        np.zeros(mixed_dim, np.uint16),
         np.empty(LANES * dim, np.uint16),
     )
-    mixed = np.empty((together, rows, dim), np.float32)
+    mixed = np.empty((together, rows, mixed_dim), np.float32)
     best, weight_sum = np.empty((together, group), np.float32), np.empty((together, group), np.float32)
     shares = kv_heads // together  # of a sequence
     segments = num_segments(contexts, window, tokens)
@@ -271,4 +277,4 @@ def decode(words):
             _attend(words, tables, (sequence, first_head, together), begin, end, scratch, (mixed, best, weight_sum))
             for part in range(together):
                 place = (sequence * kv_heads + first_head + part) * most + segment
-                keep(words[5], place, group, dim, mixed[part], best[part], weight_sum[part])
+                keep(words[5], place, group, mixed_dim, mixed[part], best[part], weight_sum[part])
