@@ -82,10 +82,10 @@ class LoadedEngine:
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
         self._config = config
         self._place = place
-        self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
+        self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel, config.expert_parallel)
         found = open_model(config.model_dir, config.way)
         model = self.model_config = found.shape
-        found.check_ranks(config.tensor_parallel)
+        found.check_ranks(config.tensor_parallel, config.expert_parallel)
         check_cores(config)
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)

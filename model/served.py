@@ -50,8 +50,8 @@ class ServedModel(Protocol):
     def weights_as(self, quantization: Quantization) -> str | None:
         """How quantised weights are held, for people; None: as all others."""
 
-    def check_ranks(self, size: int) -> None:
-        """Raises ConfigError where `size` ranks can't share the model."""
+    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+        """Raises ConfigError where `size` ranks can't share the model, or not its experts as they are asked to."""
 
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
@@ -113,8 +113,8 @@ class NativeModel:
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)
 
-    def check_ranks(self, size: int) -> None:
-        check_size(self.shape, size)
+    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+        check_size(self.shape, size, expert_parallel)
 
     def digest(self) -> str:
         return self._checkpoint.digest()

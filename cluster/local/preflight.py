@@ -75,7 +75,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         try:
             resolve_device(engine)
             check_cores(engine)
-            found.check_ranks(ranks)
+            found.check_ranks(ranks, engine.expert_parallel)
             kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, model, dtype)
             weights = found.weight_bytes(dtype, engine.quantization, ranks)
             num_blocks = resolve_num_blocks(engine, model, kv_dtype, weights + step, free)

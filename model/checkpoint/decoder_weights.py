@@ -254,7 +254,7 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
 
 
 class _ExpertsReader:
-    """A rank's parts of a layer's experts."""
+    """A rank's part of a layer's experts, of which it reads nothing else."""
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions, shard: Shard):
         self._checkpoint = checkpoint
@@ -262,22 +262,25 @@ class _ExpertsReader:
         self._shard = shard
 
     def weights(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
-        """All of them one below the other: of what is not quantised alike, in the dtype of activations."""
-        count, shard = spec.routing.num_experts, self._shard
-        inner = shard.part(spec.size)
+        """One below the other: of what is not quantised alike, in the dtype of activations."""
+        total, shard = spec.routing.num_experts, self._shard
+        held, inner = shard.experts(total), shard.inside_experts(spec.size)
         read = self._of_stack if spec.are_stacked else self._of_one
-        parts = [read(prefix, spec, expert, inner) for expert in range(count)]
+        parts = [read(prefix, spec, expert, inner) for expert in range(held.start, held.stop)]
         gate_up_bias = down_bias = None
         if spec.are_stacked:
             of_inner = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
-            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias")[:, of_inner]
-            down_bias = self._plain(f"{prefix}{spec.down.name}_bias") if shard.rank == 0 else None  # counts once
+            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held)[:, of_inner]
+            if shard.has_whole_experts or shard.rank == 0:  # counts once
+                down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held)
         return ExpertWeights(
-            count,
+            len(parts),
             self._together([weight for gate_up, _ in parts for weight in gate_up]),
             self._together([down for _, down in parts]),
             gate_up_bias,
             down_bias,
+            held.start,
+            total,
         )
 
     def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
@@ -298,8 +301,8 @@ class _ExpertsReader:
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),
         )
 
-    def _plain(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(device=self._options.device, dtype=self._options.dtype)
+    def _plain(self, name: str, rows: slice) -> Tensor:
+        return self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
 
     def _together(self, weights: Sequence[_Weight]) -> _Weight:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]

@@ -137,8 +137,10 @@ class TransformersModel:
         """As ServedModel.weights_as."""
         return weights_as(quantization, {})
 
-    def check_ranks(self, size: int) -> None:
-        """Raises ConfigError where `size` ranks can't share the model."""
+    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way."""
+        if expert_parallel:
+            raise ConfigError("expert_parallel: transformers' plan says how ranks share this model: leave it out")
         check_size(self.shape, size)
         self._of_ranks(size)
 

@@ -37,11 +37,23 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    has_whole_experts: bool = False  # a part of a layer's experts, and not a part of each
 
     def part(self, length: int) -> slice:
         """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
         step = length // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
+
+    def experts(self, number: int) -> slice:
+        """Those of a layer that this rank holds something of: whole ones are as many as of any other rank, or one less
+        or more."""
+        if not self.has_whole_experts:
+            return slice(0, number)
+        return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
+
+    def inside_experts(self, size: int) -> slice:
+        """The features between projections that it holds of each of them."""
+        return slice(0, size) if self.has_whole_experts else self.part(size)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
         """The KV heads of this rank; ranks beyond their number hold copies. As `KVLayout.first_head`."""
@@ -107,15 +119,20 @@ class SingleRank:
         """There is no group."""
 
 
-def check_size(config: ModelShape, size: int) -> None:
+def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> None:
     """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
+    if expert_parallel and not config.num_experts:
+        raise ConfigError("expert_parallel: the model has no experts that ranks could share: leave it out")
+    cut_sizes = config.mlp_sizes(with_experts=not expert_parallel)
     fault = None
     if config.num_heads % size:
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
-    elif uneven := [features for features in sorted(config.mlp_sizes) if features % size]:
+    elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
+    elif expert_parallel and config.num_experts < size:
+        fault = f"its {config.num_experts} experts"
     elif Shard(size - 1, size).vocabulary(config.vocab_size).start >= config.vocab_size:
         fault = f"its {config.vocab_size} tokens"
     if fault is not None:

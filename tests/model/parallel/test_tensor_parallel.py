@@ -56,6 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": FAMILY_SHAPES["qwen3_moe"],
     "experts and one that all tokens take": FAMILY_SHAPES["qwen2_moe"],
     "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
+    "experts of Mixtral": FAMILY_SHAPES["mixtral"],
+    "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
@@ -83,10 +85,11 @@ def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
 
 
 @contextmanager
-def ranks(folder: Path, size: int) -> Iterator[Ranks]:
+def ranks(folder: Path, size: int, has_whole_experts: bool = False) -> Iterator[Ranks]:
     rendezvous = Rendezvous("127.0.0.1")
+    shards = [Shard(rank, size, has_whole_experts) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:
-        groups = threads.map(lambda rank: GroupRanks(Shard(rank, size), rendezvous.address, CPU), range(size))
+        groups = threads.map(lambda shard: GroupRanks(shard, rendezvous.address, CPU), shards)
         yield Ranks([runner(folder, group) for group in groups], threads)
 
 
@@ -102,8 +105,9 @@ def test_several_ranks_draw_the_tokens_that_one_draws(shape: str, write_checkpoi
 
     expected = tokens(runner(folder, SingleRank()))
     for size in (2, 4, 8)[: 3 if SHAPES[shape].get("num_attention_heads") == 8 else 2]:
-        with ranks(folder, size) as together:
-            assert tokens(together) == expected
+        for has_whole_experts in (False, True)[: 2 if load_model_config(folder).num_experts else 1]:
+            with ranks(folder, size, has_whole_experts) as together:
+                assert tokens(together) == expected
 
 
 class TokensOnDevice:
