@@ -50,7 +50,7 @@ def fit(
     """
     model.check_ranks(ranks, expert_parallel)
     shape = model.shape
-    weights = model.weight_bytes(dtype, quantization, ranks)
+    weights = model.weight_bytes(dtype, quantization, ranks, expert_parallel)
     step = step_bytes_on_cpu(shape, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
     groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_dtype, ranks)

@@ -44,7 +44,9 @@ class ServedModel(Protocol):
     def num_active_parameters(self) -> int:
         """Those that one token is computed with."""
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+    def weight_bytes(
+        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+    ) -> int:
         """Of one of so many ranks that can share the model, the largest, once it is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
@@ -107,8 +109,10 @@ class NativeModel:
     def dtype(self) -> torch.dtype:
         return self._checkpoint.dtype
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
-        return -(-weight_bytes(self.shape, dtype, quantization, self._forms) // ranks)
+    def weight_bytes(
+        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+    ) -> int:
+        return weight_bytes(self.shape, dtype, quantization, self._forms, ranks, expert_parallel)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)

@@ -35,7 +35,7 @@ from twostroke.model.checkpoint.quantization import (
     tensor_bytes,
 )
 from twostroke.model.checkpoint.tensor_file import WHOLE
-from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert, shapes_of_each_expert
 from twostroke.model.config import (
     ExpertsSpec,
     LatentSizes,
@@ -324,19 +324,24 @@ def weight_bytes(
     dtype: torch.dtype,
     quantization: Quantization,
     forms: Mapping[str, WeightForm] | None = None,
+    ranks: int = 1,
+    expert_parallel: bool = False,
 ) -> int:
-    """Of all ranks together, once the model is loaded in `dtype`; that norms are fp32 is nothing beside the rest.
+    """Of one of so many ranks, that with the most, once the model is loaded in `dtype`; that norms are fp32 is nothing
+    beside the rest, nor is what each rank has whole.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
     stored = stored_forms(config) if forms is None else forms
-    layer, total = config.spec.layer, 0
+    layer, total, of_experts = config.spec.layer, 0, 0
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
     fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
+        is_expert = name.removeprefix(f"{config.spec.layers}.").partition(".")[2] in each
         is_table = name == f"{config.spec.embedding}.weight"
         form = stored.get(name)
         if name == _head(config):
@@ -349,12 +354,18 @@ def weight_bytes(
                 total += tensor_bytes(shape, dtype, None)
                 continue
             parts = fused.get(part, ())
-            form = common_form([stored.get(f"{prefix}{each.name}.weight") for each in parts]) if parts else form
+            form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
         elif len(shape) == 3:
             form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
-        total += tensor_bytes(shape, dtype, form)
-    return total
+        found = tensor_bytes(shape, dtype, form)
+        total += found
+        of_experts += found if is_expert else 0
+    if not expert_parallel or experts is None:
+        return -(-total // ranks)
+    number = experts.routing.num_experts
+    most = -(-number // ranks)
+    return -(-(total - of_experts) // ranks) + of_experts * most // number
 
 
 def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:

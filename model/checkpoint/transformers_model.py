@@ -109,8 +109,10 @@ class TransformersModel:
         """Of the checkpoint: that of its embedding. Raises ConfigError."""
         return self.tensors.dtype(f"{self._embedding}.weight")
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
-        """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
+    def weight_bytes(
+        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+    ) -> int:
+        """As ServedModel.weight_bytes: what transformers' plan, the only one here, does not cut, each rank holds whole."""
         model, styles = self._of_ranks(ranks)
         ends = self._head, self._embedding
         has_plain_table = type(model.get_submodule(self._embedding)) is nn.Embedding  # or it is not cut

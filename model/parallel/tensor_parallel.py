@@ -1,7 +1,8 @@
 """What the ranks of one engine do together: Megatron's scheme (Shoeybi et al. 2019).
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
-one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary.
+one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
+mixture's experts are cut as an MLP is, or divided whole: then a prompt's sum may go by expert_sums.py.
 
 They meet in a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs. No default group is
 made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a sum with computing:
@@ -85,6 +86,13 @@ class TensorParallel(Protocol):
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
 
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """All-to-all: `rows` [sum of sent, hidden] are for rank 0 the first sent[0], and so on. Returns what came, from
+        rank 0 first: received[r] rows of rank r, which has to send as many."""
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """All ranks' rows, as many of each, one rank's below the other's, on all of them."""
+
     def from_rank_0(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""
 
@@ -108,6 +116,12 @@ class SingleRank:
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return rows
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        return rows
 
     def from_rank_0(self, x: Tensor) -> Tensor:
         return x
@@ -250,6 +264,18 @@ class GroupRanks:
         parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
         self._group.gather(parts, mine, 0).wait()
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """As TensorParallel.exchange_rows."""
+        found = rows.new_empty((sum(received), *rows.shape[1:]))
+        self._group.alltoall_base(found, rows, received, sent).wait()
+        return found
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """As TensorParallel.gather_rows."""
+        found = rows.new_empty((len(rows) * self.shard.size, *rows.shape[1:]))
+        self._group._allgather_base(found, rows).wait()
+        return found
 
     def from_rank_0(self, x: Tensor) -> Tensor:
         """As TensorParallel.from_rank_0; written into x."""

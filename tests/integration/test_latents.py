@@ -26,6 +26,12 @@ WAYS = {
     "shm": replace(PLENTY, transport="shm"),
     "tcp, 2 ranks to 1": replace(PLENTY, transport="tcp", prefill_ranks=2),
     "tcp, 1 rank to 2": replace(PLENTY, transport="tcp", decode_ranks=2),
+    "tcp, 2 ranks to 4 of whole experts": replace(
+        PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4, whole_experts="decode"
+    ),
+    "tcp, 4 ranks of whole experts to 2": replace(
+        PLENTY, transport="tcp", prefill_ranks=4, decode_ranks=2, whole_experts="prefill"
+    ),
 }
 
 

@@ -184,7 +184,7 @@ def _gather(words):
 
 
 def gather(launcher: Launcher, x: Tensor, choices: Tensor) -> Tensor:
-    """x [T, hidden] -> [T top_k, hidden], each choice's token; rows of choices that are not here are left as they are."""
+    """x [T, hidden] -> [T top_k, hidden], each choice's token; choices that are not here get nothing."""
     count, columns = len(choices), x.shape[1]
     out = launcher.empty((count, columns), x.dtype)
     grain = max(1, GRAIN_ELEMENTS // columns)
