@@ -131,6 +131,7 @@ def _of_worker(
         "quantization": held.quantization,
         "weights": model.weights_as(held.quantization),
         "ranks": ranks,
+        "expert_parallel": expert_parallel,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,
@@ -198,7 +199,8 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
             if getattr(arguments, name) is not None
         )
         return [*lines, "", f"    twostroke serve --model {arguments.model}{flags}"]
-    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks']}}}"
+    experts = ", expert_parallel: true" if told["expert_parallel"] else ""
+    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks']}{experts}}}"
     settings = {
         "model": f"{{path: {arguments.model}, quantization: {told['quantization']}"
         + (", kv_cache_dtype: fp8}" if told["kv_dtype"] == FP8 else "}"),

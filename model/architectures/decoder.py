@@ -44,7 +44,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class RoutedWeights:
-    """A layer's experts, each cut as an MLP is or divided whole, and what chooses among them, which every rank has whole."""
+    """A layer's experts, cut as an MLP is or divided whole, and what chooses among them, which every rank has whole."""
 
     router: Linear  # hidden -> experts
     correction: Tensor | None  # fp32 [experts]

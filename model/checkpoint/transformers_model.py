@@ -112,7 +112,7 @@ class TransformersModel:
     def weight_bytes(
         self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
     ) -> int:
-        """As ServedModel.weight_bytes: what transformers' plan, the only one here, does not cut, each rank holds whole."""
+        """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
         model, styles = self._of_ranks(ranks)
         ends = self._head, self._embedding
         has_plain_table = type(model.get_submodule(self._embedding)) is nn.Embedding  # or it is not cut

@@ -61,7 +61,9 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
         await served.idle()
         stats = served.fleet.stats("decode")
         dense, *routed = stats.expert_skews
+        shards = [parts.rank.loaded.parallel.shard for parts in served.fleet.parts.values()]
         parts = [parts.equipment for parts in served.fleet.parts.values()]
+    assert sum(shard.has_whole_experts for shard in shards) == ("whole experts" in way)
     assert stats.prefix_hits > hits
     assert stats.transfers_failed == 0
     assert stats.transfers_done == (2 * len(PROMPTS) if WAYS[way].transport else 0)

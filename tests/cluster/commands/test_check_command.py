@@ -75,6 +75,10 @@ def test_ranks_with_whole_experts_take_as_much_as_the_one_with_the_most(
     by_parts, whole = (checked(*on, *more)[1]["weight_bytes"] for more in ((), ("--expert-parallel",)))
     expert = 2 * 3 * 4096 * 14336 * 32
     assert whole == by_parts + (3 - 9 / 4) * expert
+    main(["check", str(tmp_path), *on[3:], "--expert-parallel"])
+    assert (
+        "    decode: {num_gpus: 1, tensor_parallel: 4, expert_parallel: true}" in capsys.readouterr().out.splitlines()
+    )
     code, told = checked(tmp_path, capsys, LLAMA_3_1_8B, "--expert-parallel")
     assert (code, told["way"]) == (2, "refused")
     assert "expert_parallel: the model has no experts" in told["reason"]
