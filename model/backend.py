@@ -123,13 +123,20 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All experts' of a layer, of this rank, one below the other; inputs are in order."""
+    """Of a layer's experts, those of this rank, or its part of each, one below the other; inputs are in order."""
 
     number: int
     gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up
     down: "Tensor | QuantizedWeight"  # [number * hidden, I]
     gate_up_bias: Tensor | None  # [number, 2 I]
     down_bias: Tensor | None  # [number, hidden]
+    first: int = 0  # which of the layer's the first one is
+    of_layer: int | None = None  # how many the layer has, here and on other ranks; None: these are all
+
+    @property
+    def layer_number(self) -> int:
+        """How many experts the layer has."""
+        return self.number if self.of_layer is None else self.of_layer
 
     def of_each(self, which: Literal["gate_up", "down"]) -> "Iterator[tuple[Tensor | QuantizedWeight, Tensor | None]]":
         """Weight and bias of one expert after the other."""
@@ -145,11 +152,12 @@ class ExpertWeights:
 class Experts(Protocol):
     """A layer's experts with their weights inside, laid out once for the device: there is no other copy."""
 
-    hits: Tensor  # int64 [number], on the device: how often each was chosen so far
+    hits: Tensor  # int64 [experts of the layer], on the device: how often each was chosen so far
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """x [T, hidden] -> the weighted sum of what each token's experts make of it, in x's dtype.
 
+        Of those that this rank holds: `chosen` counts all of the layer's, and others add nothing.
         An expert e is down_e(gate(gate_up_e(x))). Sums over experts are fp32, rounded once.
         """
 

@@ -234,10 +234,14 @@ class ModelShape:
         """Of a layer's experts, that a token takes; 0: the model has none, or nothing is known of them."""
         return 0.0
 
-    @property
-    def mlp_sizes(self) -> frozenset[int]:
-        """Features between the projections of MLPs."""
+    def mlp_sizes(self, with_experts: bool) -> frozenset[int]:
+        """Features between the projections of MLPs, and of each expert."""
         return frozenset({self.intermediate_size})
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer that has any; 0: no layer has."""
+        return 0
 
     @property
     def mlp_width(self) -> int:
@@ -305,11 +309,16 @@ class ModelConfig(ModelShape):
             return None
         return self.local_rope if layer in self.local_layers else self.rope
 
-    @property
-    def mlp_sizes(self) -> frozenset[int]:
-        """Of MLPs and of experts."""
-        blocks = (block for layer in range(self.num_layers) for block in (self.mlp_of(layer), self.experts_of(layer)))
+    def mlp_sizes(self, with_experts: bool) -> frozenset[int]:
+        """Of MLPs, and of experts too where they are asked for."""
+        layers = range(self.num_layers)
+        blocks = [*map(self.mlp_of, layers), *(map(self.experts_of, layers) if with_experts else ())]
         return frozenset(block.size for block in blocks if block is not None)
+
+    @property
+    def num_experts(self) -> int:
+        """As ModelShape.num_experts."""
+        return 0 if self.spec.layer.experts is None else self.spec.layer.experts.routing.num_experts
 
     @property
     def mlp_width(self) -> int:

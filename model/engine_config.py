@@ -32,6 +32,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
     quantization: Quantization = "auto"  # of the projections' weights
     tensor_parallel: int = 1  # ranks that share the model
+    expert_parallel: bool = False  # each has some experts whole, and not a part of each
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None

@@ -39,6 +39,7 @@ def fit(
     kv_dtype: torch.dtype,
     memory: int,
     ranks: int = 1,
+    expert_parallel: bool = False,
     is_gpu: bool = False,
     bounds: StepBounds = DEFAULT_BOUNDS,
 ) -> Fit:
@@ -47,9 +48,9 @@ def fit(
     The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no more.
     Raises ConfigError where so many ranks can't share the model.
     """
-    model.check_ranks(ranks)
+    model.check_ranks(ranks, expert_parallel)
     shape = model.shape
-    weights = model.weight_bytes(dtype, quantization, ranks)
+    weights = model.weight_bytes(dtype, quantization, ranks, expert_parallel)
     step = step_bytes_on_cpu(shape, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
     groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_dtype, ranks)

@@ -80,16 +80,17 @@ class LoadedEngine:
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
         self._config = config
         self._place = place
-        self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
+        self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel, config.expert_parallel)
         found = open_model(config.model_dir, config.way)
         model = self.model_config = found.shape
-        found.check_ranks(config.tensor_parallel)
         check_cores(config)
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
         self.weights = found.weights_as(config.quantization)
-        weights = found.weight_bytes(self._dtype, config.quantization, config.tensor_parallel)
+        ranks = config.tensor_parallel, config.expert_parallel
+        found.check_ranks(*ranks)
+        weights = found.weight_bytes(self._dtype, config.quantization, *ranks)
         block = kv_block_bytes(model, config.block_size, self._kv_dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0

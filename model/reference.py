@@ -273,7 +273,7 @@ def experts(x: Tensor, chosen: Chosen, weights: ExpertWeights, activation: Activ
     """
     out = torch.zeros(x.shape, device=x.device)
     parts = zip(weights.of_each("gate_up"), weights.of_each("down"), strict=True)
-    for expert, ((gate_up, gate_up_bias), (down, down_bias)) in enumerate(parts):
+    for expert, ((gate_up, gate_up_bias), (down, down_bias)) in enumerate(parts, start=weights.first):
         tokens, places = (chosen.experts == expert).nonzero(as_tuple=True)
         inner = gate(_linear(x[tokens], gate_up, gate_up_bias).to(x.dtype), activation)
         out.index_add_(0, tokens, _linear(inner, down, down_bias) * chosen.weights[tokens, places, None])

@@ -44,14 +44,16 @@ class ServedModel(Protocol):
     def num_active_parameters(self) -> int:
         """Those that one token is computed with."""
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+    def weight_bytes(
+        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+    ) -> int:
         """Of one of so many ranks that can share the model, the largest, once it is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
         """How quantised weights are held, for people; None: as all others."""
 
-    def check_ranks(self, size: int) -> None:
-        """Raises ConfigError where `size` ranks can't share the model."""
+    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+        """Raises ConfigError where `size` ranks can't share the model, or not its experts as they are asked to."""
 
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
@@ -107,14 +109,16 @@ class NativeModel:
     def dtype(self) -> torch.dtype:
         return self._checkpoint.dtype
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
-        return -(-weight_bytes(self.shape, dtype, quantization, self._forms) // ranks)
+    def weight_bytes(
+        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+    ) -> int:
+        return weight_bytes(self.shape, dtype, quantization, self._forms, ranks, expert_parallel)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)
 
-    def check_ranks(self, size: int) -> None:
-        check_size(self.shape, size)
+    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+        check_size(self.shape, size, expert_parallel)
 
     def digest(self) -> str:
         return self._checkpoint.digest()

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
     parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
+    parser.add_argument("--expert-parallel", action="store_true", help="each rank holds some experts whole")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
@@ -97,6 +98,7 @@ def _of_worker(
     section = config.roles[role]
     held = config.model_of(section)
     ranks = arguments.tensor_parallel or section.tensor_parallel
+    expert_parallel = arguments.expert_parallel or section.expert_parallel
     if arguments.gpu is None:
         workers = sum(config.counts[role].first for role in config.roles)
         device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks)
@@ -114,6 +116,7 @@ def _of_worker(
         kv_dtype=kv_dtype,
         memory=memory,
         ranks=ranks,
+        expert_parallel=expert_parallel,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -128,6 +131,7 @@ def _of_worker(
         "quantization": held.quantization,
         "weights": model.weights_as(held.quantization),
         "ranks": ranks,
+        "expert_parallel": expert_parallel,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,
@@ -195,7 +199,8 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
             if getattr(arguments, name) is not None
         )
         return [*lines, "", f"    twostroke serve --model {arguments.model}{flags}"]
-    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks']}}}"
+    experts = ", expert_parallel: true" if told["expert_parallel"] else ""
+    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks']}{experts}}}"
     settings = {
         "model": f"{{path: {arguments.model}, quantization: {told['quantization']}"
         + (", kv_cache_dtype: fp8}" if told["kv_dtype"] == FP8 else "}"),

@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, (kind, metavar, about) in _FLAGS.items():
         told = f"{about} ({', '.join(SAME[_dest(flag)])})"
         parser.add_argument(*_SHORT.get(flag, ()), flag, dest=_dest(flag), type=kind, metavar=metavar, help=told)
+    parser.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        default=None,
+        help=f"ranks have some experts whole, not a part of each ({', '.join(SAME['enable_expert_parallel'])})",
+    )
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
@@ -150,7 +156,8 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         if path is not None:
             raise ConfigError(f"the model is named twice, as {arguments.named} and --model {path}: name it once")
         path = arguments.named
-    overrides = {setting: getattr(arguments, _dest(flag)) for flag in _FLAGS for setting in SAME[_dest(flag)]} | {
+    names = (*map(_dest, _FLAGS), "enable_expert_parallel")
+    overrides = {setting: getattr(arguments, name) for name in names for setting in SAME[name]} | {
         "model.path": path,
         "model.name": name,
         "prefill.replicas": arguments.prefill,

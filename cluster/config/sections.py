@@ -105,6 +105,8 @@ class WorkerResources(Section):
 
     tensor_parallel: Annotated[int, Ge(1), Le(8)] = 1
     """Ranks that share the model: 1, 2, 4 or 8. The settings beside it are each rank's."""
+    expert_parallel: bool = False
+    """Whether each rank has some of a mixture's experts whole, instead of a part of each."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Of a step; null: the cores shared among all workers."""
     cores: str | None = None

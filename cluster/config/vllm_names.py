@@ -20,6 +20,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "tool_call_parser": ("model.response_template",),
     "reasoning_parser": ("model.response_template",),
     "tensor_parallel_size": ("prefill.tensor_parallel", "decode.tensor_parallel"),
+    "enable_expert_parallel": ("prefill.expert_parallel", "decode.expert_parallel"),
     "max_num_seqs": ("prefill.max_batch", "decode.max_batch"),
     "max_num_batched_tokens": ("prefill.max_step_tokens", "decode.max_step_tokens"),
     "gpu_memory_utilization": ("prefill.gpu_memory_utilization", "decode.gpu_memory_utilization"),

@@ -95,6 +95,7 @@ class WorkerSettings:
             kv_cache_dtype=self.model.kv_cache_dtype,
             quantization=self.model.quantization,
             tensor_parallel=self.tensor_parallel,
+            expert_parallel=self.resources.expert_parallel,
             block_size=self.block_size,
             kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),
             num_blocks=self.resources.num_blocks,

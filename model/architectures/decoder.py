@@ -15,6 +15,7 @@ from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, 
 from twostroke.model.batch import BatchLayout, StepInput
 from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig, Routing
+from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import OnLayer
 
@@ -43,7 +44,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class RoutedWeights:
-    """A layer's experts, each cut as an MLP is, and what chooses among them, which every rank has whole."""
+    """A layer's experts, cut as an MLP is or divided whole, and what chooses among them, which every rank has whole."""
 
     router: Linear  # hidden -> experts
     correction: Tensor | None  # fp32 [experts]
@@ -145,7 +146,8 @@ class Decoder:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
             following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
-            x, residual = self._sum_and_norm(self._feed_forward(x, layer), residual, layer.output_norm, following)
+            x, is_whole = self._feed_forward(x, layer)
+            x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
         if step.on_hidden is not None:
             step.on_hidden(x)
             if drawn.numel() == 0:
@@ -170,31 +172,35 @@ class Decoder:
             qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales
         )
 
-    def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """This rank's summand of what MLP and experts make of x."""
+    def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
+        """This rank's summand of what MLP and experts make of x, or, and then it says so, the whole sum."""
         backend, mlp, routed = self._backend, layer.mlp, layer.routed
         beside = None if mlp is None else mlp.down(backend.gated(x, mlp.gate_up, self._config.activation))
         if routed is None:
             assert beside is not None
-            return beside
+            return beside, False
         logits = routed.router(x, out_dtype=torch.float32)
-        y = routed.experts(x, backend.route(logits, routed.correction, routed.routing))
-        if beside is None:
-            return y
+        chosen = backend.route(logits, routed.correction, routed.routing)
+        y = routed.experts(x, chosen)
+        if beside is None:  # else an all-reduce is needed anyway
+            if not expert_sums.pays(y, routed.routing.top_k, self._parallel.shard):
+                return y, False
+            return expert_sums.sum_of_experts(y, chosen.experts, routed.routing.num_experts, self._parallel), True
         if routed.shared_gate is not None:
             beside = backend.gate_by_sigmoid(beside, routed.shared_gate(x, out_dtype=torch.float32))
-        return backend.add(beside, y)
+        return backend.add(beside, y), False
 
     def _sum_and_norm(
-        self, x: Tensor, residual: Tensor, own_norm: Tensor | None, norm: Tensor | None
+        self, x: Tensor, residual: Tensor, own_norm: Tensor | None, norm: Tensor | None, is_whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Of a sublayer's summand x of this rank: what goes into the next one, and the new residual."""
+        """Of a sublayer's summand x of this rank, or its whole sum: what goes into the next one, and the new
+        residual."""
         eps = self._config.rms_norm_eps
-        if own_norm is None and norm is not None:
+        if own_norm is None and norm is not None and not is_whole:
             fused = self._parallel.sum_add_norm(x, residual, norm, eps)
             if fused is not None:
                 return fused
-        x = self._parallel.all_reduce(x)
+        x = x if is_whole else self._parallel.all_reduce(x)
         if own_norm is not None:
             x = self._backend.rms_norm(x, own_norm, eps)
         if norm is None:

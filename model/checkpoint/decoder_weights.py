@@ -35,7 +35,7 @@ from twostroke.model.checkpoint.quantization import (
     tensor_bytes,
 )
 from twostroke.model.checkpoint.tensor_file import WHOLE
-from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert, shapes_of_each_expert
 from twostroke.model.config import (
     ExpertsSpec,
     LatentSizes,
@@ -254,7 +254,7 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
 
 
 class _ExpertsReader:
-    """A rank's parts of a layer's experts."""
+    """A rank's part of a layer's experts, of which it reads nothing else."""
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions, shard: Shard):
         self._checkpoint = checkpoint
@@ -262,22 +262,25 @@ class _ExpertsReader:
         self._shard = shard
 
     def weights(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
-        """All of them one below the other: of what is not quantised alike, in the dtype of activations."""
-        count, shard = spec.routing.num_experts, self._shard
-        inner = shard.part(spec.size)
+        """One below the other: of what is not quantised alike, in the dtype of activations."""
+        total, shard = spec.routing.num_experts, self._shard
+        held, inner = shard.experts(total), shard.inside_experts(spec.size)
         read = self._of_stack if spec.are_stacked else self._of_one
-        parts = [read(prefix, spec, expert, inner) for expert in range(count)]
+        parts = [read(prefix, spec, expert, inner) for expert in range(held.start, held.stop)]
         gate_up_bias = down_bias = None
         if spec.are_stacked:
             of_inner = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
-            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias")[:, of_inner]
-            down_bias = self._plain(f"{prefix}{spec.down.name}_bias") if shard.rank == 0 else None  # counts once
+            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held)[:, of_inner]
+            if shard.has_whole_experts or shard.rank == 0:  # counts once
+                down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held)
         return ExpertWeights(
-            count,
+            len(parts),
             self._together([weight for gate_up, _ in parts for weight in gate_up]),
             self._together([down for _, down in parts]),
             gate_up_bias,
             down_bias,
+            held.start,
+            total,
         )
 
     def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
@@ -298,8 +301,8 @@ class _ExpertsReader:
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),
         )
 
-    def _plain(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(device=self._options.device, dtype=self._options.dtype)
+    def _plain(self, name: str, rows: slice) -> Tensor:
+        return self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
 
     def _together(self, weights: Sequence[_Weight]) -> _Weight:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
@@ -321,19 +324,24 @@ def weight_bytes(
     dtype: torch.dtype,
     quantization: Quantization,
     forms: Mapping[str, WeightForm] | None = None,
+    ranks: int = 1,
+    expert_parallel: bool = False,
 ) -> int:
-    """Of all ranks together, once the model is loaded in `dtype`; that norms are fp32 is nothing beside the rest.
+    """Of one of so many ranks, that with the most, once the model is loaded in `dtype`; that norms are fp32 is nothing
+    beside the rest, nor is what each rank has whole.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
     stored = stored_forms(config) if forms is None else forms
-    layer, total = config.spec.layer, 0
+    layer, total, of_experts = config.spec.layer, 0, 0
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
     fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
+        is_expert = name.removeprefix(f"{config.spec.layers}.").partition(".")[2] in each
         is_table = name == f"{config.spec.embedding}.weight"
         form = stored.get(name)
         if name == _head(config):
@@ -346,12 +354,18 @@ def weight_bytes(
                 total += tensor_bytes(shape, dtype, None)
                 continue
             parts = fused.get(part, ())
-            form = common_form([stored.get(f"{prefix}{each.name}.weight") for each in parts]) if parts else form
+            form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
         elif len(shape) == 3:
             form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
-        total += tensor_bytes(shape, dtype, form)
-    return total
+        found = tensor_bytes(shape, dtype, form)
+        total += found
+        of_experts += found if is_expert else 0
+    if not expert_parallel or experts is None:
+        return -(-total // ranks)
+    number = experts.routing.num_experts
+    most = -(-number // ranks)
+    return -(-(total - of_experts) // ranks) + of_experts * most // number
 
 
 def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:

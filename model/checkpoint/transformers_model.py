@@ -109,7 +109,9 @@ class TransformersModel:
         """Of the checkpoint: that of its embedding. Raises ConfigError."""
         return self.tensors.dtype(f"{self._embedding}.weight")
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization, ranks: int) -> int:
+    def weight_bytes(
+        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+    ) -> int:
         """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
         model, styles = self._of_ranks(ranks)
         ends = self._head, self._embedding
@@ -137,8 +139,10 @@ class TransformersModel:
         """As ServedModel.weights_as."""
         return weights_as(quantization, {})
 
-    def check_ranks(self, size: int) -> None:
-        """Raises ConfigError where `size` ranks can't share the model."""
+    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way."""
+        if expert_parallel:
+            raise ConfigError("expert_parallel: transformers' plan says how ranks share this model: leave it out")
         check_size(self.shape, size)
         self._of_ranks(size)
 

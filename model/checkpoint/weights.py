@@ -283,12 +283,20 @@ def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, 
 
 
 def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    count, size = spec.routing.num_experts, spec.size
+    """With what chooses among them."""
+    count = spec.routing.num_experts
     shapes = _shapes_of([(spec.router, count, hidden)])
     if spec.correction is not None:
         shapes[spec.correction] = (count,)
     if spec.shared_gate is not None:
         shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
+    return shapes | shapes_of_each_expert(spec, hidden)
+
+
+def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """By names within a layer, all of a layer's experts."""
+    count, size = spec.routing.num_experts, spec.size
+    shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
             shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}

@@ -91,14 +91,15 @@ class CpuExperts:
         number = weights.number
         self._gate_up = _Stack(weights.gate_up, weights.gate_up_bias, number, quantization, launcher)
         self._down = _Stack(weights.down, weights.down_bias, number, quantization, launcher)
-        self.hits = torch.zeros(number, dtype=torch.int64)
+        self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
+        self._held = range(weights.first, weights.first + number)
         self._activation = activation
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts, for contiguous x."""
         launcher, most_rows = self._launcher, min(gemm.most_task_rows(x.dtype), quant.ROWS_AN_ITEM)
-        order = experts.order(launcher, chosen.experts, self.hits, most_rows)
+        order = experts.order(launcher, chosen.experts, self.hits, self._held, most_rows)
         gate_up = self._gate_up(experts.gather(launcher, x, order.choices), order.tasks, x.dtype)
         inner = elementwise.gate(launcher, gate_up, self._activation)
         del gate_up  # its place is another's
@@ -121,7 +122,8 @@ class PlainExperts:
             [make_linear(part, bias, quantization, dtype, launcher) for part, bias in weights.of_each(which)]
             for which in ("gate_up", "down")
         )
-        self.hits = torch.zeros(weights.number, dtype=torch.int64)
+        self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
+        self._first = weights.first
         self._activation = activation
         self._launcher = launcher
 
@@ -130,10 +132,12 @@ class PlainExperts:
         out = torch.zeros(x.shape)
         found, counts = torch.unique(chosen.experts, return_counts=True)
         self.hits[found.long()] += counts
-        for expert in found.tolist():
-            tokens, places = (chosen.experts == expert).nonzero(as_tuple=True)
-            gate_up = self._gate_up[expert](x[tokens])
+        for index in (found - self._first).tolist():
+            if not 0 <= index < len(self._gate_up):
+                continue
+            tokens, places = (chosen.experts == self._first + index).nonzero(as_tuple=True)
+            gate_up = self._gate_up[index](x[tokens])
             inner = elementwise.gate(self._launcher, gate_up, self._activation)
-            y = self._down[expert](inner, torch.float32)
+            y = self._down[index](inner, torch.float32)
             out.index_add_(0, tokens, y * chosen.weights[tokens, places, None])
         return out.to(x.dtype)

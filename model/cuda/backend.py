@@ -191,7 +191,8 @@ class CudaExperts:
         """
         self._gate_up = self._packed(weights.gate_up, weights.gate_up_bias, quantization)
         self._down = self._packed(weights.down, weights.down_bias, quantization)
-        self.hits = torch.zeros(weights.number, dtype=torch.int64, device=self._gate_up.device)
+        self.hits = torch.zeros(weights.layer_number, dtype=torch.int64, device=self._gate_up.device)
+        self._held = range(weights.first, weights.first + weights.number)
         self._activation = activation
         self._is_compiled = False
 
@@ -204,7 +205,7 @@ class CudaExperts:
                 nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
                 self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
         config = experts.experts_config(x.dtype, chosen.experts.numel(), len(self.hits))
-        return experts.compute(x, chosen, self._gate_up, self._down, self.hits, self._activation, config)
+        return experts.compute(x, chosen, self._gate_up, self._down, self.hits, self._held, self._activation, config)
 
     @staticmethod
     def _packed(

@@ -1,7 +1,8 @@
 """What the ranks of one engine do together: Megatron's scheme (Shoeybi et al. 2019).
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
-one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary.
+one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
+mixture's experts are cut as an MLP is, or divided whole: then a prompt's sum may go by expert_sums.py.
 
 They meet in a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs. No default group is
 made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a sum with computing:
@@ -37,11 +38,23 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    has_whole_experts: bool = False  # a part of a layer's experts, and not a part of each
 
     def part(self, length: int) -> slice:
         """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
         step = length // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
+
+    def experts(self, number: int) -> slice:
+        """Those of a layer that this rank holds something of: whole ones are as many as of any other rank, or one less
+        or more."""
+        if not self.has_whole_experts:
+            return slice(0, number)
+        return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
+
+    def inside_experts(self, size: int) -> slice:
+        """The features between projections that it holds of each of them."""
+        return slice(0, size) if self.has_whole_experts else self.part(size)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
         """The KV heads of this rank; ranks beyond their number hold copies. As `KVLayout.first_head`."""
@@ -73,6 +86,13 @@ class TensorParallel(Protocol):
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
 
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """All-to-all: `rows` [sum of sent, hidden] are for rank 0 the first sent[0], and so on. Returns what came, from
+        rank 0 first: received[r] rows of rank r, which has to send as many."""
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """All ranks' rows, as many of each, one rank's below the other's, on all of them."""
+
     def from_rank_0(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""
 
@@ -97,6 +117,12 @@ class SingleRank:
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
 
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return rows
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        return rows
+
     def from_rank_0(self, x: Tensor) -> Tensor:
         return x
 
@@ -107,15 +133,20 @@ class SingleRank:
         """There is no group."""
 
 
-def check_size(config: ModelShape, size: int) -> None:
+def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> None:
     """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
+    if expert_parallel and not config.num_experts:
+        raise ConfigError("expert_parallel: the model has no experts that ranks could share: leave it out")
+    cut_sizes = config.mlp_sizes(with_experts=not expert_parallel)
     fault = None
     if config.num_heads % size:
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
-    elif uneven := [features for features in sorted(config.mlp_sizes) if features % size]:
+    elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
+    elif expert_parallel and config.num_experts < size:
+        fault = f"its {config.num_experts} experts"
     elif Shard(size - 1, size).vocabulary(config.vocab_size).start >= config.vocab_size:
         fault = f"its {config.vocab_size} tokens"
     if fault is not None:
@@ -233,6 +264,18 @@ class GroupRanks:
         parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
         self._group.gather(parts, mine, 0).wait()
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """As TensorParallel.exchange_rows."""
+        found = rows.new_empty((sum(received), *rows.shape[1:]))
+        self._group.alltoall_base(found, rows, received, sent).wait()
+        return found
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """As TensorParallel.gather_rows."""
+        found = rows.new_empty((len(rows) * self.shard.size, *rows.shape[1:]))
+        self._group._allgather_base(found, rows).wait()
+        return found
 
     def from_rank_0(self, x: Tensor) -> Tensor:
         """As TensorParallel.from_rank_0; written into x."""

@@ -51,6 +51,7 @@ class Shape:
     num_decode: int = 1
     prefill_ranks: int = 1
     decode_ranks: int = 1
+    whole_experts: Role | None = None  # whose ranks hold some experts whole
     router_wait_s: float = 30.0
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
@@ -175,7 +176,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
             kv_cache_dtype=shape.kv_cache_dtype,  # type: ignore[arg-type]
             quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
         ),
-        resources=WorkerResources(num_blocks=shape.num_blocks),
+        resources=WorkerResources(num_blocks=shape.num_blocks, expert_parallel=role == shape.whole_experts),
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,
         block_size=(role == "decode" and shape.decode_block_size) or shape.block_size,

@@ -29,6 +29,12 @@ WAYS = {
     "tcp, 1 rank to 2": replace(PLENTY, transport="tcp", decode_ranks=2),
     "tcp, 2 ranks to 4": replace(PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4),
     "shm, 4 ranks to 1": replace(PLENTY, transport="shm", prefill_ranks=4),
+    "tcp, 2 ranks to 4 of whole experts": replace(
+        PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4, whole_experts="decode"
+    ),
+    "tcp, 4 ranks of whole experts to 2": replace(
+        PLENTY, transport="tcp", prefill_ranks=4, decode_ranks=2, whole_experts="prefill"
+    ),
 }
 
 
@@ -58,7 +64,9 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
         await served.idle()
         stats = served.fleet.stats("decode")
         dense, *routed = stats.expert_skews
+        shards = [parts.rank.loaded.parallel.shard for parts in served.fleet.parts.values()]
         parts = [parts.equipment for parts in served.fleet.parts.values()]
+    assert sum(shard.has_whole_experts for shard in shards) == ("whole experts" in way)
     assert stats.prefix_hits > hits
     assert stats.transfers_failed == 0
     assert stats.transfers_done == (2 * len(PROMPTS) if WAYS[way].transport else 0)

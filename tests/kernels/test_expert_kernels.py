@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend
-from tests.model.test_experts import EXPERTS, V2, V3, choices, close, expert_weights
+from tests.model.test_experts import EXPERTS, V2, V3, choices, close, expert_weights, filled_with_nan, some_of
 from twostroke.model import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.checkpoint.quantization import quantize
@@ -78,6 +78,21 @@ def test_experts_compute_what_the_reference_does(
     experts.hits.zero_()  # of what was compiled
     experts(x, chosen)
     assert torch.equal(experts.hits, torch.bincount(chosen.experts.flatten(), minlength=3))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts_that_are_elsewhere_add_nothing_and_are_counted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, chosen = expert_weights(torch.float32, number=5, size=24, hidden=40), choices(tokens, 5, 2)
+    x = torch.randn(tokens, 40)
+    for first, end in ((0, 2), (2, 5)):
+        here = some_of(weights, first, end)
+        experts = CudaBackend(H100).make_experts(here, "silu", "none", torch.float32)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", filled_with_nan)
+            experts(x, chosen)
+            experts.hits.zero_()  # of what was compiled
+            close(experts(x, chosen), reference.experts(x, chosen, here, "silu"))
+        assert torch.equal(experts.hits, torch.bincount(chosen.experts.flatten(), minlength=5))
 
 
 def test_experts_are_quantised_as_projections_are_and_one_may_take_all_tokens() -> None:

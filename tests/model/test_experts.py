@@ -163,6 +163,44 @@ def test_experts_compute_what_the_reference_does(
         assert torch.equal(experts.hits, 2 * hits)
 
 
+def some_of(weights: ExpertWeights, first: int, end: int) -> ExpertWeights:
+    """Those of a rank that holds some experts whole."""
+    assert isinstance(weights.gate_up, Tensor)
+    assert isinstance(weights.down, Tensor)
+    gate_up, down = (
+        each.view(weights.number, -1, each.shape[1])[first:end].flatten(0, 1)
+        for each in (weights.gate_up, weights.down)
+    )
+    biases = (None if each is None else each[first:end] for each in (weights.gate_up_bias, weights.down_bias))
+    return ExpertWeights(end - first, gate_up, down, *biases, first, weights.number)
+
+
+def filled_with_nan(*shape: Any, **kind: Any) -> Tensor:
+    """In the place of torch.empty: what is never written must not be read."""
+    made = torch.zeros(*shape, **kind)
+    return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-77)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_elsewhere_add_nothing_and_are_counted(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, chosen = expert_weights(dtype), choices(77, 5, 2)
+    x, hits = torch.randn(77, 64).to(dtype), torch.bincount(chosen.experts.flatten(), minlength=5)
+    monkeypatch.setattr(torch, "empty", filled_with_nan)
+    for first, end in ((0, 2), (2, 3), (3, 5)):
+        here = some_of(weights, first, end)
+        is_here = (chosen.experts >= first) & (chosen.experts < end)
+        expected = reference.experts(x, Chosen(chosen.experts, chosen.weights * is_here), weights, "silu")
+        close(reference.experts(x, chosen, here, "silu"), expected)
+        for experts in (
+            BACKEND.make_experts(here, "silu", "none", dtype),
+            PlainExperts(here, "silu", "none", dtype, BACKEND.launcher),
+        ):
+            close(experts(x, chosen), expected)
+            assert torch.equal(experts.hits, hits)
+
+
 @pytest.mark.parametrize("form", [*FORMS, "fp4 by 32"])
 def test_quantised_experts_compute_with_the_dequantised_weights(form: str) -> None:
     weights = expert_weights(torch.bfloat16, form=form, size=64, hidden=128)

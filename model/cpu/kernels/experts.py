@@ -119,15 +119,16 @@ def route(launcher: Launcher, logits: Tensor, correction: Tensor | None, routing
 class Order(NamedTuple):
     """The choices of a step (token by token, top_k each) in the order of their experts."""
 
-    choices: Tensor  # int32 [T top_k]: which stands at each place
-    places: Tensor  # int32 [T top_k]: where each stands
+    choices: Tensor  # int32 [T top_k]: which stands at each place; -1: one of an expert that is not here
+    places: Tensor  # int32 [T top_k]: where each stands; -1 likewise
     tasks: Tensor  # int64, as gemm.multiply_tasks takes them
 
 
 @Kernel
 def _order(words):
-    """words: experts, choices, places, tasks, hits, how many choices, of experts, most rows of a task. One item."""
-    count, num_experts, most_rows = words[8], words[9], words[10]
+    """words: experts, choices, places, tasks, hits, how many choices, of experts, most rows of a task, the first expert
+    that is here, the one behind the last. One item."""
+    count, num_experts, most_rows, first_here, end_here = words[8], words[9], words[10], words[11], words[12]
     experts, choices = carray(as_short_integers(words[3]), (count,)), carray(as_short_integers(words[4]), (count,))
     places, tasks = carray(as_short_integers(words[5]), (count,)), as_integers(words[6])
     hits = carray(as_integers(words[7]), (num_experts,))
@@ -139,8 +140,8 @@ def _order(words):
         for expert in range(num_experts):
             rows = ends[expert + 1]
             hits[expert] += rows
-            for first in range(0, rows, most_rows):
-                tasks[3 * num_tasks + 1] = expert
+            for first in range(0, rows if first_here <= expert < end_here else 0, most_rows):
+                tasks[3 * num_tasks + 1] = expert - first_here
                 tasks[3 * num_tasks + 2] = ends[expert] + first
                 tasks[3 * num_tasks + 3] = min(most_rows, rows - first)
                 num_tasks += 1
@@ -149,17 +150,20 @@ def _order(words):
         for i in range(count):
             place = ends[experts[i]]
             ends[experts[i]] += 1
-            choices[place], places[i] = i, place
+            is_here = first_here <= experts[i] < end_here
+            choices[place], places[i] = i if is_here else -1, place if is_here else -1
 
 
-def order(launcher: Launcher, experts: Tensor, hits: Tensor, most_rows: int) -> Order:
+def order(launcher: Launcher, experts: Tensor, hits: Tensor, held: range, most_rows: int) -> Order:
     """experts int32 [T, top_k], counted in hits int64 [number of experts]. Those of an expert stay in the order of the
-    tokens."""
+    tokens. Tasks are those of the experts `held`, by their numbers among these."""
     count, num_experts = experts.numel(), len(hits)
     most_tasks = min(count, num_experts + count // most_rows)
     choices, places = (launcher.empty((count,), torch.int32) for _ in range(2))
     tasks = launcher.empty((1 + 3 * most_tasks,), torch.int64)
-    launcher.run(_order, 1, 1, experts, choices, places, tasks, hits, count, num_experts, most_rows)
+    launcher.run(
+        _order, 1, 1, experts, choices, places, tasks, hits, count, num_experts, most_rows, held.start, held.stop
+    )
     return Order(choices, places, tasks)
 
 
@@ -173,13 +177,14 @@ def _gather(words):
     )
     choices = carray(as_short_integers(words[4]), (rows,))
     for row in taken(words, rows):
-        token = choices[row] // top_k
-        for i in range(columns):
-            out[row, i] = x[token, i]
+        if choices[row] >= 0:
+            token = choices[row] // top_k
+            for i in range(columns):
+                out[row, i] = x[token, i]
 
 
 def gather(launcher: Launcher, x: Tensor, choices: Tensor) -> Tensor:
-    """x [T, hidden] -> [T top_k, hidden], each choice's token."""
+    """x [T, hidden] -> [T top_k, hidden], each choice's token; choices that are not here get nothing."""
     count, columns = len(choices), x.shape[1]
     out = launcher.empty((count, columns), x.dtype)
     grain = max(1, GRAIN_ELEMENTS // columns)
@@ -198,6 +203,8 @@ def _combine(words):
         sums[:] = np.float32(0)
         for k in range(top_k):
             place, weight = places[row, k], weights[row, k]
+            if place < 0:
+                continue
             for i in range(columns):
                 sums[i] += weight * y[place, i]
         for i in range(columns):

@@ -281,13 +281,25 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(y, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a token and BLOCK columns: the sum of its choices' rows, in their order."""
+def sum_kernel(
+    y,
+    experts,
+    out,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token and BLOCK columns: the sum of its choices' rows, in their order, of experts from FIRST to
+    END. Others' rows were never written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in range(TOP_K):
-        total += tl.load(y + (row * TOP_K + k) * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+        expert = tl.load(experts + row * TOP_K + k)
+        is_here = (expert >= FIRST) & (expert < END)
+        total += tl.load(y + (row * TOP_K + k) * WIDTH + columns, mask=(columns < WIDTH) & is_here, other=0.0)
     tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
@@ -349,12 +361,15 @@ def compute(
     gate_up: ExpertsWeight,
     down: ExpertsWeight,
     hits: Tensor,
+    held: range,
     activation: Activation,
     config: ExpertsConfig,
 ) -> Tensor:
-    """As Experts, for contiguous x; sums are fp32. Returns a new tensor."""
-    (tokens, top_k), hidden, number = chosen.experts.shape, x.shape[1], len(hits)
+    """As Experts, for contiguous x; sums are fp32. `held` are the experts whose weights these are; the programs of the
+    others are not launched. Returns a new tensor."""
+    (tokens, top_k), hidden, number = chosen.experts.shape, x.shape[1], len(held)
     starts, choices = order(chosen.experts, hits)
+    starts = starts[held.start :]
     tiles = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
     tiles |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     size = gate_up.shape[0] // (2 * number)
@@ -371,7 +386,10 @@ def compute(
         inner, *tensors, starts, choices, chosen.weights, y, *down.shape, SIZE=hidden, **constants, **tiles
     )
     out = torch.empty_like(x)
-    sum_kernel[(tokens, triton.cdiv(hidden, 1024))](y, out, WIDTH=hidden, TOP_K=top_k, BLOCK=1024, num_warps=4)
+    sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
+        y, chosen.experts, out,
+        FIRST=held.start, END=held.stop, WIDTH=hidden, TOP_K=top_k, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -62,6 +62,28 @@ def test_ranks_share_weights_and_kv(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert told["weight_bytes"] == 2 * 70_553_706_496 // 4
 
 
+def test_ranks_with_whole_experts_take_as_much_as_the_one_with_the_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = LLAMA_3_1_8B | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 9,
+        "num_experts_per_tok": 2,
+    }
+    on = tmp_path, capsys, fields, "--gpu", "h200", "--dtype", "bfloat16", "--tensor-parallel", "4"
+    by_parts, whole = (checked(*on, *more)[1]["weight_bytes"] for more in ((), ("--expert-parallel",)))
+    expert = 2 * 3 * 4096 * 14336 * 32
+    assert whole == by_parts + (3 - 9 / 4) * expert
+    main(["check", str(tmp_path), *on[3:], "--expert-parallel"])
+    assert (
+        "    decode: {num_gpus: 1, tensor_parallel: 4, expert_parallel: true}" in capsys.readouterr().out.splitlines()
+    )
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B, "--expert-parallel")
+    assert (code, told["way"]) == (2, "refused")
+    assert "expert_parallel: the model has no experts" in told["reason"]
+
+
 def test_a_configuration_file_says_how_the_model_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("model: {quantization: int8, dtype: bfloat16}\n")

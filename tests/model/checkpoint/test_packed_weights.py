@@ -288,8 +288,9 @@ def test_experts_in_mxfp4_generate_what_their_numbers_mean(
     expected, margins = reference(folder, prompts)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
     assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
-    with ranks(tmp_path, 2) as both:
-        assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+    for has_whole_experts in (False, True):
+        with ranks(tmp_path, 2, has_whole_experts) as both:
+            assert generate(both, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
     config = load_model_config(tmp_path)
     assert Checkpoint(tmp_path, config).forms == stored_forms(config)
 
@@ -324,8 +325,9 @@ def test_two_ranks_kernels_compute_with_their_parts_of_quantised_experts(
     meant = whole(x.float(), chosen)
     source = folder if form in anew else tmp_path
 
-    def error(size: int) -> float:
-        ranks_own = [of_rank(source, torch.bfloat16, anew.get(form, "auto"), Shard(rank, size)) for rank in range(size)]
+    def error(size: int, has_whole_experts: bool = False) -> float:
+        shards = [Shard(rank, size, has_whole_experts) for rank in range(size)]
+        ranks_own = [of_rank(source, torch.bfloat16, anew.get(form, "auto"), shard) for shard in shards]
         assert all(isinstance(one, CpuExperts) for one in ranks_own)
         total = sum((one(x, chosen).float() for one in ranks_own), torch.zeros_like(meant))
         return float((total - meant).norm() / meant.norm())
@@ -334,6 +336,7 @@ def test_two_ranks_kernels_compute_with_their_parts_of_quantised_experts(
     of_one = error(1)
     assert of_one < limit
     assert error(2) < 1.1 * of_one
+    assert error(4, has_whole_experts=True) < 1.1 * of_one
 
 
 @needs_avx512_bf16

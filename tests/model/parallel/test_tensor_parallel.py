@@ -1,10 +1,12 @@
 """Ranks together compute what one rank computes alone. Here they are threads of this process, joined by gloo."""
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +21,12 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
+from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
     GroupRanks,
@@ -56,6 +60,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": FAMILY_SHAPES["qwen3_moe"],
     "experts and one that all tokens take": FAMILY_SHAPES["qwen2_moe"],
     "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
+    "experts of Mixtral": FAMILY_SHAPES["mixtral"],
+    "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
@@ -83,10 +89,11 @@ def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
 
 
 @contextmanager
-def ranks(folder: Path, size: int) -> Iterator[Ranks]:
+def ranks(folder: Path, size: int, has_whole_experts: bool = False) -> Iterator[Ranks]:
     rendezvous = Rendezvous("127.0.0.1")
+    shards = [Shard(rank, size, has_whole_experts) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:
-        groups = threads.map(lambda rank: GroupRanks(Shard(rank, size), rendezvous.address, CPU), range(size))
+        groups = threads.map(lambda shard: GroupRanks(shard, rendezvous.address, CPU), shards)
         yield Ranks([runner(folder, group) for group in groups], threads)
 
 
@@ -102,8 +109,63 @@ def test_several_ranks_draw_the_tokens_that_one_draws(shape: str, write_checkpoi
 
     expected = tokens(runner(folder, SingleRank()))
     for size in (2, 4, 8)[: 3 if SHAPES[shape].get("num_attention_heads") == 8 else 2]:
-        with ranks(folder, size) as together:
-            assert tokens(together) == expected
+        for has_whole_experts in (False, True)[: 2 if load_model_config(folder).num_experts else 1]:
+            with ranks(folder, size, has_whole_experts) as together:
+                assert tokens(together) == expected
+
+
+@pytest.mark.parametrize("shape", ["experts", "stacked experts with biases, sinks", "experts of Mixtral"])
+def test_ranks_that_exchange_rows_of_experts_draw_the_tokens_that_one_draws(
+    shape: str, write_checkpoint: Any, generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(seed=3, **SHAPES[shape])
+    prompts = [[3, 5, 7], torch.randint(90, (90,), generator=torch.Generator().manual_seed(1)).tolist()]
+    expected = generate(runner(folder, SingleRank()), prompts, 4, chunk=37, block_size=BLOCK_SIZE)
+    sums: list[int] = []
+    all_reduce = GroupRanks.all_reduce
+    monkeypatch.setattr(GroupRanks, "all_reduce", lambda group, x: (sums.append(len(x)), all_reduce(group, x))[1])
+    monkeypatch.setitem(expert_sums.LEAST_SAVED_BYTES, "cpu", 0)
+    for size in (2, 4):
+        sums.clear()
+        with ranks(folder, size, has_whole_experts=True) as together:
+            found = generate(together, prompts, 4, chunk=37, block_size=BLOCK_SIZE)
+        assert found == expected
+        steps = len(sums) / size / (1 + load_model_config(folder).num_layers)
+        assert steps == int(steps)  # embeddings' and attentions' sums alone were all-reduced
+
+
+@pytest.mark.parametrize(("size", "number", "tokens"), [(2, 5, 7), (4, 6, 1), (4, 9, 50), (8, 8, 200)])
+def test_rows_of_experts_are_summed_on_all_ranks_with_the_bytes_that_are_counted_on(
+    size: int, number: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(tokens, number, generator=generator).argsort(1)[:, :2].int()
+    summands = torch.randn(size, tokens, 12, generator=generator)
+    shards = [Shard(rank, size, True) for rank in range(size)]
+    for shard in shards:
+        held = shard.experts(number)
+        summands[shard.rank, ~((experts >= held.start) & (experts < held.stop)).any(1)] = 0.0
+    sent: list[int] = []
+    exchange = GroupRanks.exchange_rows
+
+    def counting(group: GroupRanks, rows: torch.Tensor, to: list[int], received: list[int]) -> torch.Tensor:
+        sent.append(sum(to) - to[group.shard.rank])
+        return exchange(group, rows, to, received)
+
+    monkeypatch.setattr(GroupRanks, "exchange_rows", counting)
+    rendezvous = Rendezvous("127.0.0.1")
+
+    def summed(shard: Shard) -> torch.Tensor:
+        group = GroupRanks(shard, rendezvous.address, CPU)
+        return expert_sums.sum_of_experts(summands[shard.rank], experts, number, group)
+
+    with ThreadPoolExecutor(size) as threads:
+        for found in threads.map(summed, shards):
+            torch.testing.assert_close(found, summands.sum(0))
+    if tokens == 200:
+        all_of_them = tokens * (size - 1)
+        saved = expert_sums.saved_bytes(tokens, 1, 2, size) * size
+        assert all_of_them - sum(sent) == pytest.approx(saved, rel=0.03)
 
 
 class TokensOnDevice:
@@ -222,6 +284,29 @@ def test_a_rank_holds_its_share_of_the_weights(write_checkpoint: Any) -> None:
         assert [held_bytes(load(Shard(rank, size))) * size for rank in range(size)] == [whole] * size
 
 
+@pytest.mark.parametrize("shape", ["experts", "stacked experts with biases, sinks"])
+def test_a_rank_reads_no_other_experts_than_its_own(
+    shape: str, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(**SHAPES[shape])
+    config = load_model_config(folder)
+    options, read, named = LoadOptions(torch.float32, CPU, 64), set(), re.compile(r"experts\.(?:(\d+)\.)?\w+_proj")
+    weight = Checkpoint.weight
+
+    def reading(checkpoint: Checkpoint, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Any:
+        if (found := named.search(name)) is not None:
+            read.update(range(rows.start, rows.stop) if found[1] is None else {int(found[1])})
+        return weight(checkpoint, name, rows, columns)
+
+    monkeypatch.setattr(Checkpoint, "weight", reading)
+    for rank in range(4):
+        read.clear()
+        shard = Shard(rank, 4, has_whole_experts=True)
+        load_decoder_weights(Checkpoint(folder, config), config, options, CpuBackend(), shard)
+        held = shard.experts(config.num_experts)
+        assert read == set(range(held.start, held.stop)) != set()
+
+
 def test_slices_of_a_checkpoint_are_views_that_read_nothing_else(write_checkpoint: Any) -> None:
     folder = write_checkpoint()
     checkpoint = Checkpoint(folder, load_model_config(folder))
@@ -230,6 +315,37 @@ def test_slices_of_a_checkpoint_are_views_that_read_nothing_else(write_checkpoin
     part = checkpoint.tensor(name, slice(2, 5), slice(8, 16))
     assert torch.equal(part, whole[2:5, 8:16])
     assert part.stride() == whole.stride()
+
+
+def test_experts_are_divided_among_no_more_ranks_than_there_are_and_of_any_size(write_checkpoint: Any) -> None:
+    fields = SHAPES["experts"] | {"num_attention_heads": 8, "moe_intermediate_size": 3, "num_experts": 5}
+    config = load_model_config(write_checkpoint(**fields))
+    check_size(config, 4, expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"tensor_parallel: (?=4 ).*3 features"):
+        check_size(config, 4)
+    with pytest.raises(ConfigError, match=r"tensor_parallel: (?=8 ).*5 experts"):
+        check_size(config, 8, expert_parallel=True)
+    with pytest.raises(ConfigError, match="expert_parallel: the model has no experts"):
+        check_size(load_model_config(write_checkpoint()), 2, expert_parallel=True)
+
+
+def test_rows_are_exchanged_where_that_saves_enough_and_never_in_a_captured_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pays(tokens: int, shard: Shard, kind: str = "cuda") -> bool:
+        y: Any = SimpleNamespace(
+            is_cuda=kind == "cuda", shape=(tokens, 4096), element_size=lambda: 2, device=torch.device(kind)
+        )
+        return expert_sums.pays(y, top_k=2, shard=shard)
+
+    is_capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    whole = Shard(1, 4, has_whole_experts=True)
+    assert [pays(tokens, whole) for tokens in (1, 4854, 4855)] == [False, False, True]  # 3 / 4 (3 / 4)^2 8 KiB each
+    assert [pays(tokens, whole, "cpu") for tokens in (303, 304)] == [False, True]
+    assert not pays(10**6, Shard(1, 4))
+    is_capturing = True
+    assert not pays(10**6, whole)
 
 
 @pytest.mark.parametrize(
