@@ -76,17 +76,21 @@ class StepDecoder(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the logits, on the rank that gathers them."""
+        """Of the logits of all ranks together."""
+
+    @property
+    def logits_width(self) -> int:
+        """Of those of this rank, which has its part of the vocabulary: `Shard.vocabulary`."""
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
+        """This rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
 
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
         another thread, while later layers are launched.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [N, vocab] of rows that `StepInput.on_hidden` got; all ranks ask for the same ones in one order."""
+        """fp32 [N, logits_width] of rows that `StepInput.on_hidden` got."""
 
 
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:

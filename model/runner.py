@@ -21,6 +21,7 @@ from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
+from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
 from twostroke.model.step import (
     BlockCopy,
     Draw,
@@ -46,6 +47,9 @@ class TokenSampler(Protocol):
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
         """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
+
+    def take(self, drawn: Tensor) -> "list[SampledToken] | DrawnTokens":
+        """int64 [2, N]: tokens that were drawn without it, and whether their rows were broken."""
 
     @property
     def num_broken_rows(self) -> int:
@@ -274,6 +278,7 @@ class ModelRunner:
         for first in range(0, len(targets), most):
             block = targets[first : first + most]
             logits = self._decoder.logits(hidden[first : first + len(block)])
+            logits = gather_logits(logits, self._decoder.vocab_size, self._parallel)
             if self._sampler is not None:
                 reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
 
@@ -307,11 +312,19 @@ class ModelRunner:
     def _sample(
         self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int], earlier: LaunchedStep | None
     ) -> LaunchedStep:
-        """Draw a token for each of `entries` of the batch, whose logits are the rows; none on other ranks than 0."""
-        if self._sampler is None:
-            return self._silent(len(batch))
+        """Draw a token for each of `entries` of the batch, whose logits, as far as this rank has them, are the rows;
+        none on other ranks than 0."""
         drawing = [batch[i] for i in entries]
         draws = [step.draw for step in drawing if step.draw is not None]
+        if self._parallel.shard.size > 1:
+            if all(draw.takes_largest for draw in draws):
+                found = largest_of_ranks(logits, self._decoder.vocab_size, self._parallel)
+                if self._sampler is None or found is None:
+                    return self._silent(len(batch))
+                return self._drawn(self._sampler.take(found), batch, entries)
+            logits = gather_logits(logits, self._decoder.vocab_size, self._parallel)
+        if self._sampler is None:
+            return self._silent(len(batch))
         positions = [step.start + len(step.token_ids) for step in drawing]
         masks = None
         if any(draw.constraint is not None for draw in draws):
@@ -320,9 +333,16 @@ class ModelRunner:
                 drawing = list(with_drawn_tokens(drawing, earlier.peek()))
             masks = self._masks.fill(draws, positions, [step.token_ids[-1] for step in drawing])
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
-            drawn = self._sampler.launch(logits, draws, positions, masks)
-            return StepOnDevice([None] * len(batch), drawn, entries)
+            return self._drawn(self._sampler.launch(logits, draws, positions, masks), batch, entries)
+        return self._drawn(self._sampler.sample(logits, draws, positions, masks), batch, entries)
+
+    def _drawn(
+        self, drawn: "list[SampledToken] | DrawnTokens", batch: Sequence[SequenceStep], entries: list[int]
+    ) -> LaunchedStep:
+        """The step whose `entries` drew these tokens."""
         tokens: list[SampledToken | None] = [None] * len(batch)
-        for entry, token in zip(entries, self._sampler.sample(logits, draws, positions, masks), strict=True):
+        if not isinstance(drawn, list):
+            return StepOnDevice(tokens, drawn, entries)
+        for entry, token in zip(entries, drawn, strict=True):
             tokens[entry] = token
         return LaunchedStep(tokens)

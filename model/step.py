@@ -39,6 +39,25 @@ class Draw(msgspec.Struct, frozen=True):
     counts: "TokenCounts | None" = None  # of `history`, where penalties need them; None: counted when they are needed
     constraint: "Constraint | None" = None  # what the output is held to
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the token is that of the largest logit, whatever else they are, and nothing is said of them."""
+        is_greedy = self.sampling.temperature <= 0 or self.sampling.top_k == 1
+        return is_greedy and not self.is_adjusted and self.sampling.logprobs is None
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits are changed before."""
+        sampling = self.sampling
+        return bool(
+            sampling.logit_bias
+            or is_penalised(sampling)
+            or self.forbidden
+            or sampling.allowed_token_ids
+            or sampling.bad_words
+            or self.constraint is not None
+        )
+
 
 def is_penalised(sampling: SamplingParams) -> bool:
     """Whether draws depend on what occurred before."""

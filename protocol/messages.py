@@ -275,12 +275,13 @@ class TransferEnded(Message, frozen=True):
 
 
 class RankSequence(msgspec.Struct, frozen=True, array_like=True):
-    """As SequenceStep; how a token is drawn is the leader's business."""
+    """As SequenceStep; how a token is drawn is the leader's business, but for what it needs of the others."""
 
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[int, ...]
     draws: bool
+    takes_largest: bool = False  # as Draw.takes_largest: a step of such draws needs no more of a rank's logits
     scored_rows: int | None = None  # where something is read off the prompt: of so many tokens the logits, too
     follows: int | None = None  # the leader hands the token on between the ranks' engines
 

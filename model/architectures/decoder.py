@@ -97,8 +97,13 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """Of the logits, on the rank that gathers them."""
+        """As StepDecoder.vocab_size."""
         return self._config.vocab_size
+
+    @property
+    def logits_width(self) -> int:
+        """As StepDecoder.logits_width."""
+        return self._parallel.shard.vocabulary_size(self._config.vocab_size)
 
     @property
     def expert_hits(self) -> list[Tensor | None]:
@@ -115,7 +120,7 @@ class Decoder:
         logits = self._weights.lm_head(hidden, out_dtype=torch.float32)
         if self._config.logits_cap:
             logits = self._backend.soft_cap(logits, self._config.logits_cap)
-        return self._parallel.gather_logits(logits, self._config.vocab_size)
+        return logits
 
     def _forward(self, step: StepInput, on_layer: OnLayer | None) -> Tensor | None:
         """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""

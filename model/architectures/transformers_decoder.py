@@ -138,19 +138,16 @@ class ProjectionModule(nn.Module):
 
 
 class HeadModule(nn.Module):
-    """In the place of the LM head: logits fp32 [..., vocab], whole at least on rank 0."""
+    """In the place of the LM head: this rank's logits, fp32."""
 
-    def __init__(self, linear: Linear, parallel: TensorParallel, vocab_size: int):
+    def __init__(self, linear: Linear):
         super().__init__()
         self._linear = linear
-        self._parallel = parallel
-        self._vocab_size = vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:  # nothing is drawn
-            return x.new_empty((*x.shape[:-1], self._vocab_size), dtype=torch.float32)
+            return x.new_empty((*x.shape[:-1], self._linear.out_features), dtype=torch.float32)
         logits = self._linear(x.reshape(-1, x.shape[-1]).contiguous(), out_dtype=torch.float32)
-        logits = self._parallel.gather_logits(logits, self._vocab_size)
         return logits.view(*x.shape[:-1], logits.shape[-1])
 
 
@@ -248,8 +245,13 @@ class TransformersDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """Of the logits, on the rank that gathers them."""
+        """As StepDecoder.vocab_size."""
         return self._vocab_size
+
+    @property
+    def logits_width(self) -> int:
+        """As StepDecoder.logits_width."""
+        return self._parallel.shard.vocabulary_size(self._vocab_size)
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward. The last layer computes all of its rows."""

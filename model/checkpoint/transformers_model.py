@@ -393,7 +393,7 @@ class _Loading:
                 self._keep(before, f"{head}.bias", "bias")
             return
         linear = self._backend.make_linear(self._read(name, rows), bias, of_lm_head(self._quantization), self._dtype)
-        model.set_submodule(head, HeadModule(linear, self._parallel, before.out_features))
+        model.set_submodule(head, HeadModule(linear))
         if type(table) is not nn.Embedding:
             self._keep(table, f"{embedding}.weight", "weight")
             return

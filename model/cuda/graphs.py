@@ -119,7 +119,7 @@ class CudaGraphSteps:
 
         self._inputs = StagedInputs(inputs, device, recorder)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
-        self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=device)
+        self._logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
         self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
         with torch.inference_mode():
@@ -151,8 +151,7 @@ class CudaGraphSteps:
         run = decode_step(decoder, kv_cache, self._inputs.placed, size)
 
         def compute() -> None:
-            logits = run()
-            self._logits[:size, : logits.shape[1]].copy_(logits)
+            self._logits[:size].copy_(run())
 
         return compute
 

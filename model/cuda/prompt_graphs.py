@@ -98,7 +98,7 @@ class PromptGraphs:
             return _Inputs(rows, sequences, width, groups, device, pinned)
 
         self._inputs = StagedInputs(inputs, device, recorder)
-        self._logits = torch.empty((sequences, decoder.vocab_size), dtype=torch.float32, device=device)
+        self._logits = torch.empty((sequences, decoder.logits_width), dtype=torch.float32, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
         self._steps = {shape: self._step(decoder, kv_cache, shape) for shape in shapes}
         with torch.inference_mode():
@@ -189,7 +189,6 @@ class PromptGraphs:
 
         def compute() -> None:
             logits = drawn_logits(decoder, step)
-            # A rank that gathers none may have fewer columns.
-            self._logits[:sequences, : logits.shape[1]].copy_(logits)
+            self._logits[:sequences].copy_(logits)
 
         return compute

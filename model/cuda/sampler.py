@@ -15,7 +15,7 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.sampling.draws import row_keys
-from twostroke.model.sampling.sampler import Sampler, adjust, is_adjusted
+from twostroke.model.sampling.sampler import Sampler, adjust
 from twostroke.model.sampling.token_masks import TokenMasks
 from twostroke.model.step import Draw, ScoredRows
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -90,12 +90,15 @@ class DeviceSampler:
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
     ) -> DrawnTokens:
         """Draw one token for each row of logits fp32 [N, V], changed in place; no log-probabilities. Never waits."""
-        adjusted = [i for i, draw in enumerate(draws) if is_adjusted(draw)]
+        adjusted = [i for i, draw in enumerate(draws) if draw.is_adjusted]
         if adjusted:
             adjust(logits, adjusted, [draws[i] for i in adjusted])
         if masks is not None:
             mask_on_device(logits, place(masks.rows, self._device), place(masks.words, self._device))
-        drawn = draw_on_device(logits, self._parameters(draws, positions), _asked(draws))
+        return self.take(draw_on_device(logits, self._parameters(draws, positions), _asked(draws)))
+
+    def take(self, drawn: Tensor) -> DrawnTokens:
+        """int64 [2, N], on the device: tokens, and whether their rows were broken. Never waits."""
         if not self._is_cuda:
             return DrawnTokens(drawn[0], drawn, None, self)
         on_host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)

@@ -234,18 +234,24 @@ def for_ranks(step: SequenceStep) -> RankSequence:
     """What the other ranks are told of it."""
     reading = step.reading
     scored_rows = None if reading is None else len(reading.targets(step.start, len(step.token_ids)))
-    draws = step.draw is not None
     return RankSequence(
-        tuple(step.token_ids), step.start, tuple(step.block_ids), draws, scored_rows, follows=step.follows
+        tuple(step.token_ids),
+        step.start,
+        tuple(step.block_ids),
+        draws=step.draw is not None,
+        takes_largest=step.draw is not None and step.draw.takes_largest,
+        scored_rows=scored_rows,
+        follows=step.follows,
     )
 
 
-_DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
+_DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=1.0), history=(), num_prompt_tokens=0)
+_LARGEST = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
 
 
 def as_on_rank_0(each: RankSequence) -> SequenceStep:
     """What another rank computes for it: all that the leader does, and as many rows' logits."""
-    draw = _DRAWN_ELSEWHERE if each.draws else None
+    draw = None if not each.draws else _LARGEST if each.takes_largest else _DRAWN_ELSEWHERE
     reading = None
     if each.scored_rows is not None:
         reading = PromptReading(ReadingParams(logprobs=0), range(each.start + 1 + each.scored_rows))

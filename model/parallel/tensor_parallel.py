@@ -66,6 +66,11 @@ class Shard:
         step = -(-vocab_size // self.size)
         return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
 
+    def vocabulary_size(self, vocab_size: int) -> int:
+        """Of this rank's tokens."""
+        part = self.vocabulary(vocab_size)
+        return int(part.stop - part.start)
+
 
 WHOLE_MODEL = Shard()
 
@@ -83,8 +88,8 @@ class TensorParallel(Protocol):
         """As Backend.add_rms_norm of the sum of x over the ranks, in one; None, on all ranks, where there is no such
         kernel for it."""
 
-    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Each rank's x, of one shape and dtype, in order on rank 0, which alone draws; nothing on the others."""
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all: `rows` [sum of sent, hidden] are for rank 0 the first sent[0], and so on. Returns what came, from
@@ -114,8 +119,8 @@ class SingleRank:
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         return None
 
-    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        return logits
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return rows
@@ -256,14 +261,11 @@ class GroupRanks:
             return None
         return self._sums.sum_add_norm(x, residual, weight, eps)
 
-    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """As TensorParallel.gather_logits; other ranks than 0 get their own part back."""
-        rank, size = self.shard.rank, self.shard.size
-        width = -(-vocab_size // size)
-        mine = torch.nn.functional.pad(logits, (0, width - logits.shape[1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
-        self._group.gather(parts, mine, 0).wait()
-        return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """As TensorParallel.gather."""
+        parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else []
+        self._group.gather(parts, x, 0).wait()
+        return parts
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """As TensorParallel.exchange_rows."""

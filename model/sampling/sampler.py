@@ -67,7 +67,7 @@ class Sampler:
         self._mend(logits, tokens, maxima)
 
         reported = np.array([i for i, draw in enumerate(draws) if draw.sampling.logprobs is not None], np.int64)
-        adjusted = [i for i, draw in enumerate(draws) if is_adjusted(draw)]
+        adjusted = [i for i, draw in enumerate(draws) if draw.is_adjusted]
         raw = logits
         if reported.size and adjusted:
             raw = logits.clone()
@@ -97,6 +97,11 @@ class Sampler:
         return ScoredRows(
             ids[:, 1:].astype("<i4"), self._logprobs(logits, rows, ids).astype("<f4"), ranks.cpu().numpy().astype("<i4")
         )
+
+    def take(self, drawn: Tensor) -> list[SampledToken]:
+        """Of what `largest_of_ranks` found."""
+        self.num_broken_rows += int(drawn[1].sum())
+        return [SampledToken(token) for token in drawn[0].tolist()]
 
     def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of `ids` [R, K] in `rows` [R]."""
@@ -152,19 +157,6 @@ def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Seque
             np.array([sampling.seed & _WORD for sampling in chosen], np.uint64),
             np.array([positions[i] for i in rows], np.uint64),
         ),
-    )
-
-
-def is_adjusted(draw: Draw) -> bool:
-    """Whether the draw's logits are changed."""
-    sampling = draw.sampling
-    return bool(
-        sampling.logit_bias
-        or is_penalised(sampling)
-        or draw.forbidden
-        or sampling.allowed_token_ids
-        or sampling.bad_words
-        or draw.constraint is not None
     )
 
 

@@ -16,7 +16,7 @@ _TOKEN = SampledToken(151935, -0.5, ((42, -0.5), (7, -1.5)))
 _REACH = messages.Reach(("shm", "tcp"), "machine", "cpu")
 _SEQUENCES = (
     messages.RankSequence((7, 9), 70_000, (1, 2, 3), True),
-    messages.RankSequence((0,), 70_002, (1, 2, 3), True, None, 70_000),
+    messages.RankSequence((0,), 70_002, (1, 2, 3), True, True, None, 70_000),
     messages.RankSequence(tuple(range(90)), 0, (5,), False),
 )
 

@@ -189,6 +189,9 @@ class LaunchingSampler(Sampler):
     def launch(self, logits: torch.Tensor, *_: Any) -> Any:
         return TokensOnDevice(logits.argmax(1), self.may_end)
 
+    def take(self, drawn: torch.Tensor) -> Any:
+        return TokensOnDevice(drawn[0], self.may_end)
+
 
 @pytest.mark.parametrize("sampler", [Sampler, LaunchingSampler])
 def test_all_ranks_go_on_with_tokens_that_nobody_has_waited_for(sampler: type[Sampler], write_checkpoint: Any) -> None:
