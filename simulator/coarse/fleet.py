@@ -5,12 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.simulation.autoscaling.workers import AggregatedWorker, DecodeWorker, Kind, PrefillWorker, Request
 from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
+from twostroke.simulator.coarse.workers import AggregatedWorker, DecodeWorker, PrefillWorker, Request
+from twostroke.simulator.kinds import Kind
 
 TRANSFER_S = 0.002
-LAYERS = 32
-"""Of a prompt's KV the last layer's part, at least, can't travel while the prompt is computed."""
 WARM_REQUESTS = 15
 """A fleet whose workers have ended fewer prompts tells no step costs yet."""
 
@@ -226,7 +225,7 @@ class _Run:
             return
         whole_s = request.prompt_tokens * fleet.kind.kv_bytes / fleet.kind.link_bytes_per_s
         hidden_s = fleet.kind.costs.prompt_s(request.prompt_tokens)
-        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / LAYERS)
+        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / fleet.kind.num_layers)
         self.number += 1
         heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
 
