@@ -23,6 +23,8 @@ class Request:
     output_tokens: int
     first_s: float = math.inf  # when its first token was there
     last_s: float = math.inf
+    target: "DecodeWorker | None" = None  # that is to write the answer, once a router has said so
+    is_refused: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -35,7 +37,7 @@ class Request:
         return (self.last_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-@dataclass(slots=True)
+@dataclass
 class PrefillWorker:
     """First come, first served. A prompt's end is known when it comes, as nothing overtakes it."""
 
@@ -56,6 +58,44 @@ class PrefillWorker:
         return begin_s + alone_s - costs.base_s * (steps - tokens / step_tokens)  # in steps that others are in, too
 
 
+class SteppingWorker(PrefillWorker):
+    """Prompts share steps, first come first, as the live scheduler has them do it; all that end with one wait for it."""
+
+    def __init__(self, kind: Kind, ordered_s: float, ready_s: float) -> None:
+        super().__init__(kind, ordered_s, ready_s)
+        self.ends_s = math.inf  # of the step that runs
+        self._queue: deque[tuple[Request, int]] = deque()  # and how much of it is computed
+        self._step: list[tuple[Request, int]] = []  # and how much of it will be
+
+    def add(self, request: Request, now_s: float) -> None:
+        """A prompt comes; where nothing runs, a step begins with it."""
+        self.free_s = self.end_of(request.prompt_tokens, now_s)
+        self._queue.append((request, 0))
+        if self.ends_s == math.inf:
+            self._begin(now_s)
+
+    def end_step(self, now_s: float) -> list[Request]:
+        """The prompts that are computed now; the next step begins."""
+        ended = [request for request, done in self._step if done == request.prompt_tokens]
+        self._queue.extendleft((request, done) for request, done in self._step if done < request.prompt_tokens)
+        self._begin(now_s)
+        if self.ends_s == math.inf:
+            self.free_s = now_s
+        return ended
+
+    def _begin(self, now_s: float) -> None:
+        costs, left = self.kind.costs, self.kind.step_tokens
+        self._step = []
+        seconds = costs.weights_s
+        while self._queue and left > 0 and len(self._step) < self.kind.max_batch:
+            request, done = self._queue.popleft()
+            tokens = min(left, request.prompt_tokens - done)
+            seconds += costs.prompt_s(tokens, done) + costs.context_s * done
+            left -= tokens
+            self._step.append((request, done + tokens))
+        self.ends_s = now_s + seconds if self._step else math.inf
+
+
 @dataclass(slots=True)
 class Row:
     """A request that decodes, or waits to."""
@@ -72,6 +112,9 @@ class DecodeWorker:
         self.ordered_s = ordered_s
         self.ready_s = ready_s
         self.gone_s: float | None = None
+        self.event = 0  # the number of the last change: what was expected before it is void
+        self.coming = 0  # requests that a router has promised it, their KV not here yet
+        self.coming_tokens = 0
         self.step = 0.0
         self.now_s = ready_s
         self.context = 0.0
@@ -82,9 +125,15 @@ class DecodeWorker:
         self._number = 0
 
     @property
+    def step_s(self) -> float:
+        """Of the step that runs."""
+        costs = self.kind.costs
+        return costs.base_s + len(self.rows) * costs.row_s + self.context * costs.context_s
+
+    @property
     def num_requests(self) -> int:
-        """All that are here."""
-        return len(self.rows) + len(self.waiting)
+        """All that are here, or on their way."""
+        return len(self.rows) + len(self.waiting) + self.coming
 
     def join(self, request: Request, now_s: float) -> None:
         """A request whose KV has come."""
@@ -186,7 +235,7 @@ class AggregatedWorker(DecodeWorker):
 
     @property
     def num_requests(self) -> int:
-        """All that are here."""
+        """All that are here, or on their way."""
         return super().num_requests + len(self.prompts)
 
     def predicted_s(self, prompt_tokens: int) -> float:
