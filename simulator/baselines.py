@@ -26,8 +26,8 @@ CHUNK_TOKENS = 512
 TRANSFER_S = 0.002
 
 Allocation = Literal["paged", "largest", "power", "oracle"]
-Tokens = tuple[float, int, int]
-"""When a request comes, tokens of its prompt and of its answer."""
+Tokens = tuple[float, int, int, str]
+"""When a request comes, tokens of its prompt and of its answer, and its class."""
 
 
 @dataclass(frozen=True)
@@ -247,9 +247,11 @@ class Result:
 
 def serve_way(requests: Sequence[Tokens], kind: Kind, way: Way, order: str, slo: SLO, workers: int) -> Result:
     """The trace under one way on so many workers, dealt to them in turn."""
-    max_context = max(prompt + output for _, prompt, output in requests)
+    max_context = max(prompt + output for _, prompt, output, _ in requests)
     deadline_s = slo.ttft_s or 0.0
-    jobs = [Job(at_s, prompt, output, at_s, at_s + deadline_s) for at_s, prompt, output in requests]
+    jobs = [
+        Job(at_s, prompt, output, class_name, at_s, at_s + deadline_s) for at_s, prompt, output, class_name in requests
+    ]
     groups: list[Worker] = []
     num_readers = max(1, workers // 2) if way.is_disaggregated else workers
     for index in range(num_readers):

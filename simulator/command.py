@@ -200,12 +200,13 @@ class Progress:
             print(f"{ended:,}{of} requests answered after {now - self._began:.0f} s", file=sys.stderr, flush=True)
 
 
-def _lengths(plan: Plan, most: int | None) -> Iterator[tuple[float, int, int]]:
+def _lengths(plan: Plan, most: int | None) -> Iterator[tuple[float, int, int, str]]:
+    """Of each request: when it comes, tokens of its prompt and its answer, and what kind it is."""
     for number, session in enumerate(sessions(plan)):
         if number == most:
             return
         turn = session.turns[0]
-        yield session.at_s, sum(piece.tokens for piece in turn.prompt), turn.output_tokens
+        yield session.at_s, sum(piece.tokens for piece in turn.prompt), turn.output_tokens, turn.kind
 
 
 def _nothing(line: str) -> None:
@@ -294,7 +295,7 @@ def _coarse(
     arguments: argparse.Namespace,
     progress: Callable[[int], None],
 ) -> list[Request]:
-    requests = [Request(*one) for one in _lengths(plan, arguments.requests)]
+    requests = [Request(*one[:3]) for one in _lengths(plan, arguments.requests)]
     if not requests:
         raise ConfigError("no request comes in that time")
     one = slo.default_class

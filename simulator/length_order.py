@@ -19,6 +19,7 @@ class Job:
     at_s: float
     prompt: int
     output: int
+    class_name: str = ""
     ready_s: float = 0.0  # when this worker may begin with it
     deadline_s: float = 0.0  # of its first token
     turn: float = 0.0  # the smallest goes first
@@ -41,9 +42,9 @@ class Predictor(Protocol):
 class ByHistory:
     """The running mean of the answers of the request's group: its class, or its prompt's length."""
 
-    def __init__(self, group: Callable[[Job], int]) -> None:
+    def __init__(self, group: Callable[[Job], int | str]) -> None:
         self._group = group
-        self._means: dict[int, float] = defaultdict(lambda: FIRST_GUESS)
+        self._means: dict[int | str, float] = defaultdict(lambda: FIRST_GUESS)
 
     def expected(self, job: Job) -> float:
         return self._means[self._group(job)]
@@ -68,8 +69,8 @@ AGEING_TOKENS_PER_S = 16.0
 
 
 def by_class() -> Predictor:
-    """All requests of a trace without classes are of one: then this is first come, first served."""
-    return ByHistory(lambda job: 0)
+    """Requests of one class have answers alike. Where there is but one class, little more than arrival counts."""
+    return ByHistory(lambda job: job.class_name)
 
 
 def by_prompt_length() -> Predictor:

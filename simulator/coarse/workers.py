@@ -59,7 +59,7 @@ class PrefillWorker:
 
 
 class SteppingWorker(PrefillWorker):
-    """Prompts share steps, first come first served, as in the live scheduler; each waits for the end of its last one."""
+    """Prompts share steps, first come first served, as in the live scheduler; each waits for its last one's end."""
 
     def __init__(self, kind: Kind, ordered_s: float, ready_s: float) -> None:
         super().__init__(kind, ordered_s, ready_s)
