@@ -233,8 +233,8 @@ class Backend(Protocol):
     def make_latent_attention(self, heads: LatentHeads) -> LatentAttention:
         """A layer's attention to latents, over these weights, which are copied."""
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """gate_up [T, 2 I], gate first -> activation(gate) * up, [T, I]."""
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        """What `gate_up` makes of x, [T, 2 I], gate first -> activation(gate) * up, [T, I]."""
 
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype

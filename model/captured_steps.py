@@ -5,6 +5,7 @@ recording is a Program (model/cpu/captured_steps.py), on CUDA a graph (model/cud
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -94,10 +95,12 @@ def decode_step(decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, c
     rows = torch.arange(count, device=token_ids.device)
     step = StepInput(token_ids, inputs.layouts(count), kv_cache.tensors, Drawing(rows, rows))
 
-    def run() -> Tensor:
-        logits = decoder.forward(step)
-        if logits is None:
-            raise ValueError("a batch whose sequences all draw has no logits")
-        return logits
+    return partial(drawn_logits, decoder, step)
 
-    return run
+
+def drawn_logits(decoder: StepDecoder, step: StepInput) -> Tensor:
+    """fp32 [N, vocab] of a step that draws. Raises ValueError for one that does not."""
+    logits = decoder.forward(step)
+    if logits is None:
+        raise ValueError("a step that draws nothing has no logits")
+    return logits

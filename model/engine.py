@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from twostroke.model.cpu.core_lending import CoreLending
 from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
@@ -27,14 +26,11 @@ class ThreadEngine:
         *,
         threads: int | None = None,
         cores: Collection[int] | None = None,
-        lending: CoreLending | None = None,
     ):
         """Calls `build` on the new thread and waits for it; what it raises is raised here, and no thread is left.
 
-        `threads` is how many cores a step may use, `cores` which ones; None: all that this process may run on. With
-        `lending`, which belongs to the engine then, steps also use those of idle workers.
+        `threads` is how many cores a step may use, `cores` which ones; None: all that this process may run on.
         """
-        self._lending = lending
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_settle, initargs=(threads, cores)
         )
@@ -47,11 +43,7 @@ class ThreadEngine:
             self._runner = self._executor.submit(build).result()
         except BaseException:
             self._executor.shutdown()
-            if lending is not None:
-                lending.close()
             raise
-        if lending is not None:
-            lending.end()
 
     async def step(
         self,
@@ -73,7 +65,6 @@ class ThreadEngine:
                 on_layer(layer)
 
         def announce(layer: int) -> None:  # on the engine's thread
-            self._take_cores()  # a prompt's chunk takes long: whose cores it has may want them back
             if wanted.is_set():
                 loop.call_soon_threadsafe(deliver, layer)
 
@@ -96,8 +87,6 @@ class ThreadEngine:
         """End the threads, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._collector.shutdown(wait=True)
-        if self._lending is not None:
-            self._lending.close()
 
     def _launch(
         self,
@@ -112,18 +101,10 @@ class ThreadEngine:
                 self._runner.copy_blocks(copies)
                 if not batch:
                     return LaunchedStep([])
-            self._take_cores()
             self._earlier = self._runner.launch(batch, on_layer, self._earlier)
-            if self._lending is not None:
-                self._lending.end()
             return self._earlier
         except Exception as error:
             raise self._failed(error) from error
-
-    def _take_cores(self) -> None:
-        """On the engine's thread, whose number of threads this sets."""
-        if self._lending is not None and (threads := self._lending.begin()) != torch.get_num_threads():
-            torch.set_num_threads(threads)
 
     def _collect(self, launched: LaunchedStep) -> list[SampledToken | None]:
         try:

@@ -44,7 +44,6 @@ class EngineConfig:
     announces_layers: bool = False  # in every step: no decode step is replayed then
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
-    lends_cores: bool = False  # to other workers' steps while it has none, and borrows theirs; on CPUs, of one rank
     max_context: int | None = None  # tokens; None: what the model and the cache allow
 
 

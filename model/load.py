@@ -1,7 +1,6 @@
 """From a model folder to a running engine."""
 
 import logging
-import os
 import time
 from functools import partial
 
@@ -25,7 +24,6 @@ from twostroke.model.cache.memory import (
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.config import ModelShape
-from twostroke.model.cpu.core_lending import lend_cores
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import MOST_ANNOUNCED_ROWS, MOST_ROWS, PromptGraphs, StepShape, step_shapes
 from twostroke.model.engine import ThreadEngine
@@ -101,8 +99,7 @@ class LoadedEngine:
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
         try:
             build = partial(self._build, found, blocks)
-            lending = lend_cores(config.threads or len(os.sched_getaffinity(0))) if config.lends_cores else None
-            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores, lending=lending)
+            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
         except torch.OutOfMemoryError as error:
             # No room for the steps, or for weights: others may have taken it while they were loaded.
             said = str(error).splitlines()[0] if str(error) else "out of memory"

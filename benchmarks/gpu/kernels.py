@@ -27,6 +27,7 @@ from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.elementwise import gate
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MOST_TOKENS
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
 from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
@@ -63,12 +64,26 @@ def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -
         read = batch * context * 2 * sizes.model.kv_size * 2 / times[-1]
         name = f"decode attention, batch {batch}, context {context}"
         yield Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth")
+    yield _skewed_decodes(sizes, place, limits)
     for (batch, context), bf16_s in zip(sizes.long_decodes, times, strict=True):
         run = _ours(sizes, place, [(1, context)] * batch, True, kv_dtype=torch.float8_e4m3fn)
         fp8_s = place.clock.seconds(run)
         figure = f"{batch * context * 2 * sizes.model.kv_size / fp8_s / 1e12:.2f} TB/s"
         name = f"decode attention over FP8, batch {batch}, context {context}"
         yield Row(name, bf16_s / fp8_s, 1.7, figure, "bf16", predicted=1.8)
+
+
+def _skewed_decodes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Row:
+    """One long context among short ones, whose keys the whole GPU is to read.
+
+    Predicted: 0.05 of the time idle for parts that are not quite equal, and a few us for dividing and merging.
+    """
+    longest, (others, short) = sizes.skewed_decode
+    contexts = [longest, *[short] * others]
+    skewed_s = place.clock.seconds(_ours(sizes, place, [(1, context) for context in contexts], True))
+    read = sum(contexts) * 2 * sizes.model.kv_size * 2 / skewed_s
+    name = f"decode attention, {longest} beside {others} x {short}"
+    return Row(name, read / limits.read, 0.8, f"{read / 1e12:.2f} TB/s", "read bandwidth", predicted=0.8)
 
 
 def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
@@ -99,6 +114,28 @@ def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> It
             predicted = 0.75 if tokens <= MOST_TOKENS else 0.6
             yield Row(told, least_s / ours_s, None, figure, "the limit", predicted)
             yield Row(f"{told}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
+
+
+def measure_gated_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    """The gate and up projections of decodes ending in the activation, by their product and a launch for it.
+
+    Predicted: a launch of 2 to 3 us less beside 235 MB of bf16 weights, which take 75.
+    """
+    rows, columns = 2 * sizes.model.mlp_width, sizes.model.hidden_size
+    weight = torch.empty((rows, columns), dtype=torch.bfloat16, device=place.device).normal_()
+    backend = CudaBackend(place.target)
+    linear = backend.make_linear(weight, None, "auto", torch.bfloat16)
+
+    def apart(x: Tensor) -> Tensor:
+        return gate(linear(x), "silu")
+
+    for tokens in sizes.gated_tokens:
+        x = torch.empty((tokens, columns), dtype=torch.bfloat16, device=place.device).normal_()
+        ours_s = place.clock.seconds(partial(backend.gated, x, linear, "silu"))
+        apart_s = place.clock.seconds(partial(apart, x))
+        read = rows * columns * 2 / ours_s
+        name = f"gate and up in one launch, {tokens} tokens"
+        yield Row(name, apart_s / ours_s, 1.0, f"{read / 1e12:.2f} TB/s", "two launches", 1.03)
 
 
 def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:

@@ -117,6 +117,8 @@ class Sizes:
     decode_steps: int = 32
     turns: int = 3  # of a step, the best of which counts
     long_decodes: tuple[tuple[int, int], ...] = ((32, 4096), (32, 16384), (128, 4096))  # batch, context
+    skewed_decode: tuple[int, tuple[int, int]] = (131072, (63, 1024))  # a context, and beside it: how many, how long
+    gated_tokens: tuple[int, ...] = (1, 16, 64)
     fp8_tokens: tuple[int, ...] = (1, 64, 1024, 8192)
     window: int = 1024  # tokens; Gemma 3's
     windowed_prompt: int = 8192

@@ -109,8 +109,6 @@ class WorkerResources(Section):
     """Of a step; null: the cores shared among all workers."""
     cores: str | None = None
     """Which ones, as `0-3,8`; null: whichever the system chooses."""
-    lends_cores: bool = False
-    """While it is idle, to others of its machine that do so; it borrows theirs. On CPUs, of workers of one rank."""
     num_gpus: GpuCount = "auto"
     """auto: `twostroke serve` shares this machine's GPUs out; on a Ray cluster that has any, one for each rank."""
     kv_cache_gib: Annotated[float, Ge(0.001), Le(65536)] | None = None
@@ -138,9 +136,6 @@ class WorkerResources(Section):
             )
         if self.cores is not None and self.tensor_parallel > 1:
             raise ValueError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
-        if self.lends_cores and (self.cores is not None or self.tensor_parallel > 1):
-            other = "cores" if self.cores is not None else "tensor_parallel"
-            raise ValueError(f"lends_cores: not beside {other}: leave one of them out")
         return self
 
     @field_validator("cores")

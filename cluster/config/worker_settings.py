@@ -107,6 +107,5 @@ class WorkerSettings:
             announces_layers=self.announces_layers,
             threads=self.threads,
             cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
-            lends_cores=self.resources.lends_cores and self.device == "cpu",
             max_context=self.model.max_context,
         )

@@ -173,7 +173,7 @@ class Decoder:
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """This rank's summand of what MLP and experts make of x."""
         backend, mlp, routed = self._backend, layer.mlp, layer.routed
-        beside = None if mlp is None else mlp.down(backend.gate(mlp.gate_up(x), self._config.activation))
+        beside = None if mlp is None else mlp.down(backend.gated(x, mlp.gate_up, self._config.activation))
         if routed is None:
             assert beside is not None
             return beside

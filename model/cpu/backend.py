@@ -107,9 +107,9 @@ class CpuBackend:
         """As Backend.make_latent_attention."""
         return latents.CpuLatentAttention(heads, self.launcher)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """As Backend.gate."""
-        return elementwise.gate(self.launcher, gate_up, activation)
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        """As Backend.gated."""
+        return elementwise.gate(self.launcher, gate_up(x), activation)
 
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype

@@ -51,7 +51,7 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.latents import CudaLatentAttention
-from twostroke.model.cuda.prompt_attention import MANY, PromptAttention
+from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)
@@ -78,21 +78,29 @@ class CudaLinear:
         self._bias = bias
         self._target = target
         self._workspace = workspace
-        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+        self._compiled: set[tuple[torch.dtype, torch.dtype, Activation | None]] = set()
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
+        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`. With an activation: as
+        Backend.gated, in the same launch where tokens are few.
 
-        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
+        The first call with an `out_dtype` and activation compiles what any later one could need; it can't be captured.
         """
-        tokens, bits, out_dtype = x.shape[0], self._weight.bits, out_dtype or x.dtype
-        if (x.dtype, out_dtype) not in self._compiled:
-            self._compiled.add((x.dtype, out_dtype))
-            for distinct in _FEW_TOKENS if bits == 16 else _ANY_TOKENS:
-                self(x.new_zeros((distinct, self.in_features)), out_dtype)
+        out_dtype = out_dtype or x.dtype
+        if (x.dtype, out_dtype, activation) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype, activation))
+            few = _FEW_TOKENS if activation is None else _ANY_TOKENS[:-1]  # many end in a launch of their own
+            for distinct in _ANY_TOKENS if self._weight.bits < 16 else few:
+                self._product(x.new_zeros((distinct, self.in_features)), out_dtype, activation)
+        return self._product(x, out_dtype, activation)
+
+    def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
+        tokens, bits = x.shape[0], self._weight.bits
+        if activation is not None and tokens > MOST_TOKENS:
+            return elementwise.gate(self._product(x, out_dtype, None), activation)
         if bits < 16 or tokens <= MOST_TOKENS:
             config = gemm_config(self._target, x.dtype, bits, tokens, self.out_features, self.in_features)
-            return gemm(x, self._weight, self._bias, out_dtype, self._workspace, config)
+            return gemm(x, self._weight, self._bias, out_dtype, self._workspace, config, activation=activation)
         if out_dtype == x.dtype:
             return functional.linear(x, self._weight.packed, self._bias)
         y = torch.mm(x, self._weight.packed.T, out_dtype=out_dtype)
@@ -144,21 +152,23 @@ class Fp8CudaLinear:
         self._bias = bias
         self._target = target
         self._workspace = workspace
-        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+        self._compiled: set[tuple[torch.dtype, torch.dtype, Activation | None]] = set()
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
-
-        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
-        """
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
+        """As CudaLinear's."""
         out_dtype = out_dtype or x.dtype
-        if (x.dtype, out_dtype) not in self._compiled:
-            self._compiled.add((x.dtype, out_dtype))
+        if (x.dtype, out_dtype, activation) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype, activation))
             for distinct in _ANY_TOKENS[:-1]:  # the last two share a row
-                self(x.new_zeros((distinct, self.in_features)), out_dtype)
+                self._product(x.new_zeros((distinct, self.in_features)), out_dtype, activation)
+        return self._product(x, out_dtype, activation)
+
+    def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
+        if activation is not None and len(x) > MOST_TOKENS:
+            return elementwise.gate(self._product(x, out_dtype, None), activation)
         codes, scales = quantize_tokens(x)
         config = gemm_config(self._target, codes.dtype, 8, len(x), self.out_features, self.in_features)
-        return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales)
+        return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales, activation)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """As Linear.embed."""
@@ -206,6 +216,9 @@ class CudaExperts:
         if isinstance(weight, Tensor):
             return experts.ExpertsWeight(weight.contiguous(), flat)
         return experts.ExpertsWeight(pack_groups(weight), flat)
+
+
+_SPLIT = 1 << 10  # enough tokens that a context may be split
 
 
 class CudaBackend:
@@ -283,14 +296,16 @@ class CudaBackend:
     def make_latent_attention(self, heads: LatentHeads) -> CudaLatentAttention:
         return CudaLatentAttention(heads, self._target)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return elementwise.gate(gate_up, activation)
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        if isinstance(gate_up, CudaLinear | Fp8CudaLinear):
+            return gate_up(x, activation=activation)
+        return elementwise.gate(gate_up(x), activation)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:
             kv_layer = kv_layer.view(torch.int8)
         self._compile_once(q, kv_layer, form)
-        out = _rows_like(q)
+        out = rows_like(q)
         if layout.num_decodes:
             self._attend_decodes(q, kv_layer, layout, form, out)
         if len(q) > layout.num_decodes:
@@ -302,7 +317,7 @@ class CudaBackend:
     ) -> None:
         groups, dim = kv_layer.shape[2], q.shape[2]
         most_keys = min(layout.max_context_len, form.window or layout.max_context_len)
-        config = decode_config(self._target, dim, q.dtype, groups, layout.num_decodes, most_keys)
+        config = decode_config(self._target, dim, q.dtype, groups, most_keys)
         decode_attention(q, kv_layer, layout, form, out, config)
 
     def _compile_once(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> None:
@@ -311,12 +326,12 @@ class CudaBackend:
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
         seconds for a compiler. On the way kernels for prompts are held against each other and timed.
         """
-        key = (q.dtype, q.shape[1:], kv_layer.dtype, kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None)
+        key = variant_key(q, kv_layer, form)
         if key in self._compiled:
             return
         self._compiled.add(key)
         q = torch.zeros_like(q[:1])
-        out = _rows_like(q)
+        out = rows_like(q)
         nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
         empty = BatchLayout(
             positions=nothing,
@@ -328,12 +343,5 @@ class CudaBackend:
             max_query_len=1,
             max_context_len=1,
         )
-        for longest in (1, MANY):
-            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), form, out)
+        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), form, out)
         self._prompts.prepare(q, kv_layer, form, empty)
-
-
-def _rows_like(q: Tensor) -> Tensor:
-    """q [T, H, D] -> [T, H * D], of any values."""
-    tokens, heads, dim = q.shape
-    return torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)

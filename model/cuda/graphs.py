@@ -5,9 +5,10 @@ which compute and write the same once more. Inputs go from pinned memory into th
 the host may prepare a step while the one before runs.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,13 +44,55 @@ class Recorder:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
+class _WithTables(Protocol):
+    block_tables: Tensor  # int32 [groups, rows, width]
+
+
+Inputs = TypeVar("Inputs", bound=_WithTables)
+
+
 @dataclass(frozen=True)
-class _Staging:
+class _Staging(Generic[Inputs]):
     """Pinned inputs of one step, and when their copy has left them."""
 
-    inputs: DecodeInputs
+    inputs: Inputs
     tables: Tensor  # int32, flat: the tables' entries in use, without what lies between them
     copied: torch.cuda.Event
+
+
+class StagedInputs(Generic[Inputs]):
+    """Inputs where graphs read them, `placed`, and how the host fills them without waiting for the step before."""
+
+    def __init__(self, make: Callable[[torch.device | None, bool], Inputs], device: torch.device, recorder: Recorder):
+        """`make` is called with a device, or None for the host, and whether its memory is to be pinned."""
+        on_gpu = device.type == "cuda"
+
+        def staging() -> _Staging[Inputs]:
+            inputs = make(None, on_gpu)
+            tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=on_gpu)
+            return _Staging(inputs, tables, recorder.event())
+
+        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
+        self._staging = [staging(), staging()]
+        self._tables = torch.empty_like(self._staging[0].tables, device=device)
+        self.placed = make(device, False)
+
+    @contextmanager
+    def next(self) -> Iterator[Inputs]:
+        """Those of the host to be filled, and copied to `placed` before the end. Waits for the last step but one's."""
+        self._staging.reverse()
+        staging = self._staging[0]
+        staging.copied.synchronize()
+        yield staging.inputs
+        staging.copied.record()
+
+    def place_tables(self, rows: int, width: int) -> None:
+        """Copy so much of the tables of the inputs that `next` gave: whole tables would be megabytes a step."""
+        staging, placed = self._staging[0], self.placed.block_tables[:, :rows, :width]
+        host, there = (tables[: placed.numel()].view(placed.shape) for tables in (staging.tables, self._tables))
+        host.copy_(staging.inputs.block_tables[:, :rows, :width])
+        there.copy_(host, non_blocking=True)
+        placed.copy_(there)
 
 
 class CudaGraphSteps:
@@ -64,23 +107,19 @@ class CudaGraphSteps:
         recorder: Recorder | None = None,
     ):
         """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
-        self._device = kv_cache.tensors[0].device
-        recorder = Recorder(self._device) if recorder is None else recorder
+        device = kv_cache.tensors[0].device
+        recorder = Recorder(device) if recorder is None else recorder
         self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
-        largest, pinned = self._sizes[-1], self._device.type == "cuda"
-        self._block_size, self._groups = kv_cache.block_size, kv_cache.groups
+        largest, self._block_size = self._sizes[-1], kv_cache.block_size
 
-        def staging() -> _Staging:
-            inputs = DecodeInputs(largest, max_context, self._block_size, groups=self._groups, pinned=pinned)
-            tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=pinned)
-            return _Staging(inputs, tables, recorder.event())
+        def inputs(device: torch.device | None, pinned: bool) -> DecodeInputs:
+            return DecodeInputs(
+                largest, max_context, kv_cache.block_size, groups=kv_cache.groups, device=device, pinned=pinned
+            )
 
-        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
-        self._staging = [staging(), staging()]
-        self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
-        self._placed = DecodeInputs(largest, max_context, self._block_size, groups=self._groups, device=self._device)
+        self._inputs = StagedInputs(inputs, device, recorder)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
-        self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=self._device)
+        self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
         self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
         with torch.inference_mode():
@@ -96,31 +135,20 @@ class CudaGraphSteps:
         size = next((size for size in self._sizes if size >= count), None)
         if size is None:
             return None
-        staging = self._staging[0]
-        self._staging.reverse()
-        staging.copied.synchronize()
         padded = [*batch, *[batch[-1]] * (size - count)]
-        staging.inputs.fill(padded)
-        for placed, rows in zip(self._placed.rows, staging.inputs.rows, strict=True):
-            placed[:size].copy_(rows[:size], non_blocking=True)
-        self._place_tables(staging, size, max(step.start for step in batch) // self._block_size + 1)
-        staging.copied.record()
+        with self._inputs.next() as inputs:
+            inputs.fill(padded)
+            for placed, rows in zip(self._inputs.placed.rows, inputs.rows, strict=True):
+                placed[:size].copy_(rows[:size], non_blocking=True)
+            self._inputs.place_tables(size, max(step.start for step in batch) // self._block_size + 1)
         if earlier is not None:
-            take_drawn(self._placed.token_ids, padded, earlier)
+            take_drawn(self._inputs.placed.token_ids, padded, earlier)
         self._replays[size]()
         return self._logits[:count]
 
-    def _place_tables(self, staging: _Staging, size: int, width: int) -> None:
-        """Whole tables would be megabytes a step: as wide as the longest context to come, times the batch."""
-        shape = self._groups.count, size, width
-        host, there = (tables[: math.prod(shape)].view(shape) for tables in (staging.tables, self._tables))
-        host.copy_(staging.inputs.block_tables[:, :size, :width])
-        there.copy_(host, non_blocking=True)
-        self._placed.block_tables[:, :size, :width].copy_(there)
-
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""
-        run = decode_step(decoder, kv_cache, self._placed, size)
+        run = decode_step(decoder, kv_cache, self._inputs.placed, size)
 
         def compute() -> None:
             logits = run()

@@ -20,7 +20,7 @@ from twostroke.model.cuda.kernels.launch import Target
 
 PART_TOKENS = 8192
 """Of all chunks' contexts together, about: those whose keys and values are in memory at a time."""
-_MANY = 1 << 16  # enough tokens that a context is split
+_SPLIT = 1 << 10  # enough tokens that a context may be split
 
 
 class CudaLatentAttention:
@@ -55,7 +55,7 @@ class CudaLatentAttention:
         count, (heads, key, rank) = layout.num_decodes, self._keys.shape
         absorbed = torch.bmm(q[:count, :, :key].transpose(0, 1), self._keys)
         mixed = torch.empty((count, heads, rank), dtype=q.dtype, device=q.device)
-        config = latent_decode_config(self._target, heads, q.dtype, count, layout.max_context_len)
+        config = latent_decode_config(self._target, heads, q.dtype, layout.max_context_len)
         latent_decode(absorbed, q, kv_layer, layout, self._scale, mixed, config)
         out[:count] = torch.bmm(mixed.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
 
@@ -93,6 +93,5 @@ class CudaLatentAttention:
         )
         q = torch.zeros_like(q[:1])
         out = torch.empty((1, q.shape[1], self._values.shape[1]), dtype=q.dtype, device=q.device)
-        for longest in (1, _MANY):
-            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), out)
+        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), out)
         self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), out)

@@ -7,7 +7,7 @@ timed, by the chunk's length, with and without a prefix. All that may be launche
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.config import PrefillKernel
-from twostroke.model.cuda.kernels.attention import prefill_attention, prefill_config
+from twostroke.model.cuda.kernels.attention import PrefillConfig, prefill_attention, prefill_config
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.kernels.tma_prefill import LEAST_QUERY_LEN, tma_prefill_attention, tma_prefill_config
 from twostroke.model.step import SequenceStep
@@ -73,20 +73,16 @@ class PlainKernel:
         return True
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
-        heads_per_group, is_fp8 = q.shape[1] // kv_layer.shape[2], kv_layer.dtype.itemsize == 1
-        architecture, dim = self._target.architecture, q.shape[2]
-        config = prefill_config(architecture, dim, q.dtype, heads_per_group, layout.max_query_len, is_fp8)
-        prefill_attention(q, kv_layer, layout, form, out, config)
+        prefill_attention(q, kv_layer, layout, form, out, self._config(q, kv_layer, layout.max_query_len))
 
     def lengths(self, q: Tensor, kv_layer: Tensor) -> list[int]:
         """Chunk lengths that make up all its variants, one of each."""
-        heads_per_group, is_fp8 = q.shape[1] // kv_layer.shape[2], kv_layer.dtype.itemsize == 1
-        architecture, dim = self._target.architecture, q.shape[2]
-        variants = {
-            prefill_config(architecture, dim, q.dtype, heads_per_group, length, is_fp8): length
-            for length in (*_SHORT_CHUNKS, MANY)
-        }
+        variants = {self._config(q, kv_layer, length): length for length in (*_SHORT_CHUNKS, MANY)}
         return list(variants.values())
+
+    def _config(self, q: Tensor, kv_layer: Tensor, longest: int) -> PrefillConfig:
+        heads_per_group, is_fp8 = q.shape[1] // kv_layer.shape[2], kv_layer.dtype.itemsize == 1
+        return prefill_config(self._target.architecture, q.shape[2], q.dtype, heads_per_group, longest, is_fp8)
 
 
 class TmaKernel:
@@ -218,7 +214,7 @@ class PromptAttention:
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
         """As `prefill_attention`, of a shape and form that were prepared."""
-        self._choices[_key(q, kv_layer, form)].kernel(q, kv_layer, layout)(q, kv_layer, layout, form, out)
+        self._choices[variant_key(q, kv_layer, form)].kernel(q, kv_layer, layout)(q, kv_layer, layout, form, out)
 
     def prepare(self, q: Tensor, kv_layer: Tensor, form: AttentionForm, empty: BatchLayout) -> None:
         """Choose kernels for such a shape and form, once, and compile what they launch; `empty`: a layout of a chunk
@@ -226,10 +222,10 @@ class PromptAttention:
 
         Raises ValueError where the kernel that is set doesn't know the form or fails.
         """
-        key = _key(q, kv_layer, form)
+        key = variant_key(q, kv_layer, form)
         if key not in self._choices:
             self._choices[key] = self._choice(q, kv_layer, form)
-            out = q.new_zeros((1, q.shape[1] * q.shape[2]))
+            out = rows_like(q[:1])
             for length in self._plain.lengths(q, kv_layer):
                 self._plain(q[:1], kv_layer, _chunk(empty, length), form, out)
             self(q[:1], kv_layer, _chunk(empty, MANY), form, out)
@@ -293,7 +289,7 @@ class PromptAttention:
             queries, kv, layout = _random_prompts(q, kv_layer, [(_least(length), prefix)])
             if not kernel.takes(queries, kv, layout):
                 return float("inf")
-            out = queries.new_empty((len(queries), q.shape[1] * q.shape[2]))
+            out = rows_like(queries)
             kernel(queries, kv, layout, form, out)
             return clock(lambda: kernel(queries, kv, layout, form, out))
         except (RuntimeError, triton.TritonError) as error:
@@ -309,7 +305,7 @@ class PromptAttention:
             queries, kv, layout = _random_prompts(q, kv_layer, lengths)
             if not kernel.takes(queries, kv, layout):
                 continue
-            out, expected = (queries.new_empty((len(queries), q.shape[1] * q.shape[2])) for _ in range(2))
+            out, expected = (rows_like(queries) for _ in range(2))
             fault = None
             try:
                 kernel(queries, kv, layout, form, out)
@@ -329,15 +325,20 @@ def _first_line(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0]
 
 
-def _key(q: Tensor, kv_layer: Tensor, form: AttentionForm) -> tuple[object, ...]:
+def variant_key(q: Tensor, kv_layer: Tensor, form: AttentionForm) -> tuple[object, ...]:
+    """Of all that decides which variants of the attention kernels are launched, but a batch's lengths."""
     return q.dtype, q.shape[1:], kv_layer.dtype, kv_layer.shape[1:], form.window, form.soft_cap, form.sinks is None
+
+
+def rows_like(q: Tensor) -> Tensor:
+    """q [T, H, D] -> [T, H * D], of any values."""
+    tokens, heads, dim = q.shape
+    return torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
 
 
 def _chunk(empty: BatchLayout, length: int) -> BatchLayout:
     """As if its longest chunk had that many tokens, of a longer context."""
-    return BatchLayout(
-        empty.positions, empty.slots, empty.query_starts, empty.context_lens, empty.block_tables, 0, length, MANY + 1
-    )
+    return replace(empty, num_decodes=0, max_query_len=length, max_context_len=MANY + 1)
 
 
 def _random_prompts(

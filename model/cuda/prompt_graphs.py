@@ -15,7 +15,8 @@ from torch import Tensor
 
 from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, make_layouts, take_drawn
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.cuda.graphs import Recorder
+from twostroke.model.captured_steps import drawn_logits
+from twostroke.model.cuda.graphs import Recorder, StagedInputs
 from twostroke.model.step import SequenceStep
 
 MOST_ROWS = 384
@@ -73,15 +74,6 @@ class _Inputs:
         self.block_tables = torch.zeros((groups, sequences, width), dtype=torch.int32, device=device, pin_memory=pinned)
 
 
-@dataclass(frozen=True)
-class _Staging:
-    """Pinned inputs of one step, and when their copy has left them."""
-
-    inputs: _Inputs
-    tables: Tensor  # int32, flat: the tables' entries in use, without what lies between them
-    copied: torch.cuda.Event
-
-
 class PromptGraphs:
     """Used on the engine's thread, on its current stream."""
 
@@ -94,24 +86,19 @@ class PromptGraphs:
         recorder: Recorder,
     ):
         """Captures all graphs, which takes as long as decode graphs do and shares their recorder's memory."""
-        self._device = kv_cache.tensors[0].device
+        device = kv_cache.tensors[0].device
         self._block_size, self._groups = kv_cache.block_size, kv_cache.groups
         self._max_context = max_context
         # The fewest rows first: whatever fits is then found at once.
         self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape))
         rows, sequences = (max(getattr(shape, name) for shape in shapes) for name in ("rows", "sequences"))
-        width, groups, pinned = -(-max_context // self._block_size), self._groups.count, self._device.type == "cuda"
+        width, groups = -(-max_context // self._block_size), self._groups.count
 
-        def staging() -> _Staging:
-            inputs = _Inputs(rows, sequences, width, groups, None, pinned)
-            tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=pinned)
-            return _Staging(inputs, tables, recorder.event())
+        def inputs(device: torch.device | None, pinned: bool) -> _Inputs:
+            return _Inputs(rows, sequences, width, groups, device, pinned)
 
-        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
-        self._staging = [staging(), staging()]
-        self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
-        self._placed = _Inputs(rows, sequences, width, groups, self._device, False)
-        self._logits = torch.empty((sequences, decoder.vocab_size), dtype=torch.float32, device=self._device)
+        self._inputs = StagedInputs(inputs, device, recorder)
+        self._logits = torch.empty((sequences, decoder.vocab_size), dtype=torch.float32, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
         self._steps = {shape: self._step(decoder, kv_cache, shape) for shape in shapes}
         with torch.inference_mode():
@@ -129,22 +116,13 @@ class PromptGraphs:
         shape = next(fitting, None)
         if shape is None or not drawing or len(steps) - singles > MOST_CHUNKS:
             return None
-        staging = self._staging[0]
-        self._staging.reverse()
-        staging.copied.synchronize()
-        width = self._fill(staging.inputs, steps, drawing, shape, singles)
-        self._placed.longs.copy_(staging.inputs.longs, non_blocking=True)
-        self._placed.ints.copy_(staging.inputs.ints, non_blocking=True)
-        # Whole tables would be megabytes.
-        sizes = self._groups.count, shape.sequences, width
-        count = sizes[0] * sizes[1] * sizes[2]
-        host, there = staging.tables[:count].view(sizes), self._tables[:count].view(sizes)
-        host.copy_(staging.inputs.block_tables[:, : shape.sequences, :width])
-        there.copy_(host, non_blocking=True)
-        self._placed.block_tables[:, : shape.sequences, :width].copy_(there)
-        staging.copied.record()
+        with self._inputs.next() as inputs:
+            width = self._fill(inputs, steps, drawing, shape, singles)
+            self._inputs.placed.longs.copy_(inputs.longs, non_blocking=True)
+            self._inputs.placed.ints.copy_(inputs.ints, non_blocking=True)
+            self._inputs.place_tables(shape.sequences, width)
         if earlier is not None:
-            take_drawn(self._placed.token_ids, steps, earlier)
+            take_drawn(self._inputs.placed.token_ids, steps, earlier)
         self._replays[shape]()
         return self._logits[: len(drawing)]
 
@@ -191,7 +169,7 @@ class PromptGraphs:
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, shape: StepShape) -> Callable[[], None]:
         """What leaves the logits of a step of a shape where all graphs do."""
-        placed, rows, sequences = self._placed, shape.rows, shape.sequences
+        placed, rows, sequences = self._inputs.placed, shape.rows, shape.sequences
         first = BatchLayout(
             positions=placed.positions[:rows],
             slots=placed.slots[0, :rows],
@@ -210,9 +188,7 @@ class PromptGraphs:
         step = StepInput(placed.token_ids[:rows], layouts, kv_cache.tensors, drawing)
 
         def compute() -> None:
-            logits = decoder.forward(step)
-            if logits is None:
-                raise ValueError("a step that draws has no logits")
+            logits = drawn_logits(decoder, step)
             # A rank that gathers none may have fewer columns.
             self._logits[:sequences, : logits.shape[1]].copy_(logits)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
+from twostroke.model import reference
 from twostroke.model.backend import Backend, KVScales
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization
@@ -47,13 +48,16 @@ def test_norms_equal_their_references(backend: Backend, rows: int, hidden: int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 48), (7, 14336), (300, 1025)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 48), (7, 1433), (33, 64), (300, 1025)])
 @pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_gate_equals_its_reference(
-    backend: Backend, activation: Activation, rows: int, width: int, dtype: torch.dtype
+    backend: Backend, quantization: Quantization, activation: Activation, rows: int, width: int, dtype: torch.dtype
 ) -> None:
-    gate_up = 4 * randn(rows, 2 * width, dtype=dtype)
-    assert_near(backend.gate(gate_up, activation), REFERENCES.gate(gate_up, activation))
+    x, weight = randn(rows, 128, dtype=dtype), randn(2 * width, 128, dtype=dtype) / 3
+    gate_up = backend.make_linear(weight, None, quantization, dtype)
+    expected = reference.gate(gate_up(x, torch.float32), activation).to(dtype)
+    assert_near(backend.gated(x, gate_up, activation), expected, 2 * RELATIVE_ERRORS[dtype])  # prompts round twice
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,6 +31,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels.elementwise import gate
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
     copy_and_digest_units,
@@ -123,7 +124,7 @@ def elementwise(capability: int) -> None:
         qkv, kv_layer = empty(tokens, (heads + 2 * groups) * head_dim), empty(4096, 2, groups, block_size, head_dim)
         for norms in (None, HeadNorms(gains(head_dim), gains(head_dim), 1e-6)):
             backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size), norms)
-        backend.gate(empty(tokens, 2 * 4 * hidden), activation)
+        gate(empty(tokens, 2 * 4 * hidden), activation)
     row_norms = RowNorms(gains(32 * 128), gains(groups * 128), ranks=1, eps=1e-6)
     qkv = empty(tokens, (32 + 2 * groups) * 128)
     backend.norm_rows(qkv, backend.square_sums(qkv, row_norms), row_norms)
@@ -246,6 +247,16 @@ def fp8_projections(capability: int) -> None:
         linear(torch.zeros((1, 4096), dtype=torch.bfloat16))
 
 
+def gated_projections(capability: int) -> None:
+    """Products of few tokens that end in the gate, of weights in every form."""
+    target, workspace = TARGETS[capability], SplitWorkspace(torch.device("cpu"))
+    weight = torch.zeros((1024, 4096), dtype=torch.bfloat16)
+    forms = [CudaLinear(form, None, target, workspace) for form in (weight, quantize(weight, 8), quantize(weight, 4))]
+    codes = QuantizedWeight(weight.to(torch.float8_e4m3fn), torch.ones((1024, 32)), 128, 8)
+    for linear in (*forms, *([Fp8CudaLinear(codes, None, target, workspace)] if target.has_fp8 else [])):
+        linear(weight[:1], activation="silu")
+
+
 def experts(capability: int) -> None:
     """Routers of several kinds; experts as they are, quantised and in MXFP4, in every tile."""
     backend, number, size, hidden = CudaBackend(TARGETS[capability]), 4, 64, 256
@@ -306,6 +317,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "projections": projections,
     "grouped_projections": grouped_projections,
     "fp8_projections": fp8_projections,
+    "gated_projections": gated_projections,
     "experts": experts,
     "sampling": sampling,
     "transfer": transfer,

@@ -204,7 +204,10 @@ class ReferenceBackend:
     square_sums = staticmethod(reference.square_sums)
     norm_rows = staticmethod(reference.norm_rows)
     attention = staticmethod(reference.attention)
-    gate = staticmethod(reference.gate)
+
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        return reference.gate(gate_up(x), activation)
+
     route = staticmethod(reference.route)
     gate_by_sigmoid = staticmethod(reference.gate_by_sigmoid)
 

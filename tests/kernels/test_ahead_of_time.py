@@ -44,14 +44,15 @@ def names(kernels: list[dict[str, Any]]) -> set[str]:
 def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
     capability: int, tmp_path: Path
 ) -> None:
-    kernels = compiled("attention", capability, tmp_path)
+    # What is spilled of decodes is stored and loaded once a row, outside the loop over its keys.
+    kernels = compiled("attention", capability, tmp_path, most_spilled=8 if capability == 80 else 0)
     paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
     by_tma = {"tma_prefill_attention_kernel"} if capability >= 90 else set()
     assert names(kernels) == paged | by_tma
     dims = {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
         assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
-    for name in names(kernels):
+    for name in names(kernels) - {"merge_segments_kernel"}:  # which knows of none
         windows = {kernel["window"] for kernel in kernels if kernel["kernel"] == name}
         assert len(windows) > 1, name
     for kernel in kernels:
@@ -72,7 +73,7 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
 def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("attention_over_fp8", capability, tmp_path, most_spilled=8)  # of heads of 256, and of a sink
+    kernels = compiled("attention_over_fp8", capability, tmp_path, most_spilled=16)  # as above, and of a sink
     attending = {"prefill_attention_kernel", "decode_attention_kernel"}
     assert names(kernels) == attending | {"merge_segments_kernel", "rope_kv_kernel"}
     for kernel in kernels:
@@ -150,6 +151,17 @@ def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capabil
     kernels = compiled("grouped_projections", capability, tmp_path)
     products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_gemm_kernel"]
     assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
+    assert all(kernel["async_copies"] for kernel in products)
+    assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
+
+
+@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
+def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("gated_projections", capability, tmp_path)
+    products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
+    # Of prompts the gate is a launch of its own.
+    assert {kernel["kernel"] for kernel in kernels} >= {"gemm_kernel", "gate_kernel"}
+    assert {kernel["block_t"] for kernel in products} >= {16, 32, 64}
     assert all(kernel["async_copies"] for kernel in products)
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 

@@ -16,6 +16,7 @@ from twostroke.model.cuda.kernels.attention import (
     prefill_config,
 )
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, Architecture, Target
+from twostroke.model.cuda.kernels.segments import SplitConfig
 from twostroke.model.cuda.kernels.tma_prefill import (
     LEAST_QUERY_LEN,
     TmaPrefillConfig,
@@ -50,6 +51,12 @@ def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = to
     config = tma_prefill_config(target, dim, dtype, block_size, 4096)
     assert config is not None
     return config
+
+
+def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeConfig:
+    """Of the contexts that the layout may have."""
+    steps = -(-min(case.layout.max_context_len, case.form.window or 1 << 20) // block_n) + 1
+    return DecodeConfig(block_n, num_warps=4, num_stages=2, split=SplitConfig(programs, steps))
 
 
 PLAIN = PrefillConfig(16, 16, num_warps=4, num_stages=2)
@@ -170,11 +177,11 @@ def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillConfig | 
 
 
 @WINDOWS
-@pytest.mark.parametrize(("block_size", "block_n", "segments"), [(16, 32, 1), (16, 32, 3), (64, 16, 3)])
-def test_decodes_see_windows_of_any_length(segments: int, block_size: int, block_n: int, window: int) -> None:
+@pytest.mark.parametrize(("block_size", "block_n", "programs"), [(16, 32, 1), (16, 32, 3), (64, 16, 3)])
+def test_decodes_see_windows_of_any_length(programs: int, block_size: int, block_n: int, window: int) -> None:
     lengths = [(1, context) for context in (1, 37, 64, 65, 200)]
     case = paged_case(lengths, heads=2, groups=1, dim=16, block_size=block_size, window=window)
-    check(case, DecodeConfig(block_n, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, decodes_of(case, programs, block_n))
 
 
 @pytest.mark.parametrize("config", [WIDE, BY_TMA], ids=["plain", "tma"])
@@ -187,12 +194,12 @@ def test_prefill_caps_scores_and_counts_sinks(form: dict[str, Any], config: Pref
 
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_decodes_cap_scores_and_count_sinks_once(segments: int, dtype: torch.dtype, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decodes_cap_scores_and_count_sinks_once(programs: int, dtype: torch.dtype, form: dict[str, Any]) -> None:
     case = paged_case([(1, 1), (1, 75), (1, 30)], heads=6, groups=2, dim=16, dtype=dtype, **form)
     case.q.mul_(4)
     case.layout.context_lens[2] = 0
-    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, decodes_of(case, programs))
 
 
 def test_a_cap_holds_where_its_exponential_would_overflow() -> None:
@@ -203,7 +210,7 @@ def test_a_cap_holds_where_its_exponential_would_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("query_len", "config"),
-    [(64, WIDE), (64, BY_TMA), (1, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=2))],
+    [(64, WIDE), (64, BY_TMA), (1, DecodeConfig(16, num_warps=4, num_stages=2, split=SplitConfig(2, 8)))],
     ids=["plain", "tma", "decode"],
 )
 def test_a_windows_work_does_not_grow_with_the_context(
@@ -231,45 +238,45 @@ def test_a_windows_work_does_not_grow_with_the_context(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, segments: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, programs: int, dtype: torch.dtype) -> None:
     case = paged_case([(1, 1), (1, 75)], dim=dim, dtype=dtype)
-    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, decodes_of(case, programs))
 
 
 @pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
-@pytest.mark.parametrize("segments", [1, 2, 7])
+@pytest.mark.parametrize("programs", [1, 2, 7])
 def test_decode_attention_is_right_at_the_edges_of_blocks_and_segments(
-    block_size: int, block_n: int, segments: int
+    block_size: int, block_n: int, programs: int
 ) -> None:
-    edges = (1, block_size - 1, block_size, block_size + 1, 2 * block_n * segments, 2 * block_n * segments + 1)
+    edges = (1, block_size - 1, block_size, block_size + 1, 2 * block_n * programs, 2 * block_n * programs + 1)
     case = paged_case([(1, context) for context in edges], heads=2, groups=1, dim=16, block_size=block_size)
-    check(case, DecodeConfig(block_n, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, decodes_of(case, programs, block_n))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (33, 1)])
 def test_decode_attention_packs_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
     case = paged_case([(1, 40), (1, 3)], heads=heads, groups=groups, dim=16)
-    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=2))
+    check(case, decodes_of(case, 2))
 
 
 def test_decode_attention_merges_more_segments_than_one_step_of_the_merge() -> None:
     case = paged_case([(1, 600), (1, 17), (1, 320)], heads=1, groups=1, dim=16)
-    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=37))
+    check(case, decodes_of(case, 37))
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-def test_decode_attention_gives_zeros_for_an_empty_context(segments: int) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decode_attention_gives_zeros_for_an_empty_context(programs: int) -> None:
     case = paged_case([(1, 20), (1, 30)])
     case.layout.context_lens[1] = 0
-    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, decodes_of(case, programs))
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-def test_decodes_neither_overflow_on_large_scores_nor_lose_the_largest(segments: int) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_decodes_neither_overflow_on_large_scores_nor_lose_the_largest(programs: int) -> None:
     case = paged_case([(1, 50), (1, 33)])
     case.q.mul_(1000)
-    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, decodes_of(case, programs))
 
 
 def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -> None:
@@ -278,26 +285,38 @@ def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -
     assert prefill_config(Architecture.HOPPER, 128, torch.bfloat16, 200, 16).block_m == 256
 
 
-def test_contexts_are_split_until_all_multiprocessors_are_about_equally_busy() -> None:
-    def segments(target: Target, sequences: int, context: int) -> int:
-        return decode_config(target, 128, torch.bfloat16, 8, sequences, context).num_segments
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("lengths", [(700, 9, 1, 30, 17), (3, 0, 300, 301, 0), (16,) * 5], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decodes_of_skewed_lengths_equal_the_reference(
+    lengths: tuple[int, ...], window: int, dtype: torch.dtype
+) -> None:
+    case = paged_case([(1, max(1, length)) for length in lengths], dim=16, dtype=dtype, window=window, has_sinks=True)
+    case.layout.context_lens.copy_(torch.tensor(lengths))
+    check(case, decodes_of(case, 3))
 
-    assert segments(H100, 1, 100) == 1
-    assert segments(H100, 1, 16384) == 32  # 256 programs at once, of the 264 that fit
-    assert segments(H100, 1, 1024) == 8  # no less than two steps each
-    assert segments(H100, 8, 16384) == 4
-    assert segments(H100, 32, 16384) == 1
-    assert segments(H100, 40, 16384) == 3  # 320 programs would fill one wave and a fifth of a second
-    assert segments(H100, 64, 16384) == 1
-    assert segments(H100, 500, 16384) == 1
-    assert segments(A100, 1, 131072) == 26
+
+def test_decodes_of_more_rows_than_a_program_looks_at_at_once_equal_the_reference() -> None:
+    lengths = [(1, 1 + 7 * row % 40) for row in range(270)]
+    lengths[3] = lengths[265] = (1, 190)
+    case = paged_case(lengths, heads=1, groups=1, dim=16, block_size=32)
+    check(case, decodes_of(case, 40))
+
+
+def test_a_step_whose_contexts_grow_needs_no_other_launch() -> None:
+    """A captured graph's launch is for the longest contexts to come, and their lengths are on the device."""
+    case = paged_case([(1, 400), (1, 300), (1, 200)], heads=2, groups=1, dim=16)
+    config = decodes_of(case, 5)
+    for lengths in ((1, 1, 1), (30, 300, 1), (400, 2, 0), (400, 300, 200)):
+        case.layout.context_lens.copy_(torch.tensor(lengths))
+        check(case, config)
 
 
 def test_heads_wider_than_the_tables_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim 512"):
         prefill_config(Architecture.AMPERE, 512, torch.bfloat16, 1, 16)
     with pytest.raises(ValueError, match="head_dim 512"):
-        decode_config(H100, 512, torch.bfloat16, 1, 1, 16)
+        decode_config(H100, 512, torch.bfloat16, 1, 16)
 
 
 def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> None:
@@ -371,7 +390,9 @@ def test_tma_prefills_steps_are_as_long_as_blocks_and_shared_memory_allow() -> N
 @pytest.mark.parametrize("as_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "config", [PLAIN, DecodeConfig(16, 4, 2, 1), DecodeConfig(16, 4, 2, 3)], ids=["prefill", "decode", "segments"]
+    "config",
+    [PLAIN, DecodeConfig(16, 4, 2, SplitConfig(1, 8)), DecodeConfig(16, 4, 2, SplitConfig(3, 8))],
+    ids=["prefill", "decode", "segments"],
 )
 def test_a_cache_in_fp8_is_read_as_the_numbers_it_holds(
     config: PrefillConfig | DecodeConfig, dtype: torch.dtype, as_bits: bool

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
+from triton.runtime.interpreter import GridExecutor
 
 from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layout, paged_case
 from tests.model.conftest import make_decoder
@@ -22,6 +23,7 @@ from twostroke.model.cuda import prompt_attention
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.attention import DecodeConfig
 from twostroke.model.cuda.kernels.launch import A100, H100
+from twostroke.model.cuda.kernels.segments import SplitConfig
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -111,16 +113,16 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
     assert launched == at_first
 
 
-@pytest.mark.parametrize(("window", "segments"), [(0, 32), (1024, 8), (1 << 20, 32), (100, 1)])
+@pytest.mark.parametrize(("window", "steps"), [(0, 257), (1024, 17), (1 << 20, 257), (100, 3)])
 def test_decodes_are_split_by_the_keys_that_a_window_leaves(
-    window: int, segments: int, monkeypatch: pytest.MonkeyPatch
+    window: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[DecodeConfig] = []
     monkeypatch.setattr(cuda_backend, "decode_attention", lambda *arguments: configs.append(arguments[-1]))
     case = paged_case([(1, 5)], heads=8, groups=8, dim=128, dtype=torch.float16)
     layout = replace(case.layout, max_context_len=16384)
     CudaBackend(H100).attention(case.q, case.kv_layer, layout, AttentionForm(1.0, window))
-    assert configs[-1].num_segments == segments
+    assert configs[-1].split == SplitConfig(264 // 8, steps)
 
 
 GEMMA2 = {
@@ -173,6 +175,31 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(
     logits, caches = run(CudaBackend(A100))
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(caches, expected_caches, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_of_a_decode_step_is_nine_launches(
+    write_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, num_blocks = make_layout([(1, 40), (1, 7)], block_size=16)
+    cache = torch.zeros((2, num_blocks, 2, 2, 16, 8))
+    rows = torch.arange(2)
+    step = StepInput(torch.tensor([3, 4]), [replace(layout, max_context_len=128)], list(cache), Drawing(rows, rows))
+    decoder, _ = make_decoder(
+        write_checkpoint(num_hidden_layers=2), CudaBackend(A100), num_blocks=1, block_size=16, max_context=128
+    )
+    decoder.forward(step)  # compiles
+    launched: list[str] = []
+    run = GridExecutor.__call__
+
+    def count(self: GridExecutor, *arguments: Any, **options: Any) -> None:
+        launched.append(self.fn.__name__.removesuffix("_kernel"))
+        run(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", count)
+    decoder.forward(step)
+    attention = ["gemm", "rope_kv", "decode_attention", "merge_segments", "gemm", "rms_norm"]
+    layer = [*attention, "gemm", "gemm", "rms_norm"]
+    assert launched == ["vocab_embedding", "rms_norm", *layer, *layer, "gemm"]
 
 
 def test_the_bf16_of_these_tests_refuses_arithmetic_that_the_interpreter_gets_wrong() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import assert_close
+from twostroke.model import reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens, quantize_tokens_reference
@@ -77,6 +78,15 @@ def test_products_equal_their_reference(tokens: int, rows: int, columns: int, is
         # In fp32 the order of sums is another.
         torch.testing.assert_close(actual, expected, rtol=1.6e-2 if out_dtype == torch.bfloat16 else 1e-4, atol=1e-3)
     assert not workspace.arrived.any()
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_product_ends_in_the_gate_of_its_halves(is_grouped: bool, tokens: int) -> None:
+    x, weight = activations(tokens, 272, torch.bfloat16), make_weight(2 * 21, 272, is_grouped)
+    actual = Fp8CudaLinear(weight, None, H100, SplitWorkspace(CPU))(x, activation="silu")
+    expected = reference.gate(fp8_linear_reference(x, pack_fp8(weight), None, torch.float32), "silu")
+    assert_close(actual, expected.bfloat16(), scale=4)
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])

@@ -2,14 +2,16 @@
 
 import itertools
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import TOLERANCES, assert_close
+from twostroke.model import reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
+from twostroke.model.config import Activation
 from twostroke.model.cuda.backend import CudaLinear
 from twostroke.model.cuda.kernels.gemm import (
     Bits,
@@ -52,6 +54,21 @@ def test_gemm_equals_its_reference(tokens: int, rows: int, columns: int, bits: B
     for b, out_dtype in ((None, dtype), (bias, torch.float32)):
         actual = gemm(x, weight, b, out_dtype, SplitWorkspace(x.device), SMALL)
         assert_close(actual, linear_reference(x, weight, b, out_dtype), scale=2)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(("tokens", "width", "columns"), [(1, 1, 128), (5, 8, 160), (16, 21, 256), (3, 40, 128)])
+def test_a_product_ends_in_the_gate_of_its_halves(
+    tokens: int, width: int, columns: int, activation: Activation, bits: Bits, splits: int
+) -> None:
+    x, weight, bias = case(tokens, 2 * width, columns, bits, torch.bfloat16)
+    config = replace(SMALL, block_n=32, splits=splits)
+    for b in (None, bias):
+        actual = gemm(x, weight, b, x.dtype, SplitWorkspace(x.device), config, activation=activation)
+        expected = reference.gate(linear_reference(x, weight, b, torch.float32), activation).to(x.dtype)
+        assert_close(actual, expected, scale=2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -184,7 +201,7 @@ def test_unquantised_linears_of_many_tokens_are_torchs() -> None:
 def test_the_first_call_compiles_every_tile(bits: Literal[8, 4], monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[int, torch.dtype]] = []
 
-    def launch(x: Tensor, *arguments: object) -> Tensor:
+    def launch(x: Tensor, *arguments: object, activation: Activation | None) -> Tensor:
         *_, out_dtype, _, config = arguments
         launched.append((config.block_t, out_dtype))
         return torch.zeros(len(x), 8)
@@ -195,3 +212,16 @@ def test_the_first_call_compiles_every_tile(bits: Literal[8, 4], monkeypatch: py
         launched.clear()
         linear(torch.zeros(3, 128, dtype=torch.bfloat16), out_dtype)
         assert launched == [(block_t, out_dtype) for block_t in (16, 32, 64, 128, 256, 16)]
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_the_first_gate_compiles_what_prompts_need_too(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    for name in ("gemm", "elementwise.gate"):
+        monkeypatch.setattr(f"twostroke.model.cuda.backend.{name}", lambda *args, **options: launched.append(options))
+    weight = torch.zeros(8, 128, dtype=torch.bfloat16)
+    linear = CudaLinear(weight if bits == 16 else quantize(weight, bits), None, H100, SplitWorkspace(weight.device))
+    linear(weight[:3], activation="silu")
+    fused, products, gates = {"activation": "silu"}, {"activation": None}, {}
+    prompts = [gates] if bits == 16 else [products, gates, products, gates]
+    assert launched == [fused, fused, fused, *prompts, fused]

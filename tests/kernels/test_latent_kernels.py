@@ -29,6 +29,16 @@ def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, target: Targ
     check(latent_case([(1, 1), (1, 16), (1, 150), (3, 3), (20, 50)], dtype=dtype), target)
 
 
+@pytest.mark.parametrize("lengths", [(500, 9, 1, 30, 17), (3, 0, 300, 200, 0), (64,) * 5, (260,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decodes_of_skewed_lengths_and_padding_rows_equal_the_reference(
+    lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    case = latent_case([(1, max(1, length)) for length in lengths], dtype=dtype)
+    case.layout.context_lens.copy_(torch.tensor(lengths))
+    check(case, SMALL)
+
+
 @pytest.mark.parametrize("shape", [{"heads": 20}, {"rank": 40, "rotary": 8, "key": 13, "value": 70, "block_size": 5}])
 def test_heads_of_any_number_and_width(shape: dict[str, Any]) -> None:
     check(latent_case([(1, 70), (9, 40)], **shape), SMALL)

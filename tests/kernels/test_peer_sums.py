@@ -1,9 +1,7 @@
 """Sums over peers' memory: ranks are processes here, which wait for each other over memory that they share."""
 
-import os
-import signal
-import time
 from collections.abc import Callable
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -22,29 +20,16 @@ def shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def together(size: int, run: Callable[[int], None]) -> None:
     """Each rank in a process of its own, until all have ended well."""
-    pids = []
-    for rank in range(size):
-        if (pid := os.fork()) == 0:
-            code = 1
-            try:
-                run(rank)
-                code = 0
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    left, deadline = set(pids), time.monotonic() + 90
-    codes = []
-    while left and time.monotonic() < deadline:
-        for pid in list(left):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                left.remove(pid)
-                codes.append(os.waitstatus_to_exitcode(status))
-        time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert codes == [0] * size, f"{len(left)} ranks hang"
+    ranks = [get_context("fork").Process(target=run, args=(rank,)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    hanging = [process for process in ranks if process.is_alive()]
+    for process in hanging:
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * size, f"{len(hanging)} ranks hang"
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -62,8 +47,8 @@ def test_every_rank_has_the_sum_of_all_with_the_residual_added_and_normed(size: 
         sums = PeerSums(memories[rank], [memory.data_ptr() for memory in memories], rank, HIDDEN, dtype)
         sums._turns.fill_(2**31 - 3)  # turns wrap
         for i in range(len(ROWS)):
-            if rank == size - 1:
-                time.sleep(0.05)  # the others come first, and must wait
+            while rank == size - 1 and not (sums._flags[0, :rank] == sums._turns[0] + 1).all():
+                pass  # the others come first, and must wait
             assert sums.takes(xs[rank][i])
             out, total = sums.sum_add_norm(xs[rank][i], residuals[i].clone(), weight, EPS)
             outs[rank][i].copy_(out)

@@ -4,6 +4,7 @@ A graph here is the function itself, over the memory that a captured one would r
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from twostroke.protocol.requests import ReadingParams, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
+SMALL = replace(H100, multiprocessors=4)  # so that the interpreter has few programs to run
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 16, 24, 96
 GREEDY = SamplingParams(temperature=0.0)
 SHAPES = [StepShape(4, 32), StepShape(0, 32)]
@@ -70,7 +72,7 @@ BATCHES = {
 
 def made(folder: Any, **options: Any) -> tuple[Decoder, KVCache]:
     return make_decoder(
-        folder, CudaBackend(H100), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_context=MAX_CONTEXT, **options
+        folder, CudaBackend(SMALL), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_context=MAX_CONTEXT, **options
     )
 
 

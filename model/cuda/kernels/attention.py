@@ -2,10 +2,8 @@
 
 Chunks: variable lengths, cached prefixes, grouped query heads.
 
-Decodes: each context is split into segments that run at once. One program reads one segment of one KV group for all the
-query heads that share it; a second kernel merges the segments (split-KV, as in Flash-Decoding: Dao et al. 2023). The
-number of segments is a function of shapes, and each segment's length is found on the device: the grid stays the same
-while contexts grow, so a captured graph stays valid.
+Decodes: contexts are split into segments that run at once (segments.py). One program reads a segment of one KV group
+for all the query heads that share it; a second kernel merges the segments.
 
 q [T, H, D], out [T, H * D] and kv_layer [num_blocks, 2, G, block_size, D] are contiguous. Contexts count this step's
 own tokens, whose KV is in the cache by now; entries of block tables past a context are not read. A cache in FP8 is
@@ -34,6 +32,14 @@ from twostroke.model.cuda.kernels.launch import (
     dot_precision,
     padded_head,
     power_of_two,
+)
+from twostroke.model.cuda.kernels.segments import (
+    SplitConfig,
+    make_partials,
+    merge_segments,
+    part_of,
+    segment_of,
+    split_config,
 )
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -346,7 +352,7 @@ class DecodeConfig:
     block_n: int  # keys a loop step
     num_warps: int
     num_stages: int
-    num_segments: int  # at most MOST_SEGMENTS; 1 writes the result without the merging kernel
+    split: SplitConfig
 
 
 # For 16-bit types, by architecture and padded head dimension; the least sufficient row wins: keys a step, warps,
@@ -362,54 +368,22 @@ _DECODE: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
 }
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
 _FP32_DECODE = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
-PROGRAMS_PER_MULTIPROCESSOR = 2
-_MOST_WAVES = 4  # of programs; more segments would even out little more, and each starts with a wait for memory
-_NEARLY = 1.05  # as good as the best, if it takes fewer segments
-MOST_SEGMENTS = 128
-_LEAST_SEGMENT_STEPS = 2  # a shorter segment costs more in the merge than it saves
-MERGE_SEGMENTS = 16  # segments a step of the merging kernel
 
 
-def decode_config(
-    target: Target, head_dim: int, dtype: torch.dtype, groups: int, num_sequences: int, max_context_len: int
-) -> DecodeConfig:
-    """The table's row for a batch, and the number of segments. Raises ValueError for too wide heads.
+def decode_config(target: Target, head_dim: int, dtype: torch.dtype, groups: int, max_context_len: int) -> DecodeConfig:
+    """The table's row for a batch. Raises ValueError for too wide heads.
 
     `max_context_len`: the most keys that a sequence reads, so a window's where that is shorter.
     """
     table = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     for widest, (block_n, warps, stages) in table:
         if head_dim <= widest:
-            at_once = target.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-            useful = min(max_context_len // (block_n * _LEAST_SEGMENT_STEPS), MOST_SEGMENTS)
-            return DecodeConfig(block_n, warps, stages, num_segments(num_sequences * groups, at_once, useful))
+            return DecodeConfig(block_n, warps, stages, split_config(target, groups, max_context_len, block_n))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 
-def num_segments(programs: int, at_once: int, useful: int) -> int:
-    """How far to split contexts, at most `useful`: the fewest segments that take nearly the least time.
-
-    `programs` run for each segment, `at_once` in a wave. Waves follow each other, and each takes the time of a segment:
-    320 programs on 264 places would take two whole contexts' time, while split by 3 they take 4 waves of a third.
-    """
-    candidates = range(1, max(1, min(useful, at_once * _MOST_WAVES // programs)) + 1)
-    times = {segments: math.ceil(programs * segments / at_once) / segments for segments in candidates}
-    enough = min(times.values()) * _NEARLY
-    return next(segments for segments, time in times.items() if time <= enough)
-
-
-@triton.jit
-def segments_of(context_len, num_segments, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(the key where a sequence's first segment begins, keys of each segment): whole steps, at least one."""
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-    per_segment = (context_len - begin + num_segments - 1) // num_segments
-    return begin, tl.maximum((per_segment + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
-
-
-# As for prefill: nothing that changes from step to step, nor the number of segments, may cause a compilation.
-@triton.jit(do_not_specialize=["context_lens", "block_tables", "sinks", "table_stride"])
+# As for prefill: nothing that changes from step to step may cause a compilation.
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "sinks", "table_stride", "num_rows"])
 def decode_attention_kernel(
     q,
     kv_layer,
@@ -419,6 +393,7 @@ def decode_attention_kernel(
     out,
     partial_out,
     partial_log_sums,
+    splits,
     scale_log2,
     value_scale,
     token_stride,
@@ -427,6 +402,7 @@ def decode_attention_kernel(
     kind_stride,
     head_stride,
     table_stride,
+    num_rows,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -434,104 +410,60 @@ def decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a KV group, a segment and a sequence; its rows are the group's heads.
+    """Programs (KV group, equal part of all contexts); rows are the group's heads.
 
-    Without SPLIT there is one segment, and the result goes to out. With it, the segment's own softmax average goes to
-    partial_out [B, H, segments, D] and the base-2 logarithm of its sum to partial_log_sums [B, H, segments]; segments
-    past the context write neither.
+    The result of a row's only segment goes to out. Of several, each one's own softmax average goes to partial_out
+    [segments, H, D] and the base-2 logarithm of its sum to partial_log_sums [segments, H]; splits as in Partials.
     """
     group = tl.program_id(0)
-    segment = tl.program_id(1)
-    num_segments = tl.num_programs(1)
-    sequence = tl.program_id(2).to(tl.int64)
-    context_len = tl.load(context_lens + sequence)
-    first, length = segments_of(context_len, num_segments, WINDOW, BLOCK_N)
-    begin = first + segment * length
-    if SPLIT and begin >= context_len:
-        return
-    end = tl.minimum(begin + length, context_len)
-    block_table = block_tables + sequence * table_stride
+    program = tl.program_id(1)
+    share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), WINDOW, BLOCK_N)
     k_head = kv_layer + group.to(tl.int64) * head_stride
-
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM_PADDED)
     heads = group * HEADS_PER_GROUP + rows
     inside = (rows < HEADS_PER_GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     in_token = heads[:, None] * HEAD_DIM + dims[None, :]
-    q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
-    last = tl.zeros([BLOCK_M], tl.int32) + context_len - 1
-    best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
-    if sinks is not None:
-        # Among the first segment's keys: once.
-        sink = tl.load(sinks + heads, mask=rows < HEADS_PER_GROUP, other=0.0) * _LOG2_E
-        best = tl.where(segment == 0, sink, best)
-        total = tl.where(segment == 0, 1.0, total)
-    # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
-    for start in range(begin, end, BLOCK_N):
-        best, total, acc = attend_tile(
-            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len - WINDOW, context_len, last,
-            scale_log2, best, total, acc, True, WINDOW, SOFT_CAP, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N,
-            PRECISION,
-        )  # fmt: skip
-    # An empty context (a padding row of a captured graph) gives zeros.
-    acc = acc * value_scale / tl.where(total > 0.0, total, 1.0)[:, None]
-    if SPLIT:
-        partial = (sequence * NUM_HEADS + heads) * num_segments + segment
-        tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
-        tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
-    else:
-        tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["context_lens", "num_segments"])
-def merge_segments_kernel(
-    partial_out,
-    partial_log_sums,
-    context_lens,
-    out,
-    out_stride,
-    num_segments,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MOST_SEGMENTS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """One program a head and a sequence: the segments' averages, weighted by their sums, to out [B, H * D]."""
-    head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    context_len = tl.load(context_lens + sequence)
-    begin, length = segments_of(context_len, num_segments, WINDOW, BLOCK_N)
-    used = (context_len - begin + length - 1) // length
-    partial = (sequence * NUM_HEADS + head) * num_segments
-    segments = tl.arange(0, MOST_SEGMENTS)
-    log_sums = tl.load(partial_log_sums + partial + segments, mask=segments < used, other=float("-inf"))
-    # Without any segment the maximum is -inf; a finite stand-in makes all weights 0 instead of NaN.
-    best = tl.maximum(tl.max(log_sums, axis=0), -1.0e30)
-    total = tl.sum(tl.exp2(log_sums - best), axis=0)
-    dims = tl.arange(0, HEAD_DIM_PADDED)
-    real = dims < HEAD_DIM
-    acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
-    for first in range(0, used, STEP):
-        some = first + tl.arange(0, STEP)
-        weights = tl.exp2(tl.load(partial_log_sums + partial + some, mask=some < used, other=float("-inf")) - best)
-        values = tl.load(
-            partial_out + (partial + some)[:, None] * HEAD_DIM + dims[None, :],
-            mask=(some < used)[:, None] & real[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(weights[:, None] * values, axis=0)
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + sequence * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=real)
+    for _ in tl.range(row, end_row, num_stages=1):
+        sequence = row.to(tl.int64)
+        context_len = tl.load(context_lens + sequence)
+        begin, end, first_program, segments, steps = segment_of(context_len, row_start, program, share, WINDOW, BLOCK_N)
+        is_first = program == first_program
+        if is_first & (group == 0):
+            tl.store(splits + 2 * sequence, row + program)
+            tl.store(splits + 2 * sequence + 1, segments)
+        row_start += steps
+        block_table = block_tables + sequence * table_stride
+        q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
+        last = tl.zeros([BLOCK_M], tl.int32) + context_len - 1
+        best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+        if sinks is not None:
+            # Among the first segment's keys: once.
+            sink = tl.load(sinks + heads, mask=rows < HEADS_PER_GROUP, other=0.0) * _LOG2_E
+            best = tl.where(is_first, sink, best)
+            total = tl.where(is_first, 1.0, total)
+        # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
+        for start in range(begin, end, BLOCK_N):
+            best, total, acc = attend_tile(
+                q_tile, k_head, block_table, kind_stride, block_stride, start, context_len - WINDOW, context_len, last,
+                scale_log2, best, total, acc, True, WINDOW, SOFT_CAP, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N,
+                PRECISION,
+            )  # fmt: skip
+        # An empty context (a padding row of a captured graph) gives zeros.
+        acc = acc * value_scale / tl.where(total > 0.0, total, 1.0)[:, None]
+        if segments > 1:
+            partial = ((row + program) * NUM_HEADS + heads).to(tl.int64)
+            tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+            tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
+        else:
+            tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
+        row += 1
 
 
 def decode_attention(
@@ -540,25 +472,17 @@ def decode_attention(
     """As in model/reference.py for the layout's decodes, whose rows come first; zeros for an empty context."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
-    sequences, segments = layout.num_decodes, config.num_segments
+    sequences, split = layout.num_decodes, config.split
     heads_per_group = heads // groups
-    if segments > 1:
-        partial_out = torch.empty((sequences, heads, segments, dim), dtype=torch.float32, device=q.device)
-        partial_log_sums = torch.empty((sequences, heads, segments), dtype=torch.float32, device=q.device)
-    else:
-        partial_out = partial_log_sums = out  # not touched
-    decode_attention_kernel[(groups, segments, sequences)](
-        q, kv_layer, layout.context_lens, layout.block_tables, form.sinks, out, partial_out, partial_log_sums,
-        form.cached_scale * LOG2_E, form.kv_scales.value,
-        q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0),
+    partials = make_partials(split, sequences, heads, dim, q.device)
+    decode_attention_kernel[(groups, split.programs_for(sequences))](
+        q, kv_layer, layout.context_lens, layout.block_tables, form.sinks, out, partials.out, partials.log_sums,
+        partials.splits, form.cached_scale * LOG2_E, form.kv_scales.value,
+        q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0), sequences,
         NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
-        SPLIT=segments > 1, WINDOW=form.window, SOFT_CAP=form.soft_cap, PRECISION=dot_precision(q.dtype),
+        WINDOW=form.window, SOFT_CAP=form.soft_cap, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if segments > 1:
-        merge_segments_kernel[(heads, sequences)](
-            partial_out, partial_log_sums, layout.context_lens, out, out.stride(0), segments,
-            NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
-            WINDOW=form.window, MOST_SEGMENTS=MOST_SEGMENTS, STEP=MERGE_SEGMENTS, num_warps=4,
-        )  # fmt: skip
+    if split.may_split:
+        merge_segments(partials, out, out.stride(0))

@@ -9,17 +9,15 @@
 All tensors are contiguous.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
-from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
+from twostroke.model.config import Activation
 from twostroke.model.cuda.kernels.fp8 import rounded
-from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight
+from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight, activate
 from twostroke.model.cuda.kernels.launch import power_of_two
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
@@ -28,8 +26,6 @@ _MOST_ROW_WARPS = 16
 _BLOCK = 1024  # elements a program: 8 a lane at 4 warps, one 16-byte access of a 16-bit type
 _BLOCK_WARPS = 4
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
-_GLU_ALPHA, _GLU_LIMIT = tl.constexpr(GLU_ALPHA), tl.constexpr(GLU_LIMIT)
-_TWO_SQRT_2_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 
 
 @triton.jit
@@ -158,26 +154,6 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
             logits, cap, WIDTH=width, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS
         )
     return logits
-
-
-@triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up, of fp32. All activations are gate * sigmoid(x): SiLU's x is the gate itself.
-
-    GELU by its approximation with tanh: 0.5 (1 + tanh(u)) = sigmoid(2 u).
-    """
-    x = gate
-    if ACTIVATION == "gelu_tanh":
-        x = _TWO_SQRT_2_PI * gate * (1.0 + 0.044715 * gate * gate)
-    if ACTIVATION == "clamped":
-        # By comparisons, which leave a NaN what it is.
-        gate = tl.where(gate > _GLU_LIMIT, _GLU_LIMIT, gate)
-        up = tl.where(up > _GLU_LIMIT, _GLU_LIMIT, tl.where(up < -_GLU_LIMIT, -_GLU_LIMIT, up)) + 1.0
-        x = gate * _GLU_ALPHA
-    # Of both signs the exponential that can't overflow.
-    shrunk = tl.exp(-tl.abs(x))
-    sigmoid = tl.where(x >= 0, 1.0, shrunk) / (1.0 + shrunk)
-    return gate * sigmoid * up
 
 
 @triton.jit

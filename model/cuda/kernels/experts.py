@@ -16,8 +16,7 @@ from torch import Tensor
 
 from twostroke.model.backend import Chosen
 from twostroke.model.config import Activation, Routing
-from twostroke.model.cuda.kernels.elementwise import activate
-from twostroke.model.cuda.kernels.gemm import load_x
+from twostroke.model.cuda.kernels.gemm import activate, load_x
 from twostroke.model.cuda.kernels.grouped_gemm import GroupedWeight, load_weights
 from twostroke.model.cuda.kernels.launch import dot_precision, power_of_two
 

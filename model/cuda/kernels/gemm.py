@@ -32,6 +32,7 @@ for each FP8_GROUP columns of it, which multiplies that step's sums. Steps are a
 itself keeps some 14 bits of sums of FP8 (DeepSeek-AI 2024, V3, 3.3.2).
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -43,6 +44,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight
+from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
 from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
 
@@ -325,6 +327,8 @@ def fp8_linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, o
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
 _NIBBLE_ZERO = tl.constexpr(NIBBLE_ZERO)
 _MOST_TOKENS = tl.constexpr(MOST_TOKENS)
+_TWO_SQRT_2_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
+_GLU_ALPHA, _GLU_LIMIT = tl.constexpr(GLU_ALPHA), tl.constexpr(GLU_LIMIT)
 _TILES_TOGETHER = tl.constexpr(8)  # of tokens, beside one another, so that they find a tile of the weight in the cache
 
 
@@ -344,6 +348,26 @@ def load_x(x_rows, real, columns, num_columns, WHOLE_STEPS: tl.constexpr):
         return tl.load(x_rows + columns[:, None], mask=real, other=0.0)
     else:
         return tl.load(x_rows + columns[:, None], mask=real & (columns < num_columns)[:, None], other=0.0)
+
+
+@triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up, of fp32. All activations are gate * sigmoid(x): SiLU's x is the gate itself.
+
+    GELU by its approximation with tanh: 0.5 (1 + tanh(u)) = sigmoid(2 u).
+    """
+    x = gate
+    if ACTIVATION == "gelu_tanh":
+        x = _TWO_SQRT_2_PI * gate * (1.0 + 0.044715 * gate * gate)
+    if ACTIVATION == "clamped":
+        # By comparisons, which leave a NaN what it is.
+        gate = tl.where(gate > _GLU_LIMIT, _GLU_LIMIT, gate)
+        up = tl.where(up > _GLU_LIMIT, _GLU_LIMIT, tl.where(up < -_GLU_LIMIT, -_GLU_LIMIT, up)) + 1.0
+        x = gate * _GLU_ALPHA
+    # Of both signs the exponential that can't overflow.
+    shrunk = tl.exp(-tl.abs(x))
+    sigmoid = tl.where(x >= 0, 1.0, shrunk) / (1.0 + shrunk)
+    return gate * sigmoid * up
 
 
 # The number of tokens changes from step to step: specialised on it, the kernel would be compiled again while serving.
@@ -371,6 +395,7 @@ def gemm_kernel(
     SCALE_GROUP: tl.constexpr,
     FP8: tl.constexpr,
     SCALES_STEPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
 
@@ -381,6 +406,9 @@ def gemm_kernel(
     In four bits a step is BLOCK_K / 2 bytes, half of its columns of each of a block's two scale groups. Where tokens
     are few, each half is multiplied for itself, and its sums by the row's scale: less work than to scale its weights.
     Else the scaled weights of both halves are multiplied at once.
+
+    With an ACTIVATION the weight's first half are rows of gates, and y has `activate` of each with its row of the
+    other half. A tile has both by turns of eight, which a thread of the matrix instruction holds the sums of.
     """
     split = tl.program_id(0)
     if BITS == 16:  # of no more tokens than one tile has
@@ -392,9 +420,18 @@ def gemm_kernel(
         token_tile, tile = tl.swizzle2d(
             program // row_tiles, program % row_tiles, token_tiles, row_tiles, _TILES_TOGETHER
         )
-    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes_n = tl.arange(0, BLOCK_N)
+    if ACTIVATION is None:
+        rows = tile * BLOCK_N + lanes_n
+        real_row = rows < num_rows
+        real_rows = tl.minimum(rows, num_rows - 1)
+    else:
+        width = num_rows // 2
+        pair = tile * (BLOCK_N // 2) + lanes_n // 16 * 8 + lanes_n % 8
+        real_row = pair < width
+        rows = pair + lanes_n // 8 % 2 * width
+        real_rows = tl.minimum(pair, width - 1) + lanes_n // 8 % 2 * width
     tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    real_rows = tl.minimum(rows, num_rows - 1)
     real = (tokens < num_tokens)[None, :]
     x_rows = x + tokens.to(tl.int64)[None, :] * num_columns
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -463,7 +500,7 @@ def gemm_kernel(
             acc *= tl.load(x_scales + tokens, mask=tokens < num_tokens, other=0.0)[None, :]
 
     # y[tokens, rows] = bias[rows] + the sum over all splits of acc [rows, tokens], in the order of the splits.
-    inside = (rows < num_rows)[:, None] & real
+    inside = real_row[:, None] & real
     at = tokens.to(tl.int64)[None, :] * num_rows + rows[:, None]
     mine = True
     if SPLITS > 1:
@@ -482,8 +519,16 @@ def gemm_kernel(
             tl.store(arrived + tile, 0)
     if mine:
         if HAS_BIAS:
-            acc += tl.load(bias + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[:, None]
-        tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
+            acc += tl.load(bias + rows, mask=real_row, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION is None:
+            tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
+        else:
+            HALF: tl.constexpr = BLOCK_N // 2
+            gate, up = tl.split(acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_T).permute(0, 2, 3, 1))
+            gated = activate(gate, up, ACTIVATION).reshape(HALF, BLOCK_T).to(y.dtype.element_ty)
+            columns = tile * HALF + tl.arange(0, HALF)
+            y_at = y + tokens.to(tl.int64)[None, :] * width + columns[:, None]
+            tl.store(y_at, gated, mask=(columns < width)[:, None] & real)
 
 
 def gemm(
@@ -494,16 +539,17 @@ def gemm(
     workspace: SplitWorkspace,
     config: GemmConfig,
     x_scales: Tensor | None = None,
+    activation: Activation | None = None,
 ) -> Tensor:
     """`linear_reference` on the GPU, of FP8 `fp8_linear_reference` with x of codes and `x_scales` fp32 [T]. Returns a
-    new tensor.
+    new tensor: with an activation, what `reference.gate` makes of the fp32 sums, [T, out / 2].
 
     With splits for no more tokens than MOST_TOKENS, and with weights of 16 bits for no more than config.block_t.
     x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.
     """
     tokens, columns = x.shape
     rows = weight.rows
-    y = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+    y = torch.empty((tokens, rows if activation is None else rows // 2), dtype=out_dtype, device=x.device)
     if tokens and rows:
         gemm_kernel[(config.splits, triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, config.block_t))](
             x, weight.packed, weight.scales, weight.scales if x_scales is None else x_scales,
@@ -513,6 +559,7 @@ def gemm(
             SPLITS=config.splits, WHOLE_STEPS=columns % (2 * INT4_GROUP if weight.bits == 4 else config.block_k) == 0,
             HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype), SCALE_GROUP=INT4_GROUP,
             FP8=weight.is_fp8, SCALES_STEPS=weight.is_fp8 and len(weight.scales) > 1,
+            ACTIVATION=activation,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return y

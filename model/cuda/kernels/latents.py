@@ -3,10 +3,9 @@
 A row of the cache is a token's latent, R numbers, and P that turn; rows are keys and values of all heads alike. q [T,
 H, N + P], of each head what turns last; kv_layer [num_blocks, 1, 1, block_size, R + P]; both contiguous.
 
-Decodes are split into segments as in attention.py, whose kernel merges them. One program reads a segment's rows once
-for as many heads as a tile has, and multiplies the latents with queries that have absorbed what makes keys, and with
-weights. A prompt's context comes in parts, of which keys and values have been made: a program takes up where it left
-off with the part before.
+Decodes are split into segments (segments.py). One program reads a segment's rows once for as many heads as a tile has,
+and multiplies the latents with queries that have absorbed what makes keys, and with weights. A prompt's context comes
+in parts, of which keys and values have been made: a program takes up where it left off with the part before.
 
 Reference: model/reference.py.
 """
@@ -20,17 +19,19 @@ from torch import Tensor
 
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.attention import (
-    MERGE_SEGMENTS,
-    MOST_SEGMENTS,
     NO_SCORE,
-    PROGRAMS_PER_MULTIPROCESSOR,
     cached_kv_offsets,
     chunks_of,
-    merge_segments_kernel,
-    num_segments,
-    segments_of,
 )
 from twostroke.model.cuda.kernels.launch import LOG2_E, Architecture, Target, dot_precision, padded_head, power_of_two
+from twostroke.model.cuda.kernels.segments import (
+    SplitConfig,
+    make_partials,
+    merge_segments,
+    part_of,
+    segment_of,
+    split_config,
+)
 
 
 @triton.jit(do_not_specialize=["positions", "slots"])
@@ -117,7 +118,7 @@ class LatentDecodeConfig:
     block_n: int  # tokens a loop step
     num_warps: int
     num_stages: int
-    num_segments: int
+    split: SplitConfig
 
 
 # Heads of a program at most, tokens a step, warps, stages. Sums [heads, R] are in registers. A step of 32 tokens of 576
@@ -129,22 +130,17 @@ _DECODE: dict[Architecture, tuple[int, int, int, int]] = {
     Architecture.SMALL: (16, 16, 8, 5),
 }
 _FP32_DECODE = (16, 16, 8, 2)
-_LEAST_SEGMENT_STEPS = 2
 
 
-def latent_decode_config(
-    target: Target, heads: int, dtype: torch.dtype, num_sequences: int, max_context_len: int
-) -> LatentDecodeConfig:
-    """The table's row for a batch, and the number of segments."""
+def latent_decode_config(target: Target, heads: int, dtype: torch.dtype, max_context_len: int) -> LatentDecodeConfig:
+    """The table's row for a batch."""
     most, block_n, warps, stages = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     block_m = max(16, min(most, power_of_two(heads)))
-    at_once = target.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-    useful = min(max_context_len // (block_n * _LEAST_SEGMENT_STEPS), MOST_SEGMENTS)
-    programs = num_sequences * -(-heads // block_m)
-    return LatentDecodeConfig(block_m, block_n, warps, stages, num_segments(programs, at_once, useful))
+    split = split_config(target, -(-heads // block_m), max_context_len, block_n)
+    return LatentDecodeConfig(block_m, block_n, warps, stages, split)
 
 
-@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride"])
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride", "num_rows"])
 def latent_decode_kernel(
     absorbed,
     q,
@@ -154,10 +150,12 @@ def latent_decode_kernel(
     out,
     partial_out,
     partial_log_sums,
+    splits,
     scale_log2,
     absorbed_head_stride,
     absorbed_row_stride,
     table_stride,
+    num_rows,
     NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr,
     RANK: tl.constexpr,
@@ -167,73 +165,76 @@ def latent_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program some heads, a segment and a sequence. Results are as decode_attention_kernel's, of R numbers a
-    head."""
-    segment, num_segments = tl.program_id(1), tl.num_programs(1)
-    sequence = tl.program_id(2).to(tl.int64)
-    context_len = tl.load(context_lens + sequence)
-    _, length = segments_of(context_len, num_segments, 0, BLOCK_N)
-    begin = segment * length
-    if SPLIT and begin >= context_len:
-        return
-    end = tl.minimum(begin + length, context_len)
-    block_table = block_tables + sequence * table_stride
-
+    """Programs (tile of heads, equal part of all contexts). Results as decode_attention_kernel has."""
+    program = tl.program_id(1)
+    share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), 0, BLOCK_N)
     heads = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     ours = (heads < NUM_HEADS)[:, None]
     dims, turning = tl.arange(0, RANK_PADDED), tl.arange(0, ROTARY_PADDED)
-    still_q = tl.load(
-        absorbed + heads.to(tl.int64)[:, None] * absorbed_head_stride + sequence * absorbed_row_stride + dims[None, :],
-        mask=ours & (dims < RANK)[None, :],
-        other=0.0,
-    )
-    turned_q = tl.load(
-        q + (sequence * NUM_HEADS + heads)[:, None] * (KEY + ROTARY) + KEY + turning[None, :],
-        mask=ours & (turning < ROTARY)[None, :],
-        other=0.0,
-    )
-    best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, RANK_PADDED], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        present = start + tl.arange(0, BLOCK_N) < context_len
-        offsets = cached_kv_offsets(
-            block_table, start, context_len, BLOCK_SIZE * (RANK + ROTARY), True, RANK + ROTARY, BLOCK_SIZE, BLOCK_N
-        )  # fmt: skip
-        # Once to be scored and once to be mixed: a load for both uses is not kept in flight, and both are of one line.
-        k = tl.load(
-            kv_layer + offsets[None, :] + dims[:, None], mask=present[None, :] & (dims < RANK)[:, None], other=0.0
-        )
-        v = tl.load(
-            kv_layer + offsets[:, None] + dims[None, :], mask=present[:, None] & (dims < RANK)[None, :], other=0.0
-        )
-        turned = tl.load(
-            kv_layer + offsets[None, :] + RANK + turning[:, None],
-            mask=present[None, :] & (turning < ROTARY)[:, None],
+    inside = ours & (dims < RANK)[None, :]
+    for _ in tl.range(row, end_row, num_stages=1):
+        sequence = row.to(tl.int64)
+        context_len = tl.load(context_lens + sequence)
+        begin, end, first_program, segments, steps = segment_of(context_len, row_start, program, share, 0, BLOCK_N)
+        if (program == first_program) & (tl.program_id(0) == 0):
+            tl.store(splits + 2 * sequence, row + program)
+            tl.store(splits + 2 * sequence + 1, segments)
+        row_start += steps
+        block_table = block_tables + sequence * table_stride
+        still_q = tl.load(
+            absorbed
+            + heads.to(tl.int64)[:, None] * absorbed_head_stride
+            + sequence * absorbed_row_stride
+            + dims[None, :],
+            mask=ours & (dims < RANK)[None, :],
             other=0.0,
         )
-        scores = tl.dot(turned_q, turned, input_precision=PRECISION)
-        scores = tl.dot(still_q, k, acc=scores, input_precision=PRECISION)
-        scores = tl.where(present[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc=acc * shrink[:, None], input_precision=PRECISION)
-        best = new_best
-    # An empty context (a padding row of a captured graph) gives zeros.
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    inside = ours & (dims < RANK)[None, :]
-    if SPLIT:
-        partial = (sequence * NUM_HEADS + heads) * num_segments + segment
-        tl.store(partial_out + partial[:, None] * RANK + dims[None, :], acc, mask=inside)
-        tl.store(partial_log_sums + partial, best + tl.log2(total), mask=heads < NUM_HEADS)
-    else:
-        place = out + (sequence * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+        turned_q = tl.load(
+            q + (sequence * NUM_HEADS + heads)[:, None] * (KEY + ROTARY) + KEY + turning[None, :],
+            mask=ours & (turning < ROTARY)[None, :],
+            other=0.0,
+        )
+        best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, RANK_PADDED], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            present = start + tl.arange(0, BLOCK_N) < context_len
+            offsets = cached_kv_offsets(
+                block_table, start, context_len, BLOCK_SIZE * (RANK + ROTARY), True, RANK + ROTARY, BLOCK_SIZE, BLOCK_N
+            )  # fmt: skip
+            # Once to be scored and once to be mixed: a load for both is not kept in flight, and both are of one line.
+            k = tl.load(
+                kv_layer + offsets[None, :] + dims[:, None], mask=present[None, :] & (dims < RANK)[:, None], other=0.0
+            )
+            v = tl.load(
+                kv_layer + offsets[:, None] + dims[None, :], mask=present[:, None] & (dims < RANK)[None, :], other=0.0
+            )
+            turned = tl.load(
+                kv_layer + offsets[None, :] + RANK + turning[:, None],
+                mask=present[None, :] & (turning < ROTARY)[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(turned_q, turned, input_precision=PRECISION)
+            scores = tl.dot(still_q, k, acc=scores, input_precision=PRECISION)
+            scores = tl.where(present[None, :], scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
+            weights = tl.exp2(scores * scale_log2 - new_best[:, None])
+            shrink = tl.exp2(best - new_best)
+            total = total * shrink + tl.sum(weights, axis=1)
+            acc = tl.dot(weights.to(v.dtype), v, acc=acc * shrink[:, None], input_precision=PRECISION)
+            best = new_best
+        # An empty context (a padding row of a captured graph) gives zeros.
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        if segments > 1:
+            partial = ((row + program) * NUM_HEADS + heads).to(tl.int64)
+            tl.store(partial_out + partial[:, None] * RANK + dims[None, :], acc, mask=inside)
+            tl.store(partial_log_sums + partial, best + tl.log2(total), mask=heads < NUM_HEADS)
+        else:
+            place = out + (sequence * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+            tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+        row += 1
 
 
 def latent_decode(
@@ -250,26 +251,19 @@ def latent_decode(
     absorbed [H, B, R], its last dimension contiguous; q [T, H, N + P], turned.
     """
     heads, sequences, rank = absorbed.shape
-    rotary, segments = kv_layer.shape[4] - rank, config.num_segments
-    if segments > 1:
-        partial_out = torch.empty((sequences, heads, segments, rank), dtype=torch.float32, device=q.device)
-        partial_log_sums = torch.empty((sequences, heads, segments), dtype=torch.float32, device=q.device)
-    else:
-        partial_out = partial_log_sums = out  # not touched
-    latent_decode_kernel[(triton.cdiv(heads, config.block_m), segments, sequences)](
-        absorbed, q, kv_layer, layout.context_lens, layout.block_tables, out, partial_out, partial_log_sums,
-        scale * LOG2_E, absorbed.stride(0), absorbed.stride(1), layout.block_tables.stride(0),
+    rotary, split = kv_layer.shape[4] - rank, config.split
+    partials = make_partials(split, sequences, heads, rank, q.device)
+    latent_decode_kernel[(triton.cdiv(heads, config.block_m), split.programs_for(sequences))](
+        absorbed, q, kv_layer, layout.context_lens, layout.block_tables, out, partials.out, partials.log_sums,
+        partials.splits, scale * LOG2_E, absorbed.stride(0), absorbed.stride(1), layout.block_tables.stride(0),
+        sequences,
         NUM_HEADS=heads, KEY=q.shape[2] - rotary, RANK=rank, RANK_PADDED=padded_head(rank), ROTARY=rotary,
         ROTARY_PADDED=padded_head(rotary), BLOCK_SIZE=kv_layer.shape[3], BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, SPLIT=segments > 1, PRECISION=dot_precision(q.dtype),
+        BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if segments > 1:
-        merge_segments_kernel[(heads, sequences)](
-            partial_out, partial_log_sums, layout.context_lens, out, heads * rank, segments,
-            NUM_HEADS=heads, HEAD_DIM=rank, HEAD_DIM_PADDED=padded_head(rank), BLOCK_N=config.block_n,
-            WINDOW=0, MOST_SEGMENTS=MOST_SEGMENTS, STEP=MERGE_SEGMENTS, num_warps=4,
-        )  # fmt: skip
+    if split.may_split:
+        merge_segments(partials, out, heads * rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ ended turn n - 1, and no longer reads what it found in turn n - 2: two halves ar
 Turns are kept on the device, so a CUDA graph may hold the kernel. No GPU has run this.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -116,11 +117,9 @@ class PeerSums:
 
     def give_up(self) -> None:
         """Let the sums under way and to come end without the peers, with whatever numbers: they may be dead."""
-        if self._flags.is_cuda:
-            beside = torch.cuda.Stream(self._flags.device)  # the engine's own hangs
-            with torch.cuda.stream(beside):
-                self._flags.copy_((self._turns + 2**30)[:, None])
-        else:
+        on_gpu = self._flags.is_cuda
+        # The engine's own stream hangs.
+        with torch.cuda.stream(torch.cuda.Stream(self._flags.device)) if on_gpu else nullcontext():
             self._flags.copy_((self._turns + 2**30)[:, None])
 
 

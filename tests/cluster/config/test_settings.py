@@ -210,8 +210,6 @@ GPUS = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "tensor_parallel":
         ({"decode": {"cores": "0", "threads": 2}}, "decode.threads: 2 on the cores 0: "),
         ({"decode": {"cores": "0-1", "tensor_parallel": 2}}, "decode.cores: 0-1 can't be shared"),
         ({"decode": {"cores": "0-"}}, "decode.cores: '0-' is no list"),
-        ({"decode": {"cores": "0", "lends_cores": True}}, "decode.lends_cores: not beside cores"),
-        ({"prefill": {"tensor_parallel": 2, "lends_cores": True}}, "prefill.lends_cores: not beside tensor_parallel"),
         ({"prefill": {"tensor_parallel": 3}}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
         ({"prefill": {"tensor_parallel": 2, "num_gpus": 0.5}}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel "),
         # Classes and keys.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.kernels import elementwise
 from twostroke.model.cpu.kernels.launch import Kernel, as_integers, taken
 from twostroke.model.cpu.kernels.program import ALIGNMENT, Arena, Launcher, NotRecordable, Program
 
@@ -93,7 +94,7 @@ def test_a_recording_computes_what_the_calls_do_at_every_replay(dtype: torch.dty
         for _ in range(4):
             normed = backend.rms_norm(wide, weight, 1e-5)
             wide, _ = backend.add_rms_norm(normed, backend.rms_norm(normed, weight, 1e-6), weight, 1e-5)
-        return backend.rms_norm(backend.gate(wide, "silu"), narrow, 1e-5)
+        return backend.rms_norm(elementwise.gate(backend.launcher, wide, "silu"), narrow, 1e-5)
 
     with backend.launcher.recording() as program:
         out = layers()
