@@ -88,12 +88,11 @@ class Memory:
 class Worker:
     """One worker under a way. `serve` runs its requests to their ends."""
 
-    def __init__(self, kind: Kind, way: Way, order: Order, max_context: int, *, reads: bool, writes: bool) -> None:
+    def __init__(self, kind: Kind, way: Way, order: Order, max_context: int, *, writes: bool) -> None:
         self._kind = kind
         self._way = way
         self._order = order
         self._max_context = max_context
-        self._reads = reads
         self._writes = writes
         self._memory = Memory(kind.kv_tokens)
         self._waiting: list[tuple[float, int, Job]] = []
@@ -255,7 +254,7 @@ def serve_way(requests: Sequence[Tokens], kind: Kind, way: Way, order: str, slo:
     groups: list[Worker] = []
     num_readers = max(1, workers // 2) if way.is_disaggregated else workers
     for index in range(num_readers):
-        reader = Worker(kind, way, Order(order), max_context, reads=True, writes=not way.is_disaggregated)
+        reader = Worker(kind, way, Order(order), max_context, writes=not way.is_disaggregated)
         reader.serve(jobs[index::num_readers])
         groups.append(reader)
     if way.is_disaggregated:
@@ -264,7 +263,7 @@ def serve_way(requests: Sequence[Tokens], kind: Kind, way: Way, order: str, slo:
         moved = sorted((job for job in jobs if job.written < job.output), key=lambda job: job.ready_s)
         num_writers = max(1, workers - num_readers)
         for index in range(num_writers):
-            writer = Worker(kind, way, Order(order), max_context, reads=False, writes=True)
+            writer = Worker(kind, way, Order(order), max_context, writes=True)
             writer.serve(moved[index::num_writers])
             groups.append(writer)
     held_s, used_s = sum(one.held_s for one in groups), sum(one.used_s for one in groups)

@@ -129,6 +129,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         coarse = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
         seen = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
+    # With --requests arrivals end with the last of them, whenever that is.
+    plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, float(seen.scheduled_s.max()) + 1e-6))
     if arguments.report is not None:
         _report(arguments.report, plan, records)
     return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json)
@@ -356,12 +358,11 @@ def _report(folder: Path, plan: Plan, records: Sequence[Record] | Iterator[Recor
 
 
 def _told(plan: Plan, seen: Observations, workers: int, *, is_exact: bool, quiet: bool) -> dict[str, Any]:
-    ended = msgspec.structs.replace(plan, seconds=min(plan.seconds, float(seen.scheduled_s.max()) + 1e-9))
     facts = _facts(workers)
-    summary = summary_of(ended, facts, seen, ())
-    told = {
+    summary = summary_of(plan, facts, seen, ())
+    told: dict[str, Any] = {
         "workers": workers,
-        "requests": int(judged_rows(ended, facts, seen).sum()),
+        "requests": int(judged_rows(plan, facts, seen).sum()),
         "events": "exact" if is_exact else "coarse",
         "attainment": None if summary.attainment is None else summary.attainment.value,
         "refused": summary.counts.refused,
