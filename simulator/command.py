@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     say = Progress(arguments)
     slo = _slo(config, plan.slo, is_asked=arguments.config is not None)
     if is_exact:
-        records = _exact(plan, kind, prefill, decode, slo, arguments, say)
+        records: Iterable[Record] = _exact(plan, kind, prefill, decode, slo, arguments, say)
         seen = read_observations(records)
     else:
         if arguments.faults is not None:
@@ -137,8 +137,6 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    if arguments.arrivals != "closed" and arguments.arrivals != "replay" and arguments.arrivals_rate is None:
-        raise ConfigError("--rate: say how many requests come a second")
     arrivals = arrivals_of(arguments)
     if isinstance(arrivals, Closed):
         raise ConfigError("--arrivals closed: only open loops are simulated, whose times are known beforehand")
@@ -344,7 +342,7 @@ def _facts(workers: int) -> RunFacts:
     return RunFacts(started_at="", server={"simulated_workers": workers}, machine={}, versions={})
 
 
-def _report(folder: Path, plan: Plan, records: Sequence[Record] | Iterator[Record]) -> None:
+def _report(folder: Path, plan: Plan, records: Iterable[Record]) -> None:
     from twostroke.loadtests.report.pages import write_report
 
     make_folder(folder)

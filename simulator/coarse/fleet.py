@@ -138,7 +138,7 @@ class Fleet:
 
     def worker_s(self) -> float:
         """Seconds of workers so far, from their order until they are gone."""
-        there = [*self.prefill, *self.decode]
+        there: list[PrefillWorker | DecodeWorker] = [*self.prefill, *self.decode]
         return self.gone_worker_s + sum(self.now_s - one.ordered_s for one in there)
 
 

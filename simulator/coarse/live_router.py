@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Path
 from twostroke.router.routing.cheapest_path import Need, cheapest_path
@@ -165,8 +165,8 @@ class LiveRouter:
         info = WorkerInfo(
             role="prefill" if isinstance(worker, PrefillWorker) else "decode",
             peer=peer,
-            token_address=("", 0),
-            transfer_addresses=(("", 0),),
+            token_address=Address("", 0),
+            transfer_addresses=(Address("", 0),),
             layout=kind.layout,
             num_blocks=kind.kv_tokens // BLOCK_TOKENS,
             max_context=1 << 30,

@@ -181,8 +181,9 @@ class _Deployment:
         self._clock = asyncio.get_running_loop().time
         fabric = MemoryFabric(self._plan.seed, typical_latency_s=0.0002)
         fleet = _Fleet(self._plan, self._kind, fabric)
-        roles: tuple[Role, ...] = ("prefill",) * prefill + ("decode",) * decode
-        processes = [await fleet.start(role) for role in roles]
+        prefills: list[Role] = ["prefill"] * prefill
+        decodes: list[Role] = ["decode"] * decode
+        processes = [await fleet.start(role) for role in (*prefills, *decodes)]
         router = SimRouter(0, fleet, fabric, self._pipeline, self._slo)
         began_s = self._clock()
         striking = [asyncio.create_task(_strike(fault, fleet)) for fault in faults]

@@ -246,7 +246,8 @@ class SimFleet(Generic[EngineT]):
         router_id = request.router_id
 
         def method(process: SimProcess[EngineT]) -> Coroutine[Any, Any, Any]:
-            return getattr(process.worker, name)(_copy(request), *map(_copy, tickets))
+            called: Coroutine[Any, Any, Any] = getattr(process.worker, name)(_copy(request), *map(_copy, tickets))
+            return called
 
         is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
         is_twice = self._spoils("repeat_calls")
