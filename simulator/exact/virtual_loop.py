@@ -96,9 +96,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         """Pass time where nothing is ready, then call what is ready now, not what that makes ready."""
         ready, timers, stopped = self._ready, self._timers, self._stopped  # type: ignore[attr-defined]
-        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:
             heappop(timers)
-        if ready or self._stopping:
+        if ready or self._stopping:  # type: ignore[attr-defined]
             self._rounds += 1
             if self._rounds > 100_000:
                 raise SimulationStuck(f"tasks run on and on at {self._now} s, and no time passes")
