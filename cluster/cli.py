@@ -63,6 +63,14 @@ _COMMANDS = {
         "what becomes of promises at five times the load that the server can take",
     ),
     "bench peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
+    "bench costs": (
+        "benchmarks.costs",
+        "how long this machine's steps take, into a file that `simulate --costs` reads",
+    ),
+    "simulate": (
+        "simulator.command",
+        "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",
+    ),
     "loadtest run": ("loadtests.commands.measure:run", "one run at one load, and its report"),
     "loadtest sweep": ("loadtests.commands.measure:sweep", "find the highest rate at which the SLO still holds"),
     "loadtest compare": ("loadtests.commands.compare", "put reports side by side"),

@@ -23,10 +23,14 @@ ALLOWED = {
     "router": {"protocol"},
     "cluster": {"protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "loadtests"},
     "loadtests": set[str](),
+    "simulator": {
+        *("protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "cluster"),
+        "loadtests",
+    },
 }
 # They stand above all others, and may import any.
 ALLOWED |= {room: ALLOWED.keys() | {"benchmarks", "tools"} for room in ("benchmarks", "tools")}
-WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker")
+WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator")
 TORCH_LIKE = {"torch", "triton", "transformers", "numba"}
 # Collectives of objects unpickle what a peer sends.
 OBJECT_COLLECTIVES = {

@@ -22,7 +22,8 @@ LETTER = 6.6  # the width of one, at the size of cells, a little too wide for al
 # room: (first column, columns that it spans) of 12, and its floor; the highest floor is drawn first.
 PLACES = {
     "benchmarks": (0, 12, 6),
-    "tools": (0, 12, 5),
+    "tools": (0, 8, 5),
+    "simulator": (8, 4, 5),
     "cluster": (0, 12, 4),
     "prefill_worker": (0, 3, 3),
     "decode_worker": (3, 4, 3),

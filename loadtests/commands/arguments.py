@@ -176,8 +176,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, with_arrivals: bool =
         parser.add_argument("--name", help="of the run, in reports")
     where = "--url, if given" if with_url else "the servers that --urls names"
     parser.add_argument("--plan", type=Path, metavar="FILE", help=f"do what this plan.json says, on {where}")
-    added = _add_arrivals(parser.add_argument_group("when requests arrive")) if with_arrivals else []
-    added += _add_workload(parser.add_argument_group("what is sent"))
+    added = add_arrivals(parser.add_argument_group("when requests arrive")) if with_arrivals else []
+    added += add_workload(parser.add_argument_group("what is sent"))
     added += add_options(parser.add_argument_group("the run"), _RUN_OPTIONS)
     server = parser.add_argument_group("what the server is asked", "Twostroke tells the first three itself.")
     added += add_options(server, _SERVER_OPTIONS)
@@ -188,7 +188,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, with_arrivals: bool =
     parser.set_defaults(not_beside_plan=added)
 
 
-def _add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+def add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+    """The options that `arrivals_of` reads."""
     return [
         group.add_argument("--arrivals", choices=tuple(_ARRIVALS), default="poisson", help="default: %(default)s"),
         *(
@@ -198,7 +199,8 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     ]
 
 
-def _add_workload(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+def add_workload(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+    """The options that `workload_of` reads."""
     names = ", ".join((*SHAPES, *_WORKLOADS))
     workload_help = f"{names}, or a trace's file (default: %(default)s)"
     added = [

@@ -12,7 +12,6 @@ import pytest
 
 from tests.rigs.played import played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
-from tests.simulation.memory_network import MemoryConnection
 from tests.worker.worker_rig import (
     BLOCK,
     DECODE,
@@ -33,6 +32,7 @@ from twostroke.kvtransfer.transfer import IncomingTransfer
 from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
+from twostroke.simulator.exact.memory_network import MemoryConnection
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.token_server import TokenServerConfig
 

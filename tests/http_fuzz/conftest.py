@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.http_fuzz.virtual_site import MODEL_FOLDER, Answer, VirtualSite
-from tests.simulation.virtual_loop import VirtualLoop
 from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.simulator.exact.virtual_loop import VirtualLoop
 
 Ask = Callable[[str, str, dict[str, str], bytes], Answer]
 

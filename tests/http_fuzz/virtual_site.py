@@ -16,10 +16,7 @@ from typing import Any, Self
 import httpx
 
 from tests.simulation.fake_model import VOCAB, FakeEngine
-from tests.simulation.memory_network import MemoryFabric
-from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.scenarios.scenario import make_scenario
-from tests.simulation.sim_fleet import SECRET, SimFleet
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.model.step import SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
@@ -32,6 +29,9 @@ from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.simulator.exact.memory_network import MemoryFabric
+from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.exact.sim_fleet import SECRET, SimFleet
 
 MODEL = "fake"
 MODEL_FOLDER = Path(__file__).parents[2] / "model" / "bundled"
@@ -73,7 +73,7 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
             link_bytes_per_s=1e8,
         )
         self._fabric = MemoryFabric(0)
-        self._fleet = _Fleet(scenario, self._fabric, LinkFabric(bytes_per_s=1e8), lambda line: None)
+        self._fleet = _Fleet(scenario, _Engine, self._fabric, LinkFabric(bytes_per_s=1e8), lambda line: None)
 
     async def __aenter__(self) -> Self:
         fleet, clock = self._fleet, self._loop.time
@@ -159,8 +159,6 @@ class _Engine(FakeEngine):
 
 class _Fleet(SimFleet):
     """Can be examined, too."""
-
-    engine_type = _Engine
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         return await self.processes[worker].worker.probe.source(tickets, num_tokens)

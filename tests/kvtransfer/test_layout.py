@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
-from tests.simulation.fake_store import GARBAGE, Array, FakeStore
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
@@ -21,6 +20,7 @@ from twostroke.protocol.kv_layout import KVLayout, group_layers
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import SampledToken, mint_ticket
+from twostroke.simulator.exact.memory_store import GARBAGE, Array, FakeStore
 
 UP_TO_8 = range(1, 9)
 SIZES = [

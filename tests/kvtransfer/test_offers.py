@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from tests.rigs.kv_pair import fails
 from tests.rigs.played import played_by
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric, Parts
-from tests.simulation.virtual_loop import run_virtually
 from tests.worker.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, make_parts
 from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
+from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.exact.memory_transport import KINDS, LinkFabric, Parts
+from twostroke.simulator.exact.virtual_loop import run_virtually
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.virtual_loop import run_virtually
 from twostroke.protocol import blocks as block_reports
 from twostroke.protocol.blocks import short_name, unpack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
+from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.exact.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 

@@ -15,9 +15,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tests.simulation.fake_store import FakeStore, FakeSwapSpace, Grip
 from twostroke.model.step import BlockCopy, Engine, OnLayer, ScoredRows, SequenceStep, is_penalised, with_drawn_tokens
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
+from twostroke.simulator.exact.memory_store import FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61
 POISON = 2**32 - 1

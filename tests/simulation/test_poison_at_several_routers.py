@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.fake_model import POISON, expected_tokens
-from tests.simulation.memory_network import MemoryFabric
-from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.blind_router import BlindRouter
+from tests.simulation.fake_model import POISON, FakeEngine, expected_tokens
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Scenario, make_scenario
-from tests.simulation.sim_fleet import SimFleet
-from tests.simulation.sim_router import SimRouter
-from tests.simulation.virtual_loop import run_virtually
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.observe.stages import Stages
+from twostroke.simulator.exact.memory_network import MemoryFabric
+from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.exact.sim_fleet import SimFleet
+from twostroke.simulator.exact.virtual_loop import run_virtually
 from twostroke.worker.token_server import TokenServerConfig
 
 NUM_WORKERS = 4
@@ -40,17 +40,17 @@ class Site:
     scenario: Scenario
     fabric: MemoryFabric
     fleet: SimFleet
-    routers: list[SimRouter]
+    routers: list[BlindRouter]
 
-    def another_router(self) -> SimRouter:
-        router = SimRouter(len(self.routers), self.fleet, self.fabric, CONFIG)
+    def another_router(self) -> BlindRouter:
+        router = BlindRouter(len(self.routers), self.fleet, self.fabric, CONFIG)
         self.routers.append(router)
         return router
 
-    async def ask(self, router: SimRouter, asked: GenerateRequest) -> list[int]:
+    async def ask(self, router: BlindRouter, asked: GenerateRequest) -> list[int]:
         return await router.spawn(self._read(router, asked))
 
-    async def refuses(self, router: SimRouter, asked: GenerateRequest = GUILTY) -> float:
+    async def refuses(self, router: BlindRouter, asked: GenerateRequest = GUILTY) -> float:
         """How long that took, in virtual seconds."""
         began = asyncio.get_running_loop().time()
         with pytest.raises(PoisonRequest) as caught:
@@ -62,7 +62,7 @@ class Site:
     def num_killed(self) -> int:
         return sum(process.engine.was_poisoned for process in (*self.fleet.processes.values(), *self.fleet.departed))
 
-    async def _read(self, router: SimRouter, asked: GenerateRequest) -> list[int]:
+    async def _read(self, router: BlindRouter, asked: GenerateRequest) -> list[int]:
         tokens: list[int] = []
         async with aclosing(router.pipeline.generate(asked, Stages(asyncio.get_running_loop().time()))) as events:
             async for event in events:
@@ -80,7 +80,7 @@ def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WOR
             decode=DecodeConfig(token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S)),
         )
         fabric = MemoryFabric(seed=1)
-        fleet = SimFleet(scenario, fabric, LinkFabric(bytes_per_s=1e6), lambda line: None)
+        fleet = SimFleet(scenario, FakeEngine, fabric, LinkFabric(bytes_per_s=1e6), lambda line: None)
         for _ in range(num_decode):
             await fleet.start("decode")
         site = Site(scenario, fabric, fleet, [])
@@ -97,7 +97,7 @@ def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WOR
     run_virtually(main())
 
 
-async def is_served(site: Site, router: SimRouter) -> bool:
+async def is_served(site: Site, router: BlindRouter) -> bool:
     return await site.ask(router, INNOCENT) == expected_tokens(INNOCENT, site.scenario.windows)
 
 

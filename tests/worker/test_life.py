@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.virtual_loop import run_virtually
 from twostroke.model.step import SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
+from twostroke.simulator.exact.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.life import StepsUnderWay, WorkerLife
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
     Convicted,
@@ -23,6 +21,8 @@ from twostroke.protocol.messages import (
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.protocol.verdicts import Verdict
+from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.exact.virtual_loop import VirtualLoop, run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 

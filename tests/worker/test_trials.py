@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.rigs.played import played_by
-from tests.simulation.memory_transport import Parts
 from tests.worker.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Rig, begin, make_parts, play
 from twostroke.kvtransfer.sides import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
+from twostroke.simulator.exact.memory_transport import Parts
 from twostroke.worker.pulls import Transfers
 from twostroke.worker.trials import LinkProbe, _links
 

@@ -11,10 +11,6 @@ import pytest
 
 from tests.rigs.played import Script, played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
-from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric, Parts, parts_around
-from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
@@ -44,6 +40,10 @@ from twostroke.protocol.requests import (
     mint_ticket,
 )
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.exact.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
+from twostroke.simulator.exact.memory_transport import KINDS, LinkFabric, Parts, parts_around
+from twostroke.simulator.exact.virtual_loop import describe, run_virtually
 from twostroke.worker.pulls import PrefixExports, Transfers
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.worker import Equipment

@@ -6,10 +6,10 @@ import pytest
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from tests.simulation.virtual_loop import run_virtually
 from twostroke.cluster.deployments import router as other_routers
 from twostroke.cluster.deployments.router import OtherRouters, drain_routers
 from twostroke.router.observe.scrape import RouterReading
+from twostroke.simulator.exact.virtual_loop import run_virtually
 
 
 def reading(router):

@@ -24,10 +24,10 @@ from tests.simulation.autoscaling.compare import (
     fleet_in_hindsight,
     serve,
 )
-from tests.simulation.autoscaling.fleet import Scaler
 from tests.simulation.autoscaling.traffic import Trace, azure_file, begun_later, bursts, diurnal, servegen_day
-from tests.simulation.autoscaling.workers import H100, ONE_B, SMALL
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
+from twostroke.simulator.coarse.fleet import Scaler
+from twostroke.simulator.kinds import H100, ONE_B, SMALL
 
 STARTUP_S = 45.0
 MOST = 48, 16

@@ -16,13 +16,14 @@ from ray.serve.autoscaling_policy import (
 from ray.serve.config import AutoscalingConfig as RayAutoscalingConfig
 from ray.serve.config import AutoscalingContext
 
-from tests.simulation.autoscaling.fleet import Change, Fleet, Scaler, run
 from tests.simulation.autoscaling.traffic import Trace
-from tests.simulation.autoscaling.workers import Kind, Request
 from twostroke.cluster.autoscaling.demand import decode_capacity
 from twostroke.cluster.autoscaling.policy import Memory, decide
 from twostroke.cluster.autoscaling.readings import Decision
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
+from twostroke.simulator.coarse.fleet import Change, Fleet, Scaler, run
+from twostroke.simulator.coarse.workers import Request
+from twostroke.simulator.kinds import Kind
 
 HOUR_S = 3600.0
 

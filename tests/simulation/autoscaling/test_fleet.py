@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 
 from tests.simulation.autoscaling.compare import Fixed, Setting, reversals, serve_with_fleet
-from tests.simulation.autoscaling.fleet import Fleet, run
 from tests.simulation.autoscaling.traffic import bursts, steps
-from tests.simulation.autoscaling.workers import SMALL, DecodeWorker, Kind, Request
 from twostroke.protocol.stats import StepCosts
+from twostroke.simulator.coarse.fleet import Fleet, run
+from twostroke.simulator.coarse.workers import DecodeWorker, Request
+from twostroke.simulator.kinds import SMALL, Kind
 
 TOKEN_S = 1e-5
 

@@ -15,9 +15,10 @@ from tests.simulation.autoscaling.compare import (
     serve_with_fleet,
 )
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
-from tests.simulation.autoscaling.workers import SAFETY, SMALL, AggregatedWorker, Kind, Request
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
+from twostroke.simulator.coarse.workers import SAFETY, AggregatedWorker, Request
+from twostroke.simulator.kinds import SMALL, Kind
 
 SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0)
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict
 from typing import get_args
 
-from tests.simulation.policies.deployment import DECODE_CACHE_TOKENS, PREFILL_CACHE_TOKENS, Result, result_of, serve
+from tests.simulation.policies.results import DECODE_CACHE_TOKENS, PREFILL_CACHE_TOKENS, Result, result_of, serve
 from tests.simulation.policies.traffic import TRACES
 from tests.simulation.replay import quiet_logs
 from twostroke.router.routing.chooser import Policy

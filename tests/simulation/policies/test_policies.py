@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.policies.deployment import Result, Run, Served, percentile, result_of, serve
-from tests.simulation.policies.traffic import TRACES, TracedRequest, strangers
+from tests.simulation.policies.results import Result, percentile, result_of, serve
+from tests.simulation.policies.traffic import TRACES, strangers
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.transfer import OutgoingLane
 from twostroke.protocol.requests import Promise
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.simulator.exact.deployment import Run, Served, TracedRequest
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:

@@ -9,23 +9,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twostroke.protocol.requests import Promise
+from twostroke.simulator.exact.deployment import ANSWER, TracedRequest
 
 VOCABULARY = 32_000
-ANSWER = 7
-"""The one token that simulated engines draw."""
 MAX_PROMPT = 6_000
-STANDARD = Promise()
-
-
-@dataclass(frozen=True)
-class TracedRequest:
-    """One request of a trace."""
-
-    at_s: float
-    token_ids: tuple[int, ...]
-    num_output_tokens: int
-    promise: Promise = STANDARD
 
 
 @dataclass(frozen=True)

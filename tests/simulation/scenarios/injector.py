@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.blind_router import BlindRouter
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
-from tests.simulation.sim_fleet import SimFleet, SimProcess
-from tests.simulation.sim_router import SimRouter
-from tests.simulation.virtual_loop import virtual_loop
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
 from twostroke.protocol.stats import Role
+from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric, Trace
+from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.exact.sim_fleet import SimFleet, SimProcess
+from twostroke.simulator.exact.virtual_loop import virtual_loop
 
 SHORT_S = (0.05, 0.4, 1.0)
 LONG_S = (
@@ -34,7 +34,7 @@ class Injector:
     fleet: SimFleet
     fabric: MemoryFabric
     links: LinkFabric
-    routers: list[SimRouter]
+    routers: list[BlindRouter]
     trace: Trace
     fired: Counter[str] = field(default_factory=Counter)
     # A worker and a router that has missed its last news of its blocks.

@@ -13,21 +13,21 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.fake_model import expected_tokens
-from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.blind_router import BlindRouter
+from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.replay import Counts
 from tests.simulation.scenarios.injector import Injector
 from tests.simulation.scenarios.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
-from tests.simulation.sim_fleet import SimFleet, SimProcess
-from tests.simulation.sim_router import SimRouter
-from tests.simulation.virtual_loop import describe, run_virtually, virtual_loop
 from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.observe.stages import Stages
+from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
+from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.exact.sim_fleet import SimFleet, SimProcess
+from twostroke.simulator.exact.virtual_loop import describe, run_virtually, virtual_loop
 
 
 @dataclass
@@ -118,13 +118,13 @@ class _Simulation:
         self._trace(str(scenario))
         self._fabric = MemoryFabric(scenario.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
-        self._fleet = SimFleet(scenario, self._fabric, self._links, self._trace)
+        self._fleet = SimFleet(scenario, FakeEngine, self._fabric, self._links, self._trace)
         for _ in range(scenario.num_prefill):
             await self._fleet.start("prefill")
         for _ in range(scenario.num_decode):
             await self._fleet.start("decode")
         self._routers = [
-            SimRouter(index, self._fleet, self._fabric, scenario.pipeline, blind_pulls=scenario.blind_pulls)
+            BlindRouter(index, self._fleet, self._fabric, scenario.pipeline, blind_pulls=scenario.blind_pulls)
             for index in range(scenario.num_routers)
         ]
         injector = self._injector = Injector(
@@ -144,7 +144,7 @@ class _Simulation:
         await self._settle()
         return self._report
 
-    async def _client(self, arrival: Arrival, router: SimRouter) -> None:
+    async def _client(self, arrival: Arrival, router: BlindRouter) -> None:
         """One client: reads its answer, or leaves in the middle."""
         await asyncio.sleep(arrival.at_s)
         if router.lost.done():
@@ -206,7 +206,7 @@ class _Simulation:
         was_twice = any(tried.prefill is not None and tried.transfer_s == 0.0 for tried in stages.tries)
         assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
-    async def _read(self, arrival: Arrival, router: SimRouter, answer: _Answer, stages: Stages) -> None:
+    async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, stages: Stages) -> None:
         next_index = 0
         async with aclosing(router.pipeline.generate(arrival.request, stages)) as events:
             async for event in events:

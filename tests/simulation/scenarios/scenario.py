@@ -13,6 +13,7 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.kv_layout import group_layers
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.simulator.exact.sim_fleet import FleetPlan
 from twostroke.worker.token_server import TokenServerConfig
 
 # --- requests, and what their clients do ---
@@ -226,25 +227,14 @@ ROUTER_LEASE_S = 4.0
 POISON_SHARE = 0.1
 
 
-@dataclass(frozen=True)
-class Scenario:
+@dataclass(frozen=True, kw_only=True)
+class Scenario(FleetPlan):
     """One simulated run."""
 
-    seed: int
-    windows: tuple[int, ...]  # of each layer, in tokens; 0: it attends to all
-    prefill_block_size: int
-    decode_block_size: int
-    transports: tuple[str, ...]
     num_routers: int
     num_prefill: int  # 0: aggregated
     num_decode: int
-    prefill_blocks: int
-    decode_blocks: int
-    swap_blocks: int  # of a decode worker; 0: none
-    prefill: PrefillConfig
-    decode: DecodeConfig
     pipeline: PipelineConfig
-    max_chunk_bytes: int
     link_bytes_per_s: float
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...]

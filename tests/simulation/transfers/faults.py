@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import Damage, LinkFabric
 from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import (
     LEASE_S,
@@ -20,7 +18,9 @@ from tests.simulation.transfers.plan import (
     FaultPlan,
 )
 from tests.simulation.transfers.sides import Process
-from tests.simulation.virtual_loop import virtual_loop
+from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
+from twostroke.simulator.exact.memory_transport import Damage, LinkFabric
+from twostroke.simulator.exact.virtual_loop import virtual_loop
 
 TOO_LONG = 1.6
 """Leases of silence after which nobody holds on to a connection any more."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from tests.simulation.memory_network import MemoryConnection
-from tests.simulation.memory_transport import LinkFabric
 from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.messages import (
     Abort,
@@ -30,6 +28,8 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.requests import Peer, Ticket
+from twostroke.simulator.exact.memory_network import MemoryConnection
+from twostroke.simulator.exact.memory_transport import LinkFabric
 
 FROM_TARGETS = (Welcome, Grant, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)

@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from tests.simulation.fake_store import Array
-from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.replay import Counts
 from tests.simulation.transfers.faults import TOO_LONG, Faults
 from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
 from tests.simulation.transfers.sides import SECRET, Process, Side, Sides
-from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.protocol.requests import Peer, Ticket, mint_ticket
+from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
+from twostroke.simulator.exact.memory_store import Array
+from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.exact.virtual_loop import describe, run_virtually
 
 END_S = 4 * PROGRESS_S + 2 * LEASE_S
 """How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""

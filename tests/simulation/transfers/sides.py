@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from tests.simulation.fake_store import Array, FakeStore, fake_layout
-from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric, MemoryTransport, Parts, parts_around
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan
-from tests.simulation.virtual_loop import VirtualProcess
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
+from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
+from twostroke.simulator.exact.memory_store import Array, FakeStore, fake_layout
+from twostroke.simulator.exact.memory_transport import LinkFabric, MemoryTransport, Parts, parts_around
+from twostroke.simulator.exact.virtual_loop import VirtualProcess
 
 SECRET = b"the simulation's secret"
 NUM_BLOCKS = 64

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-from tests.simulation.fake_store import FakeStore, Grip, SpoilingPool
-from tests.simulation.memory_network import MemoryNetwork
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams, Transport
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -26,6 +24,8 @@ from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Reach
 from twostroke.protocol.requests import Peer
+from twostroke.simulator.exact.memory_network import MemoryNetwork
+from twostroke.simulator.exact.memory_store import FakeStore, Grip, SpoilingPool
 
 KINDS = ("memory_pull", "memory")  # as real workers prefer them
 

@@ -11,8 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from tests.simulation.policies.deployment import SMALL_MODEL
-from twostroke.protocol.stats import StepCosts
+from twostroke.simulator.kinds import Kind
 
 
 @dataclass(slots=True)
@@ -24,6 +23,8 @@ class Request:
     output_tokens: int
     first_s: float = math.inf  # when its first token was there
     last_s: float = math.inf
+    target: "DecodeWorker | None" = None  # that is to write the answer, once a router has said so
+    is_refused: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -36,21 +37,7 @@ class Request:
         return (self.last_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What all workers of a fleet are like."""
-
-    name: str
-    costs: StepCosts
-    kv_bytes: float  # of a token
-    kv_tokens: int  # of a decode worker's cache
-    link_bytes_per_s: float
-    step_tokens: int
-    max_batch: int
-    source: str
-
-
-@dataclass(slots=True)
+@dataclass
 class PrefillWorker:
     """First come, first served. A prompt's end is known when it comes, as nothing overtakes it."""
 
@@ -71,6 +58,44 @@ class PrefillWorker:
         return begin_s + alone_s - costs.base_s * (steps - tokens / step_tokens)  # in steps that others are in, too
 
 
+class SteppingWorker(PrefillWorker):
+    """Prompts share steps, first come first served, as in the live scheduler; each waits for its last one's end."""
+
+    def __init__(self, kind: Kind, ordered_s: float, ready_s: float) -> None:
+        super().__init__(kind, ordered_s, ready_s)
+        self.ends_s = math.inf  # of the step that runs
+        self._queue: deque[tuple[Request, int]] = deque()  # and how much of it is computed
+        self._step: list[tuple[Request, int]] = []  # and how much of it will be
+
+    def add(self, request: Request, now_s: float) -> None:
+        """A prompt comes; where nothing runs, a step begins with it."""
+        self.free_s = self.end_of(request.prompt_tokens, now_s)
+        self._queue.append((request, 0))
+        if self.ends_s == math.inf:
+            self._begin(now_s)
+
+    def end_step(self, now_s: float) -> list[Request]:
+        """The prompts that are computed now; the next step begins."""
+        ended = [request for request, done in self._step if done == request.prompt_tokens]
+        self._queue.extendleft((request, done) for request, done in self._step if done < request.prompt_tokens)
+        self._begin(now_s)
+        if self.ends_s == math.inf:
+            self.free_s = now_s
+        return ended
+
+    def _begin(self, now_s: float) -> None:
+        costs, left = self.kind.costs, self.kind.step_tokens
+        self._step = []
+        seconds = costs.weights_s
+        while self._queue and left > 0 and len(self._step) < self.kind.max_batch:
+            request, done = self._queue.popleft()
+            tokens = min(left, request.prompt_tokens - done)
+            seconds += costs.prompt_s(tokens, done) + costs.context_s * done
+            left -= tokens
+            self._step.append((request, done + tokens))
+        self.ends_s = now_s + seconds if self._step else math.inf
+
+
 @dataclass(slots=True)
 class Row:
     """A request that decodes, or waits to."""
@@ -87,6 +112,9 @@ class DecodeWorker:
         self.ordered_s = ordered_s
         self.ready_s = ready_s
         self.gone_s: float | None = None
+        self.event = 0  # the number of the last change: what was expected before it is void
+        self.coming = 0  # requests that a router has promised it, their KV not here yet
+        self.coming_tokens = 0
         self.step = 0.0
         self.now_s = ready_s
         self.context = 0.0
@@ -97,9 +125,15 @@ class DecodeWorker:
         self._number = 0
 
     @property
+    def step_s(self) -> float:
+        """Of the step that runs."""
+        costs = self.kind.costs
+        return costs.base_s + len(self.rows) * costs.row_s + self.context * costs.context_s
+
+    @property
     def num_requests(self) -> int:
-        """All that are here."""
-        return len(self.rows) + len(self.waiting)
+        """All that are here, or on their way."""
+        return len(self.rows) + len(self.waiting) + self.coming
 
     def join(self, request: Request, now_s: float) -> None:
         """A request whose KV has come."""
@@ -201,7 +235,7 @@ class AggregatedWorker(DecodeWorker):
 
     @property
     def num_requests(self) -> int:
-        """All that are here."""
+        """All that are here, or on their way."""
         return super().num_requests + len(self.prompts)
 
     def predicted_s(self, prompt_tokens: int) -> float:
@@ -266,45 +300,3 @@ class AggregatedWorker(DecodeWorker):
         longest_s = rows_s + (kind.step_tokens - len(self.rows)) * token_s
         step_s = max(min(self.pace_s, longest_s), rows_s + LEAST_CHUNK * token_s)
         return 1 / step_s, (step_s - rows_s) / step_s / (token_s * request.prompt_tokens)
-
-
-# --- kinds of workers ---
-
-
-SMALL = Kind(
-    name="160m on 2 cores",
-    costs=SMALL_MODEL.costs,
-    kv_bytes=SMALL_MODEL.layout.num_layers * 2 * 4 * 64 * 2,
-    kv_tokens=200_000,
-    link_bytes_per_s=SMALL_MODEL.link_bytes_per_s,
-    step_tokens=2048,
-    max_batch=256,
-    source=SMALL_MODEL.source,
-)
-"""4,900 prompt tokens a second: a prompt of 1,000 takes 0.2 s, one of 7,400 takes 2.5 s."""
-
-ONE_B = Kind(
-    name="1.2b on 2 cores",
-    # 476 prompt tokens a second at 1k tokens; 32.5, 210 and 334 tokens a second at batches of 1, 8 and 32.
-    costs=StepCosts(base_s=2.7e-2, token_s=1.92e-3, pair_s=3.6e-7, row_s=1.9e-3, context_s=8e-7),
-    kv_bytes=32_768,
-    kv_tokens=200_000,
-    link_bytes_per_s=1e9,
-    step_tokens=2048,
-    max_batch=256,
-    source="docs/performance-log.md: `twostroke bench engine` with the 1.2b model, 2 threads",
-)
-"""Slow enough that a day of 100,000 requests needs some eight prefill workers."""
-
-H100 = Kind(
-    name="8B on one H100",
-    # Floors of Llama-3.1-8B in bf16 at 0.7 of 798 TFLOP/s and 0.8 of 3.0 TB/s: 2 x 8.03e9 operations a token,
-    # 4 x 32 x 4096 a pair, 15.0 GB of weights a step and 131,072 bytes a token of context; 1 ms a step for the host.
-    costs=StepCosts(base_s=7.3e-3, token_s=2.9e-5, pair_s=9.4e-10, row_s=2.9e-5, context_s=5.5e-8),
-    kv_bytes=131_072,
-    kv_tokens=400_000,
-    link_bytes_per_s=25e9,
-    step_tokens=8192,
-    max_batch=256,
-    source="floors of the cost model; no GPU has confirmed them",
-)

@@ -6,23 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from tests.simulation.fake_model import FakeEngine
-from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric, Parts, parts_around
-from tests.simulation.scenarios.scenario import Scenario
-from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
+from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.model.step import Engine
+from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo
+from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
+from twostroke.simulator.exact.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
+from twostroke.simulator.exact.memory_transport import LinkFabric, Parts, parts_around
+from twostroke.simulator.exact.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.worker.worker import Equipment
 
 SECRET = b"the simulation's secret"
@@ -31,15 +32,43 @@ RESTART_S = 0.05
 T = TypeVar("T")
 
 
+class MortalEngine(Engine, Protocol):
+    """An engine that tells when it has died."""
+
+    @property
+    def died(self) -> "asyncio.Future[None]": ...
+
+
+EngineT = TypeVar("EngineT", bound=MortalEngine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan:
+    """What all workers of a fleet are like."""
+
+    seed: int
+    windows: tuple[int, ...]  # of each layer, in tokens; 0: it attends to all
+    prefill_block_size: int
+    decode_block_size: int
+    transports: tuple[str, ...]
+    prefill_blocks: int
+    decode_blocks: int
+    swap_blocks: int  # of a decode worker; 0: none
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    max_chunk_bytes: int
+    max_context: int
+
+
 @dataclass(eq=False)
-class SimProcess:
+class SimProcess(Generic[EngineT]):
     """One worker with all that its process holds. Its tasks run in its own context, so that it can be stopped."""
 
     host: str
     info: WorkerInfo
     context: Context
     worker: PrefillWorker | DecodeWorker
-    engine: FakeEngine
+    engine: EngineT
     parts: Parts
     died: "asyncio.Future[None]"
     is_draining: bool = False
@@ -55,7 +84,7 @@ class SimProcess:
         return self.parts.pool
 
 
-class SimFleet:
+class SimFleet(Generic[EngineT]):
     """A `twostroke.router.fleet.Fleet` over processes in this very event loop.
 
     A call and its answer each take a moment; so does the cancellation of a call. A crash ends calls with WorkerLost,
@@ -63,22 +92,28 @@ class SimFleet:
     A worker whose engine dies is replaced, as a deployment does that asks for its health.
     """
 
-    engine_type: type[FakeEngine] = FakeEngine
-
-    def __init__(self, scenario: Scenario, fabric: MemoryFabric, links: LinkFabric, trace: Trace):
-        self._scenario = scenario
+    def __init__(
+        self,
+        plan: FleetPlan,
+        make_engine: Callable[[FakeStore, FakeSwapSpace | None], EngineT],
+        fabric: MemoryFabric,
+        links: LinkFabric,
+        trace: Trace,
+    ):
+        self._plan = plan
+        self._make_engine = make_engine
         self._fabric = fabric
         self._links = links
         self._trace = trace
-        self._draw = random.Random(scenario.seed)
+        self._draw = random.Random(plan.seed)
         self._num_started = 0
-        self.processes: dict[Peer, SimProcess] = {}
-        self.departed: list[SimProcess] = []
+        self.processes: dict[Peer, SimProcess[EngineT]] = {}
+        self.departed: list[SimProcess[EngineT]] = []
         self.lost_routers: set[str] = set()  # nobody cancels their calls
         self.calls_to_spoil: Counter[str] = Counter()  # of the next, by the kind of fault
         self._endings: dict[asyncio.Task[None], None] = {}
 
-    async def start(self, role: Role) -> SimProcess:
+    async def start(self, role: Role) -> SimProcess[EngineT]:
         """Start a worker; the fleet knows it from then on."""
         host = f"{role}-{self._num_started}"
         self._num_started += 1
@@ -90,29 +125,29 @@ class SimFleet:
         process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
         return process
 
-    def _make(self, role: Role, host: str) -> tuple[PrefillWorker | DecodeWorker, FakeEngine, Parts]:
-        scenario = self._scenario
+    def _make(self, role: Role, host: str) -> tuple[PrefillWorker | DecodeWorker, EngineT, Parts]:
+        plan = self._plan
         is_prefill = role == "prefill"
-        block_size = scenario.prefill_block_size if is_prefill else scenario.decode_block_size
+        block_size = plan.prefill_block_size if is_prefill else plan.decode_block_size
         store = FakeStore(
-            fake_layout(num_layers=len(scenario.windows), block_size=block_size, windows=scenario.windows),
-            num_blocks=scenario.prefill_blocks if is_prefill else scenario.decode_blocks,
+            fake_layout(num_layers=len(plan.windows), block_size=block_size, windows=plan.windows),
+            num_blocks=plan.prefill_blocks if is_prefill else plan.decode_blocks,
         )
         swap_space = None
-        if not is_prefill and scenario.swap_blocks:
-            swap_space = FakeSwapSpace(store, num_blocks=scenario.swap_blocks)
-        engine, peer = self.engine_type(store, swap_space), Peer(host, self._draw.getrandbits(63))
-        transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
-        parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, scenario.transports)
+        if not is_prefill and plan.swap_blocks:
+            swap_space = FakeSwapSpace(store, num_blocks=plan.swap_blocks)
+        engine, peer = self._make_engine(store, swap_space), Peer(host, self._draw.getrandbits(63))
+        transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=plan.max_chunk_bytes)
+        parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, plan.transports)
         clock = asyncio.get_running_loop().time
         equipment = Equipment(
-            peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, scenario.max_context
+            peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
         )
         if is_prefill:
-            return PrefillWorker(scenario.prefill, equipment), engine, parts
-        return DecodeWorker(scenario.decode, equipment, swap_space), engine, parts
+            return PrefillWorker(plan.prefill, equipment), engine, parts
+        return DecodeWorker(plan.decode, equipment, swap_space), engine, parts
 
-    def crash(self, process: SimProcess) -> None:
+    def crash(self, process: SimProcess[EngineT]) -> None:
         """Take a worker away at once."""
         self._trace(f"{process.host} crashes")
         del self.processes[process.info.peer]
@@ -126,7 +161,7 @@ class SimFleet:
         virtual_loop().continue_process(process.host)
         self._own(self.end(process))
 
-    async def replace(self, process: SimProcess, *, drain_s: float | None = None) -> bool:
+    async def replace(self, process: SimProcess[EngineT], *, drain_s: float | None = None) -> bool:
         """Crash a worker, perhaps after it has drained for so long, and start another; False where it is gone."""
         if process.info.peer not in self.processes:
             return False
@@ -147,11 +182,11 @@ class SimFleet:
         await self.start(process.info.role)
         return True
 
-    async def _replace_unhealthy(self, process: SimProcess) -> None:
+    async def _replace_unhealthy(self, process: SimProcess[EngineT]) -> None:
         await asyncio.sleep(NOTICE_S)
         await self.replace(process)
 
-    async def end(self, process: SimProcess) -> None:
+    async def end(self, process: SimProcess[EngineT]) -> None:
         """Stop a worker, crashed or not, and all that it had."""
         await process.worker.stop()
         await process.parts.transports.close()
@@ -210,8 +245,9 @@ class SimFleet:
     async def _call(self, name: str, worker: Peer, request: GenerateRequest, *tickets: Ticket | None) -> Any:
         router_id = request.router_id
 
-        def method(process: SimProcess) -> Coroutine[Any, Any, Any]:
-            return getattr(process.worker, name)(_copy(request), *map(_copy, tickets))
+        def method(process: SimProcess[EngineT]) -> Coroutine[Any, Any, Any]:
+            called: Coroutine[Any, Any, Any] = getattr(process.worker, name)(_copy(request), *map(_copy, tickets))
+            return called
 
         is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
         is_twice = self._spoils("repeat_calls")
@@ -248,7 +284,10 @@ class SimFleet:
             raise WorkerFailed(f"the worker failed: {error!r}") from error
 
     def _begin(
-        self, process: SimProcess, router_id: str, method: Callable[[SimProcess], Coroutine[Any, Any, T]]
+        self,
+        process: SimProcess[EngineT],
+        router_id: str,
+        method: Callable[[SimProcess[EngineT]], Coroutine[Any, Any, T]],
     ) -> "asyncio.Task[T]":
         call = asyncio.get_running_loop().create_task(method(process), context=process.context.copy())
         process.calls[call] = router_id
@@ -259,9 +298,9 @@ class SimFleet:
 
     async def _repeat(
         self,
-        process: SimProcess,
+        process: SimProcess[EngineT],
         router_id: str,
-        method: Callable[[SimProcess], Coroutine[Any, Any, Any]],
+        method: Callable[[SimProcess[EngineT]], Coroutine[Any, Any, Any]],
         first: "asyncio.Task[Any]",
     ) -> None:
         """The same call once more, while the first is under way: it must be refused."""
@@ -288,7 +327,7 @@ class SimFleet:
         return 0.0005 + 0.002 * self._draw.random() + (0.05 if self._draw.random() < 0.02 else 0.0)
 
 
-def _forget(process: SimProcess, call: "asyncio.Task[Any]", *, may_take: bool) -> None:
+def _forget(process: SimProcess[Any], call: "asyncio.Task[Any]", *, may_take: bool) -> None:
     process.calls.pop(call, None)
     is_answered = not call.cancelled() and call.exception() is None  # its caller may be gone, and nobody else asks
     if is_answered and not may_take:

@@ -1,22 +1,17 @@
-"""A router as a process of a simulation: everything of it but HTTP, on the simulated network."""
+"""A simulated router that asks for pulls which no live router would ask for."""
 
-import asyncio
 import random
-from collections.abc import Callable
 
 from tests.rigs.delegate import Delegate
-from tests.simulation.memory_network import MemoryFabric
-from tests.simulation.sim_fleet import SECRET, SimFleet
-from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.protocol.blocks import ShortName
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.slo.admission import Admission
-from twostroke.router.slo.classes import SLOConfig
+from twostroke.simulator.exact.memory_network import MemoryFabric
+from twostroke.simulator.exact.sim_fleet import SECRET
+from twostroke.simulator.exact.sim_router import PROMISE_NOTHING, SimRouter
 
 
 class BlindPulls(Delegate):
@@ -75,56 +70,18 @@ def _beginning(request: GenerateRequest) -> tuple[bytes, tuple[int, ...]]:
     return request.cache_salt, request.token_ids[:8]
 
 
-PROMISE_NOTHING = SLOConfig(admission=False)
-
-
-class SimRouter(VirtualProcess):
-    """Its requests' tasks run in its own context, so that it can be lost: it stands still from then on."""
+class BlindRouter(SimRouter):
+    """Has a share of the prompts pulled blindly."""
 
     def __init__(
-        self,
-        index: int,
-        fleet: SimFleet,
-        fabric: MemoryFabric,
-        config: PipelineConfig,
-        slo: SLOConfig = PROMISE_NOTHING,
-        *,
-        blind_pulls: float = 0.0,
+        self, index: int, fleet: Fleet, fabric: MemoryFabric, config: PipelineConfig, *, blind_pulls: float = 0.0
     ):
-        self.host = f"router-{index}"
-        super().__init__(self.host)
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._index = index
-        self._fleet = fleet
-        self._fabric = fabric
         self._blind_pulls = blind_pulls
-        self.channels, self.admission, self.pipeline = self.context.run(self._make, config, slo)
+        super().__init__(index, fleet, fabric, config, PROMISE_NOTHING)
 
-    def _make(self, config: PipelineConfig, slo: SLOConfig) -> tuple[TokenChannels, Admission, Pipeline]:
-        clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
-        channels = TokenChannels(network=self._fabric.at(self.host), peer=peer, clock=clock)
-        admission = Admission(config=slo, stats=channels.stats, clock=clock)
-        fleet = BlindPulls(
-            self._fleet, channels, secret=SECRET, share=self._blind_pulls, draw=random.Random(f"pulls of {self._index}")
-        )
-        pipeline = Pipeline(
-            fleet=fleet,
-            channels=channels,
-            secret=SECRET,
-            clock=clock,
-            router=peer,
-            config=config,
-            draw_id=_numbered(f"r{self._index}"),
-            draw=random.Random(self._index).random,
-            admit=admission.admit,
-        )
-        return channels, admission, pipeline
-
-    def lose(self) -> None:
-        """Nothing of this process runs any more."""
-        if not self.lost.done():
-            self.lost.set_result(None)
-            virtual_loop().stop_process(self.host)
+    def _reach(self, channels: TokenChannels) -> Fleet:
+        draw = random.Random(f"pulls of {self._index}")
+        return BlindPulls(self._fleet, channels, secret=SECRET, share=self._blind_pulls, draw=draw)
 
     def known_blocks(self, worker: Peer) -> set[ShortName] | None:
         """What the worker has told of its cache, as this router has understood it; None where it has told nothing."""
@@ -133,22 +90,3 @@ class SimRouter(VirtualProcess):
             return None
         bit = 1 << cached._workers[worker].column
         return {name for name, holders in cached._held.items() if holders & bit}
-
-    async def ended(self) -> None:
-        """Return when its requests' tasks have ended."""
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    async def close(self) -> None:
-        """End what is left of it."""
-        await self.spawn(self.channels.close())
-
-
-def _numbered(prefix: str) -> Callable[[], str]:
-    number = 0
-
-    def draw() -> str:
-        nonlocal number
-        number += 1
-        return f"{prefix}-{number}"
-
-    return draw

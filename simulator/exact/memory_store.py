@@ -52,7 +52,7 @@ class FakeStore:
         self._units: dict[Cut, list[Array]] = {}
 
     def layer_bytes(self, layer: int) -> memoryview:
-        return memoryview(self.layers[layer]).cast("B")
+        return memoryview(self.layers[layer]).cast("B")  # type: ignore[arg-type]
 
     def allocated(self, block_ids: Sequence[int]) -> None:
         """These blocks belong to somebody new, who finds garbage in them: nobody may rely on what was there."""
@@ -143,7 +143,8 @@ class FakeStore:
     def read_units(self, layer: int, unit_ids: Sequence[int], cut: Cut) -> bytes:
         """Units as they travel, [2, heads of the lane, unit_tokens, head_dim] each."""
         ids = np.asarray(unit_ids)
-        return self._cut(cut)[layer][ids // cut.units_per_block, ids % cut.units_per_block].tobytes()
+        units: bytes = self._cut(cut)[layer][ids // cut.units_per_block, ids % cut.units_per_block].tobytes()
+        return units
 
     def write_units(self, layer: int, unit_ids: Sequence[int], cut: Cut, data: bytes | bytearray) -> None:
         """The opposite of `read_units`."""
@@ -180,7 +181,7 @@ class FakeSwapSpace:
 
     def time_for(self, copy: BlockCopy) -> float:
         """Seconds that a copy takes."""
-        return len(copy.cache_blocks) * self.block_bytes / self._bytes_per_s
+        return float(len(copy.cache_blocks) * self.block_bytes / self._bytes_per_s)
 
     def copy(self, copy: BlockCopy) -> None:
         """Make it at once."""

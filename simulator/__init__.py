@@ -1,0 +1,1 @@
+"""Serving on virtual time: docs/simulation.md."""

@@ -1,0 +1,1 @@
+"""Many workers whose time goes by in closed form between two changes."""

@@ -1,0 +1,377 @@
+"""`twostroke simulate`: a workload served by a fleet on virtual time, and reported as a load test is.
+
+Progress goes to stderr; the last line on stdout is one JSON object. The same arguments give the same figures.
+"""
+
+import argparse
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from twostroke.cluster.autoscaling.policy import Memory, decide
+from twostroke.cluster.config.autoscaling import AutoscalingConfig
+from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.config.reading import load_yaml
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.commands.arguments import (
+    above_zero,
+    add_arrivals,
+    add_workload,
+    arrivals_of,
+    positive_count,
+    slo_of,
+    workload_of,
+)
+from twostroke.loadtests.plan import SLO, Closed, Plan
+from twostroke.loadtests.report.figures import Observations, judged_rows, read_observations, summary_of
+from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, line_of, make_folder, write_json
+from twostroke.loadtests.workloads.prompts import token_ids
+from twostroke.loadtests.workloads.sessions import sessions
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import Promise
+from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.simulator.baselines import compare_baselines
+from twostroke.simulator.coarse.fleet import CALL_S, Fleet
+from twostroke.simulator.coarse.fleet import run as run_coarse
+from twostroke.simulator.coarse.live_router import LiveRouter
+from twostroke.simulator.coarse.workers import Request
+from twostroke.simulator.exact.deployment import Fault, Served, TracedRequest, serve
+from twostroke.simulator.kinds import KINDS, Kind, kind_of
+
+VOCABULARY = 32_000
+EXACT_WORKERS, EXACT_REQUESTS = 16, 3_000
+"""Up to so many, a run goes event by event unless the other way is asked for."""
+STARTUP_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    fleet = parser.add_argument_group("the fleet")
+    fleet.add_argument("--config", type=Path, metavar="FILE", help="whose replicas, SLO classes and autoscaling count")
+    fleet.add_argument("--fleet", type=fleet_of, metavar="prefill=N,decode=N", help="prefill=0: aggregated")
+    fleet.add_argument(
+        "--costs", default="160m-cpu", metavar="NAME|FILE", help=f"of `bench costs`, or {', '.join(KINDS)}"
+    )
+    fleet.add_argument(
+        "--kv-tokens", type=positive_count, metavar="N", help="of each worker's cache, whatever --costs says"
+    )
+    fleet.add_argument("--faults", type=Path, metavar="FILE", help="JSON: [{at_s, role, which}], workers that crash")
+    fleet.add_argument("--startup", type=above_zero, default=STARTUP_S, metavar="S", help="of a worker that is added")
+    add_arrivals(parser.add_argument_group("when requests arrive"))
+    add_workload(parser.add_argument_group("what is sent"))
+    of_run = parser.add_argument_group("the run")
+    of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
+    of_run.add_argument("--seconds", type=above_zero, metavar="S", help="of arrivals (default: 300, or as --requests)")
+    of_run.add_argument("--warm-up", type=float, default=0.0, metavar="S", help="of these; not judged")
+    of_run.add_argument("--max-context", type=positive_count, default=8192, metavar="TOKENS")
+    of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
+    of_run.add_argument("--seed", type=int, default=0)
+    of_run.add_argument("--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/simulation.md")
+    of_run.add_argument("--baselines", action="store_true", help="the table of the literature's ways to batch, instead")
+    of_run.add_argument("--report", type=Path, metavar="FOLDER", help="a load test's report of what was simulated")
+    of_run.add_argument("--json", action="store_true", help="nothing but the last line")
+
+
+def fleet_of(text: str) -> dict[str, int]:
+    """An argument's type."""
+    try:
+        counts = {name: int(count) for name, _, count in (part.partition("=") for part in text.split(","))}
+    except ValueError:
+        counts = {}
+    if not {"decode"} <= counts.keys() <= {"prefill", "decode"} or counts["decode"] < 1 or min(counts.values()) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: write prefill=2,decode=2; decode is to be at least 1")
+    return counts
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0. Raises ConfigError for what can't be simulated."""
+    began = time.perf_counter()
+    try:
+        told = _run(arguments)
+    except LoadTestError as error:
+        raise ConfigError(str(error)) from error
+    told["seconds"] = round(time.perf_counter() - began, 3)
+    told["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(told))
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = read_config(load_yaml(arguments.config)) if arguments.config is not None else ClusterConfig()
+    kind = kind_of(arguments.costs)
+    if arguments.kv_tokens is not None:
+        kind = msgspec.structs.replace(kind, kv_tokens=arguments.kv_tokens)
+    plan = _plan(arguments)
+    prefill, decode = _counts(arguments, config)
+    is_exact = _is_exact(arguments, config, plan, prefill + decode)
+    if arguments.baselines:
+        return compare_baselines(
+            list(_lengths(plan, arguments.requests)),
+            kind,
+            plan.slo,
+            prefill + decode,
+            _nothing if arguments.json else print,
+        )
+    say = Progress(arguments)
+    slo = _slo(config, plan.slo, is_asked=arguments.config is not None)
+    if is_exact:
+        records: Iterable[Record] = _exact(plan, kind, prefill, decode, slo, arguments, say)
+        seen = read_observations(records)
+    else:
+        if arguments.faults is not None:
+            raise ConfigError("--faults: only runs with --events exact have workers that crash")
+        coarse = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
+        seen = read_observations(_coarse_records(coarse))
+        records = _coarse_records(coarse) if arguments.report is not None else ()
+    # With --requests arrivals end with the last of them, whenever that is.
+    plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, float(seen.scheduled_s.max()) + 1e-6))
+    if arguments.report is not None:
+        _report(arguments.report, plan, records)
+    return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json)
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    arrivals = arrivals_of(arguments)
+    if isinstance(arrivals, Closed):
+        raise ConfigError("--arrivals closed: only open loops are simulated, whose times are known beforehand")
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = 300.0
+        if arguments.requests is not None:  # enough for them all, however bursts fall
+            seconds = 1e9 if arguments.arrivals != "ramp" else seconds
+    if arguments.workload == "chat":
+        raise ConfigError("--workload chat: its turns wait for answers; only open loops are simulated")
+    return Plan(
+        url="simulated",
+        model=arguments.costs,
+        max_context=arguments.max_context,
+        arrivals=arrivals,
+        workload=workload_of(arguments),
+        slo=arguments.slo or SLO(),
+        seconds=seconds,
+        name=Path(arguments.workload).stem,
+        seed=arguments.seed,
+        warm_up_s=arguments.warm_up,
+        vocabulary=VOCABULARY,
+    )
+
+
+def _counts(arguments: argparse.Namespace, config: ClusterConfig) -> tuple[int, int]:
+    if arguments.fleet is not None:
+        return arguments.fleet.get("prefill", 0), arguments.fleet["decode"]
+    return config.counts["prefill"].first, config.counts["decode"].first
+
+
+def _is_exact(arguments: argparse.Namespace, config: ClusterConfig, plan: Plan, workers: int) -> bool:
+    if arguments.events != "auto":
+        return bool(arguments.events == "exact")
+    rate = getattr(plan.arrivals, "rate", 0.0)
+    requests = arguments.requests or rate * plan.seconds
+    is_small = workers <= EXACT_WORKERS and 0 < requests <= EXACT_REQUESTS and not config.autoscaling.enabled
+    return is_small or arguments.faults is not None
+
+
+def _slo(config: ClusterConfig, asked: SLO, *, is_asked: bool) -> SLOConfig:
+    """The file's classes; without a file the times of --slo are promised to all, and nobody is refused."""
+    if is_asked or asked == SLO():
+        return config.slo
+    return SLOConfig(classes=(SLOClass(name="standard", ttft_s=asked.ttft_s, tpot_s=asked.tpot_s),), admission=False)
+
+
+class Progress:
+    """A line on stderr, some times a second at most."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._total = arguments.requests
+        self._began = self._last = time.monotonic()
+        self._is_shown = sys.stderr.isatty() or not arguments.json
+
+    def __call__(self, ended: int) -> None:
+        now = time.monotonic()
+        if self._is_shown and now - self._last >= 2.0:
+            self._last = now
+            of = "" if self._total is None else f" of {self._total:,}"
+            print(f"{ended:,}{of} requests answered after {now - self._began:.0f} s", file=sys.stderr, flush=True)
+
+
+def _lengths(plan: Plan, most: int | None) -> Iterator[tuple[float, int, int, str]]:
+    """Of each request: when it comes, tokens of its prompt and its answer, and what kind it is."""
+    for number, session in enumerate(sessions(plan)):
+        if number == most:
+            return
+        turn = session.turns[0]
+        yield session.at_s, sum(piece.tokens for piece in turn.prompt), turn.output_tokens, turn.kind
+
+
+def _nothing(line: str) -> None:
+    """Where nothing but the last line is wanted."""
+
+
+# --- event by event ---
+
+
+def _exact(
+    plan: Plan,
+    kind: Kind,
+    prefill: int,
+    decode: int,
+    slo: SLOConfig,
+    arguments: argparse.Namespace,
+    progress: Callable[[int], None],
+) -> list[Record]:
+    one = slo.default_class
+    promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
+    trace: list[TracedRequest] = []
+    for session in sessions(plan):
+        if len(trace) == arguments.requests:
+            break
+        turn = session.turns[0]
+        ids = tuple(token_ids(turn.prompt, VOCABULARY))
+        trace.append(TracedRequest(session.at_s, ids, turn.output_tokens, promise))
+    if not trace:
+        raise ConfigError("no request comes in that time")
+    served = serve(
+        trace,
+        "kv_aware",
+        kind,
+        prefill=prefill,
+        decode=decode,
+        prefill_cache_tokens=kind.kv_tokens,
+        decode_cache_tokens=kind.kv_tokens,
+        seed=plan.seed,
+        slo=slo,
+        faults=_faults(arguments.faults),
+        progress=progress,
+        max_context=plan.max_context,
+    ).served
+    return [_record_of(number, one) for number, one in enumerate(served)]
+
+
+def _record_of(number: int, served: Served) -> Record:
+    at_s, tokens = served.at_s, served.token_s
+    return Record(
+        session=number,
+        turn=0,
+        scheduled_s=at_s,
+        sent_s=at_s,
+        end_s=tokens[-1] if tokens else at_s,
+        status="refused" if served.refused else "ok",
+        http_status=429 if served.refused else 200,
+        error="overloaded" if served.refused else None,
+        planned_input_tokens=served.num_prompt_tokens,
+        planned_output_tokens=served.num_output_tokens,
+        input_tokens=None if served.refused else served.num_prompt_tokens,
+        output_tokens=None if served.refused else served.num_output_tokens,
+        cached_tokens=None if served.refused else served.num_cached_tokens,
+        token_s=tokens,
+    )
+
+
+def _faults(path: Path | None) -> Sequence[Fault]:
+    if path is None:
+        return ()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Fault, ...])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--faults {path}: {error}") from error
+
+
+# --- many workers ---
+
+
+def _coarse(
+    plan: Plan,
+    kind: Kind,
+    prefill: int,
+    decode: int,
+    slo: SLOConfig,
+    autoscaling: AutoscalingConfig,
+    arguments: argparse.Namespace,
+    progress: Callable[[int], None],
+) -> list[Request]:
+    requests = [Request(*one[:3]) for one in _lengths(plan, arguments.requests)]
+    if not requests:
+        raise ConfigError("no request comes in that time")
+    one = slo.default_class
+    fleet = Fleet(kind, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=LiveRouter(kind, slo))
+    memory = Memory()
+
+    def scaler(fleet: Fleet) -> tuple[int, int]:
+        nonlocal memory
+        if not autoscaling.enabled:
+            return prefill, decode
+        decision, memory = decide(fleet.signals(), memory, autoscaling)
+        return decision.prefill, decision.decode
+
+    look_s = autoscaling.interval_s if autoscaling.enabled else 1.0
+    run_coarse(fleet, requests, scaler, (prefill, decode), requests[-1].at_s, look_s, progress)
+    return requests
+
+
+def _coarse_records(requests: Sequence[Request]) -> Iterator[Record]:
+    """Of each answer the first and the last token alone."""
+    for number, one in enumerate(requests):
+        tokens = () if one.is_refused else (one.first_s + CALL_S, one.last_s + CALL_S)
+        yield Record(
+            session=number,
+            turn=0,
+            scheduled_s=one.at_s,
+            sent_s=one.at_s,
+            end_s=tokens[-1] if tokens else one.at_s,
+            status="refused" if one.is_refused else "ok",
+            http_status=429 if one.is_refused else 200,
+            error="overloaded" if one.is_refused else None,
+            planned_input_tokens=one.prompt_tokens,
+            planned_output_tokens=one.output_tokens,
+            input_tokens=None if one.is_refused else one.prompt_tokens,
+            output_tokens=None if one.is_refused else one.output_tokens,
+            token_s=tokens,
+        )
+
+
+# --- what came of it ---
+
+
+def _facts(workers: int) -> RunFacts:
+    return RunFacts(started_at="", server={"simulated_workers": workers}, machine={}, versions={})
+
+
+def _report(folder: Path, plan: Plan, records: Iterable[Record]) -> None:
+    from twostroke.loadtests.report.pages import write_report
+
+    make_folder(folder)
+    of_run = RunFolder(folder)
+    write_json(of_run.plan_path, plan)
+    write_json(of_run.facts_path, _facts(0))
+    with of_run.records_path(0).open("wb") as file:
+        for record in records:
+            file.write(line_of(record))
+    write_report(of_run)
+
+
+def _told(plan: Plan, seen: Observations, workers: int, *, is_exact: bool, quiet: bool) -> dict[str, Any]:
+    facts = _facts(workers)
+    summary = summary_of(plan, facts, seen, ())
+    told: dict[str, Any] = {
+        "workers": workers,
+        "requests": int(judged_rows(plan, facts, seen).sum()),
+        "events": "exact" if is_exact else "coarse",
+        "attainment": None if summary.attainment is None else summary.attainment.value,
+        "refused": summary.counts.refused,
+    }
+    for name, spread in (("ttft", summary.ttft), ("tpot", summary.tpot)):
+        told[f"{name}_p50_s"] = None if spread is None else spread.p50.value
+        told[f"{name}_p90_s"] = None if spread is None else spread.p90
+        told[f"{name}_p99_s"] = None if spread is None else spread.p99.value
+        if not quiet and spread is not None:
+            p50, p90, p99 = spread.p50.value, spread.p90, spread.p99.value
+            print(f"{name.upper()}: P50 {p50:.4g} s, P90 {p90:.4g} s, P99 {p99:.4g} s")
+    if not quiet:
+        print(f"output: {summary.output_rate.value:.1f} tokens a second; refused: {summary.counts.refused}")
+    return told

@@ -1,0 +1,250 @@
+"""A trace served on virtual time, event by event: all parts real but the engine's arithmetic."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec import structs
+
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
+from twostroke.protocol.stats import Role
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.chooser import Policy
+from twostroke.router.slo.classes import SLOConfig
+from twostroke.simulator.exact.memory_network import MemoryFabric
+from twostroke.simulator.exact.memory_store import FakeStore, FakeSwapSpace
+from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.exact.sim_fleet import FleetPlan, SimFleet, SimProcess
+from twostroke.simulator.exact.sim_router import PROMISE_NOTHING, SimRouter
+from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.kinds import BLOCK_TOKENS, Kind
+from twostroke.worker.step_costs import StepContent
+
+ANSWER = 7
+"""The one token that simulated engines draw."""
+STANDARD = Promise()
+LIMIT_S = 1e6  # of virtual time
+FAKE_LAYERS = 2
+FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/exact/memory_store.py
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request of a trace."""
+
+    at_s: float
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    promise: Promise = STANDARD
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker that crashes; another starts in its place at once."""
+
+    at_s: float
+    role: Role
+    which: int = 0  # of those that are there, in turn
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of one request. Times in seconds; `refused`: with 429, and nothing else is known."""
+
+    promise: Promise
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    refused: bool = False
+    computed_twice: bool = False  # by the decode worker, though a prefill worker was asked to
+    token_s: tuple[float, ...] = ()  # when the client was told of each event
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trace under one policy."""
+
+    served: tuple[Served, ...]
+    prefill_busy: float  # share of its time that a prefill worker computed, mean; 0 without any
+    decode_busy: float
+
+
+class TimedEngine:
+    """Computes nothing. The store has few layers: the last one stands for the model's last, the others for the rest."""
+
+    num_broken_rows = 0
+
+    def __init__(self, kind: Kind):
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.busy_s = 0.0
+        self._kind = kind
+        self._one_at_a_time = asyncio.Lock()
+
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
+        """As Engine.step; copies take no time."""
+        async with self._one_at_a_time:
+            seconds = StepContent.of(batch).expected_s(self._kind.costs)
+            self.busy_s += seconds
+            if on_layer is None:
+                await asyncio.sleep(seconds)
+            else:
+                await asyncio.sleep(seconds * (1 - 1 / self._kind.num_layers))
+                for layer in range(FAKE_LAYERS - 1):
+                    on_layer(layer)
+                await asyncio.sleep(seconds / self._kind.num_layers)
+                on_layer(FAKE_LAYERS - 1)
+            return [None if one.draw is None else SampledToken(ANSWER) for one in batch]
+
+
+class _Fleet(SimFleet[TimedEngine]):
+    """Workers that tell routers their kind's layout, and whose links are as fast as its KV is large."""
+
+    def __init__(self, plan: FleetPlan, kind: Kind, fabric: MemoryFabric):
+        def engine(store: FakeStore, swap_space: FakeSwapSpace | None) -> TimedEngine:
+            return TimedEngine(kind)
+
+        links = LinkFabric(bytes_per_s=kind.link_bytes_per_s * FAKE_TOKEN_BYTES / kind.kv_bytes)
+        super().__init__(plan, engine, fabric, links, lambda line: None)
+        self._layout = kind.layout
+
+    async def start(self, role: Role) -> SimProcess[TimedEngine]:
+        process = await super().start(role)
+        process.info = structs.replace(process.info, layout=self._layout)
+        return process
+
+
+def serve(
+    trace: Sequence[TracedRequest],
+    policy: Policy,
+    kind: Kind,
+    *,
+    prefill: int = 2,
+    decode: int = 2,
+    prefill_cache_tokens: int,
+    decode_cache_tokens: int,
+    seed: int = 0,
+    slo: SLOConfig = PROMISE_NOTHING,
+    faults: Sequence[Fault] = (),
+    progress: Callable[[int], None] | None = None,
+    max_context: int = 8192,
+) -> Run:
+    """Run the trace to its end; with classes that promise something, some requests are refused.
+
+    Without prefill workers the fleet is aggregated. `progress` is told how many requests have ended.
+    """
+    plan = FleetPlan(
+        seed=seed,
+        windows=(0,) * FAKE_LAYERS,
+        prefill_block_size=BLOCK_TOKENS,
+        decode_block_size=BLOCK_TOKENS,
+        transports=("memory_pull",),
+        prefill_blocks=prefill_cache_tokens // BLOCK_TOKENS,
+        decode_blocks=decode_cache_tokens // BLOCK_TOKENS,
+        swap_blocks=0,
+        prefill=PrefillConfig(max_step_tokens=kind.step_tokens, max_batch=kind.max_batch),
+        decode=DecodeConfig(max_step_tokens=kind.step_tokens, max_batch=kind.max_batch),
+        max_chunk_bytes=1 << 22,
+        max_context=max_context,
+    )
+    deployment = _Deployment(trace, plan, kind, PipelineConfig(policy=policy, request_timeout_s=10_000.0), slo)
+    deployment.progress = progress
+    return run_virtually(deployment.run(prefill, decode, faults), limit_s=LIMIT_S)
+
+
+class _Deployment:
+    def __init__(
+        self, trace: Sequence[TracedRequest], plan: FleetPlan, kind: Kind, pipeline: PipelineConfig, slo: SLOConfig
+    ):
+        self._trace = trace
+        self._plan = plan
+        self._kind = kind
+        self._pipeline = pipeline
+        self._slo = slo
+        self._num_ended = 0
+        self.progress: Callable[[int], None] | None = None
+
+    async def run(self, prefill: int, decode: int, faults: Sequence[Fault]) -> Run:
+        self._clock = asyncio.get_running_loop().time
+        fabric = MemoryFabric(self._plan.seed, typical_latency_s=0.0002)
+        fleet = _Fleet(self._plan, self._kind, fabric)
+        prefills: list[Role] = ["prefill"] * prefill
+        decodes: list[Role] = ["decode"] * decode
+        processes = [await fleet.start(role) for role in (*prefills, *decodes)]
+        router = SimRouter(0, fleet, fabric, self._pipeline, self._slo)
+        began_s = self._clock()
+        striking = [asyncio.create_task(_strike(fault, fleet)) for fault in faults]
+        clients = [asyncio.create_task(self._client(number, one, router)) for number, one in enumerate(self._trace)]
+        served = await asyncio.gather(*clients)
+        seconds = self._clock() - began_s
+        for task in striking:
+            task.cancel()
+        await asyncio.gather(*striking, return_exceptions=True)
+        busy = [process.engine.busy_s / seconds for process in processes]
+        await router.close()
+        for process in list(fleet.processes.values()):
+            await fleet.end(process)
+        await fleet.close()
+        prefill_busy = sum(busy[:prefill]) / prefill if prefill else 0.0
+        return Run(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
+
+    async def _client(self, number: int, traced: TracedRequest, router: SimRouter) -> Served:
+        await asyncio.sleep(traced.at_s)
+        request = GenerateRequest(
+            request_id=f"template-{number}",
+            router_id="",
+            token_ids=traced.token_ids,
+            num_prompt_tokens=len(traced.token_ids),
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=traced.num_output_tokens,
+            promise=traced.promise,
+        )
+        stages = Stages(arrive=self._clock())
+        served = Served(traced.promise, traced.at_s, request.num_prompt_tokens, traced.num_output_tokens)
+        token_s: list[float] = []
+        try:
+            await router.spawn(self._read(router, request, stages, token_s))
+        except RequestError as error:
+            if error.status != 429:
+                raise
+            return replace(served, refused=True)
+        finally:
+            router.admission.ended(request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
+            self._num_ended += 1
+            if self.progress is not None:
+                self.progress(self._num_ended)
+        if stages.first_token is None or stages.finish is None:
+            raise RuntimeError(f"{request.request_id} has ended without a token")
+        return replace(
+            served,
+            num_cached_tokens=stages.num_cached_tokens,
+            ttft_s=stages.first_token - stages.arrive,
+            tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
+            computed_twice=stages.transfer_s == 0.0,
+            token_s=tuple(moment - stages.arrive + traced.at_s for moment in token_s),
+        )
+
+    async def _read(self, router: SimRouter, request: GenerateRequest, stages: Stages, token_s: list[float]) -> None:
+        async with aclosing(router.pipeline.generate(request, stages)) as events:
+            async for _ in events:
+                token_s.append(self._clock())
+
+
+async def _strike(fault: Fault, fleet: SimFleet[TimedEngine]) -> None:
+    await asyncio.sleep(fault.at_s)
+    there = [one for one in fleet.processes.values() if one.info.role == fault.role]
+    if there:
+        await fleet.replace(there[fault.which % len(there)])

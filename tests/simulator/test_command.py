@@ -1,0 +1,81 @@
+"""`twostroke simulate` as people call it."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from twostroke.cluster.cli import main
+from twostroke.simulator.kinds import SMALL, kind_of
+
+FIGURES = {
+    "workers",
+    "requests",
+    "seconds",
+    "peak_rss_bytes",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "tpot_p50_s",
+    "tpot_p90_s",
+    "attainment",
+}
+ASKED = ("simulate", "--workload", "fixed", "--input-tokens", "200", "--output-tokens", "20", "--rate", "4", "--json")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main([*ASKED, *arguments]) == 0
+    told: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("events", ["exact", "coarse"])
+def test_the_last_line_has_the_figures_and_a_seed_repeats_them(events: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--fleet", "prefill=1,decode=1", "--requests", "30", "--slo", "ttft=1,tpot=0.1", "--events", events)
+    first, again, other = (simulated(capsys, *asked, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first.keys() >= FIGURES
+    assert (first["workers"], first["requests"], first["attainment"]) == (2, 30, 1.0)
+    of_machine = {"seconds", "peak_rss_bytes"}
+    same, once_more, another = ({k: v for k, v in one.items() if k not in of_machine} for one in (first, again, other))
+    assert same == once_more != another
+
+
+def test_a_worker_that_crashes_costs_no_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    faults = tmp_path / "faults.json"
+    faults.write_text('[{"at_s": 1.0, "role": "decode"}]')
+    asked = ("--fleet", "prefill=1,decode=2", "--requests", "20", "--slo", "ttft=9")
+    struck, calm = simulated(capsys, *asked, "--faults", str(faults)), simulated(capsys, *asked, "--events", "exact")
+    assert struck["requests"] == calm["requests"] == 20
+    assert struck["attainment"] == 1.0
+    assert struck["tpot_p99_s"] != calm["tpot_p99_s"]
+
+
+def test_the_autoscaler_of_the_configuration_decides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "serving.yaml"
+    limits = "{min: 1, max: 8}"
+    scaled = f"autoscaling: {{enabled: true, prefill: {limits}, decode: {limits}}}"
+    config.write_text(f"{scaled}\nslo: {{classes: [{{name: all, ttft_s: 1.0, tpot_s: 0.1}}], admission: false}}\n")
+    asked = ("--requests", "3000", "--slo", "ttft=1,tpot=0.1", "--input-tokens", "1000", "--rate", "12")
+    alone = simulated(capsys, *asked, "--fleet", "prefill=1,decode=1", "--events", "coarse")
+    grown = simulated(capsys, *asked, "--config", str(config))
+    assert alone["attainment"] < 0.2 < 0.6 < grown["attainment"]  # type: ignore[operator]
+
+
+def test_costs_are_read_from_a_file_and_a_wrong_one_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(msgspec.json.encode(SMALL))
+    assert kind_of(str(path)) == SMALL
+    for wrong in (["--costs", str(tmp_path / "none.json")], ["--costs", str(Path(__file__))], ["--fleet", "decode=0"]):
+        with pytest.raises(SystemExit) if wrong[0] == "--fleet" else _nothing():
+            assert main([*ASKED, "--requests", "3", *wrong]) == 2
+
+
+def test_a_report_is_a_load_tests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    simulated(capsys, "--fleet", "prefill=1,decode=1", "--requests", "40", "--slo", "ttft=1", "--report", str(tmp_path))
+    assert {"plan.json", "report.json", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
