@@ -147,7 +147,7 @@ class LoadedEngine:
         )
         if blocks is None:
             one = make_cache(num_blocks=1, model_digest="")
-            memory = measure_gpu(decoder, sampler, one, config, self.max_context)
+            memory = measure_gpu(decoder, sampler, one, config, self.max_context, self.parallel)
             blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._kv_dtype)
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
         digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
@@ -260,14 +260,19 @@ def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
 
 
 def measure_gpu(
-    decoder: StepDecoder, sampler: TokenSampler | None, kv_cache: KVCache, config: EngineConfig, max_context: int
+    decoder: StepDecoder,
+    sampler: TokenSampler | None,
+    kv_cache: KVCache,
+    config: EngineConfig,
+    max_context: int,
+    parallel: TensorParallel,
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 
     Where steps are to be captured, the memory of the largest and of its logits belongs to them for good.
     """
     bounds, block_size, device = config.bounds, kv_cache.block_size, kv_cache.tensors[0].device
-    runner = ModelRunner(decoder, sampler, kv_cache, max_context)
+    runner = ModelRunner(decoder, sampler, kv_cache, max_context, parallel=parallel)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
 
@@ -288,7 +293,7 @@ def measure_gpu(
     def captured_bytes(rows: int, sequences: int, count: int) -> int:
         """What `count` graphs keep: of the largest one's step, its block tables, its logits, and the driver's."""
         tables = 2 * sequences * width * torch.int32.itemsize
-        logits = sequences * decoder.vocab_size * torch.float32.itemsize
+        logits = sequences * decoder.logits_width * torch.float32.itemsize
         return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
 
     if not config.announces_layers:

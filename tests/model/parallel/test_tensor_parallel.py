@@ -373,8 +373,11 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
 ) -> None:
     heads: list[int] = []
 
-    def measure(decoder: Decoder, sampler: Any, kv_cache: KVCache, config: EngineConfig, max_context: int) -> GpuMemory:
-        ModelRunner(decoder, sampler, kv_cache, 64).run(largest_batch(config.bounds, kv_cache.block_size, 64))
+    def measure(
+        decoder: Decoder, sampler: Any, kv_cache: KVCache, config: EngineConfig, max_context: int, parallel: Any
+    ) -> GpuMemory:
+        runner = ModelRunner(decoder, sampler, kv_cache, 64, parallel=parallel)
+        runner.run(largest_batch(config.bounds, kv_cache.block_size, 64))
         heads.append(kv_cache.tensors[0].shape[2])
         kv_cache.close()
         return GpuMemory(CUDA_CONTEXT_BYTES + 2**20, free=2**30, share=1.0, weights=0, peak_step=0)
