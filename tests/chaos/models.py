@@ -53,6 +53,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
+        "head_dim": 32,
         "kv_lora_rank": 128,
         "q_lora_rank": 96,
         "qk_nope_head_dim": 64,
