@@ -176,7 +176,7 @@ def test_a_step_finds_nothing_of_those_before_it_in_its_graph(write_checkpoint: 
 
 def test_places_that_a_step_leaves_empty_have_no_context_to_read(write_checkpoint: Callable[..., Any]) -> None:
     class Seeing:
-        vocab_size = 96
+        vocab_size = logits_width = 96
         contexts: list[int]
 
         def forward(self, seen: StepInput, on_layer: OnLayer | None = None) -> Tensor:
