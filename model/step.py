@@ -42,8 +42,12 @@ class Draw(msgspec.Struct, frozen=True):
     @property
     def takes_largest(self) -> bool:
         """Whether the token is that of the largest logit, whatever else they are, and nothing is said of them."""
-        is_greedy = self.sampling.temperature <= 0 or self.sampling.top_k == 1
-        return is_greedy and not self.is_adjusted and self.sampling.logprobs is None
+        return self.is_greedy and not self.is_adjusted and self.sampling.logprobs is None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether chance has no part in it."""
+        return self.sampling.temperature <= 0 or self.sampling.top_k == 1
 
     @property
     def is_adjusted(self) -> bool:

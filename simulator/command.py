@@ -42,7 +42,7 @@ from twostroke.simulator.coarse.fleet import CALL_S, Fleet
 from twostroke.simulator.coarse.fleet import run as run_coarse
 from twostroke.simulator.coarse.live_router import LiveRouter
 from twostroke.simulator.coarse.workers import Request
-from twostroke.simulator.exact.deployment import Fault, Served, TracedRequest, serve
+from twostroke.simulator.exact.deployment import Fault, TracedRequest, serve
 from twostroke.simulator.kinds import KINDS, Kind, kind_of
 
 VOCABULARY = 32_000
@@ -250,27 +250,12 @@ def _exact(
         progress=progress,
         max_context=plan.max_context,
     ).served
-    return [_record_of(number, one) for number, one in enumerate(served)]
-
-
-def _record_of(number: int, served: Served) -> Record:
-    at_s, tokens = served.at_s, served.token_s
-    return Record(
-        session=number,
-        turn=0,
-        scheduled_s=at_s,
-        sent_s=at_s,
-        end_s=tokens[-1] if tokens else at_s,
-        status="refused" if served.refused else "ok",
-        http_status=429 if served.refused else 200,
-        error="overloaded" if served.refused else None,
-        planned_input_tokens=served.num_prompt_tokens,
-        planned_output_tokens=served.num_output_tokens,
-        input_tokens=None if served.refused else served.num_prompt_tokens,
-        output_tokens=None if served.refused else served.num_output_tokens,
-        cached_tokens=None if served.refused else served.num_cached_tokens,
-        token_s=tokens,
-    )
+    found = []
+    for number, one in enumerate(served):
+        token_s = None if one.refused else one.token_s
+        lengths = one.num_prompt_tokens, one.num_output_tokens
+        found.append(_record(number, one.at_s, *lengths, token_s, one.num_cached_tokens))
+    return found
 
 
 def _faults(path: Path | None) -> Sequence[Fault]:
@@ -317,25 +302,39 @@ def _coarse(
 def _coarse_records(requests: Sequence[Request]) -> Iterator[Record]:
     """Of each answer the first and the last token alone."""
     for number, one in enumerate(requests):
-        tokens = () if one.is_refused else (one.first_s + CALL_S, one.last_s + CALL_S)
-        yield Record(
-            session=number,
-            turn=0,
-            scheduled_s=one.at_s,
-            sent_s=one.at_s,
-            end_s=tokens[-1] if tokens else one.at_s,
-            status="refused" if one.is_refused else "ok",
-            http_status=429 if one.is_refused else 200,
-            error="overloaded" if one.is_refused else None,
-            planned_input_tokens=one.prompt_tokens,
-            planned_output_tokens=one.output_tokens,
-            input_tokens=None if one.is_refused else one.prompt_tokens,
-            output_tokens=None if one.is_refused else one.output_tokens,
-            token_s=tokens,
-        )
+        token_s = None if one.is_refused else (one.first_s + CALL_S, one.last_s + CALL_S)
+        yield _record(number, one.at_s, one.prompt_tokens, one.output_tokens, token_s)
 
 
 # --- what came of it ---
+
+
+def _record(
+    number: int,
+    at_s: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    token_s: tuple[float, ...] | None,
+    cached_tokens: int | None = None,
+) -> Record:
+    """`token_s`: when its tokens were there; None: it was refused."""
+    is_refused = token_s is None
+    return Record(
+        session=number,
+        turn=0,
+        scheduled_s=at_s,
+        sent_s=at_s,
+        end_s=token_s[-1] if token_s else at_s,
+        status="refused" if is_refused else "ok",
+        http_status=429 if is_refused else 200,
+        error="overloaded" if is_refused else None,
+        planned_input_tokens=prompt_tokens,
+        planned_output_tokens=output_tokens,
+        input_tokens=None if is_refused else prompt_tokens,
+        output_tokens=None if is_refused else output_tokens,
+        cached_tokens=None if is_refused else cached_tokens,
+        token_s=token_s or (),
+    )
 
 
 def _facts(workers: int) -> RunFacts:

@@ -77,7 +77,7 @@ class Sampler:
                 self._kernels.mask(logits, masks.rows, masks.words)
             tokens[adjusted], maxima[adjusted] = self._kernels.argmax(logits[adjusted])
 
-        drawn = np.array([i for i, draw in enumerate(draws) if _is_random(draw) and np.isfinite(maxima[i])], np.int64)
+        drawn = np.array([i for i, draw in enumerate(draws) if not draw.is_greedy and np.isfinite(maxima[i])], np.int64)
         if drawn.size:
             batch = _draw_batch(drawn, draws, positions)
             tokens[drawn] = self._kernels.draw(logits, tokens[drawn], batch)
@@ -139,10 +139,6 @@ class Sampler:
             top = tuple(zip(row_ids[1 : count + 1], row_logprobs[1 : count + 1], strict=True))
             results[i] = SampledToken(row_ids[0], row_logprobs[0], top)
         return results
-
-
-def _is_random(draw: Draw) -> bool:
-    return draw.sampling.temperature > 0 and draw.sampling.top_k != 1
 
 
 def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Sequence[int]) -> DrawBatch:

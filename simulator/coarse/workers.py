@@ -196,14 +196,10 @@ class DecodeWorker:
             self.context += request.prompt_tokens + 1
 
     def _seconds(self, steps: float) -> float:
-        costs, rows = self.kind.costs, len(self.rows)
-        first_s = costs.base_s + rows * costs.row_s + self.context * costs.context_s
-        return steps * (first_s + costs.context_s * rows * steps / 2)
+        return steps * (self.step_s + self.kind.costs.context_s * len(self.rows) * steps / 2)
 
     def _steps(self, seconds: float) -> float:
-        costs, rows = self.kind.costs, len(self.rows)
-        first_s = costs.base_s + rows * costs.row_s + self.context * costs.context_s
-        growth_s = costs.context_s * rows
+        first_s, growth_s = self.step_s, self.kind.costs.context_s * len(self.rows)
         return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
 
 
