@@ -250,12 +250,17 @@ def _exact(
         progress=progress,
         max_context=plan.max_context,
     ).served
-    found = []
-    for number, one in enumerate(served):
-        token_s = None if one.refused else one.token_s
-        lengths = one.num_prompt_tokens, one.num_output_tokens
-        found.append(_record(number, one.at_s, *lengths, token_s, one.num_cached_tokens))
-    return found
+    return [
+        _record(
+            number,
+            one.at_s,
+            one.num_prompt_tokens,
+            one.num_output_tokens,
+            None if one.refused else one.token_s,
+            one.num_cached_tokens,
+        )
+        for number, one in enumerate(served)
+    ]
 
 
 def _faults(path: Path | None) -> Sequence[Fault]:
