@@ -78,6 +78,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = ("bundled", "smollm2", *_SHAPES)
+WITH_EXPERTS = ("deepseek", "gpt-oss")
 
 
 def model_path(name: str, folder: Path) -> str:
