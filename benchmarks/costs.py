@@ -83,7 +83,7 @@ def _blocks(folder: str, tokens: int) -> int:
 
 async def _fit(loaded: LoadedEngine, rounds: int) -> tuple[StepCosts, float]:
     """The costs, and the median relative error of a round of steps that they were not learnt from."""
-    draw, fit = random.Random(0), StepCostFit()
+    draw, fit = random.Random(0), StepCostFit(loaded.model_config.expert_share)
     steps = _steps(loaded.model_config.kv_groups.count)
     for step in steps[:COLD_STEPS]:
         await loaded.engine.step(step)
