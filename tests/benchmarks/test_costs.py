@@ -1,6 +1,7 @@
 """What `bench costs` learns of an engine whose steps take known times."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -37,23 +38,12 @@ def learnt(monkeypatch: pytest.MonkeyPatch, true: StepCosts, delays: Iterator[fl
     return asyncio.run(bench._fit(loaded, 5))
 
 
-def always(value: float) -> Iterator[float]:
-    while True:
-        yield value
-
-
-def one_in(count: int, delay: float) -> Iterator[float]:
-    while True:
-        yield from [1.0] * (count - 1)
-        yield delay
-
-
 CONTENTS = (StepContent(256, 256 * 128, 0, 0), StepContent(0, 0, 1, 512), StepContent(0, 0, 16, 16 * 512))
 
 
 @pytest.mark.parametrize("true", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_costs_of_steps_that_never_vary_are_learnt_whole(monkeypatch: pytest.MonkeyPatch, true: StepCosts) -> None:
-    costs, error = learnt(monkeypatch, true, always(1.0))
+    costs, error = learnt(monkeypatch, true, itertools.repeat(1.0))
     assert error < 0.01
     for content in CONTENTS:
         assert content.expected_s(costs) == pytest.approx(content.expected_s(true), rel=0.02)
@@ -62,7 +52,7 @@ def test_costs_of_steps_that_never_vary_are_learnt_whole(monkeypatch: pytest.Mon
 def test_one_step_in_seven_that_takes_three_times_as_long_is_not_what_steps_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs, error = learnt(monkeypatch, DENSE, one_in(7, 3.0))
+    costs, error = learnt(monkeypatch, DENSE, itertools.cycle([1.0] * 6 + [3.0]))
     assert error < 0.15
     for content in CONTENTS:
         assert content.expected_s(costs) == pytest.approx(content.expected_s(DENSE), rel=0.15)

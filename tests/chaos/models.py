@@ -78,7 +78,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = ("bundled", "smollm2", *_SHAPES)
-WITH_EXPERTS = ("deepseek", "gpt-oss")
+WITH_EXPERTS = [name for name, shape in _SHAPES.items() if "num_experts_per_tok" in shape]
 
 
 def model_path(name: str, folder: Path) -> str:
