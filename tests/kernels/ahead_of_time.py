@@ -1,8 +1,9 @@
 """Compile the CUDA backend's kernels for a GPU that is not there, and report what came out.
 
-`python ahead_of_time.py 90 attention` runs a family of operations on tensors without data, lets Triton compile each
-launch for that compute capability as it would on such a GPU, and prints one JSON object a kernel. So what is compiled
-is what the backend would launch, divisibility of arguments included. Run it without TRITON_INTERPRET.
+`compile_family(90, "attention")` runs a family of operations on tensors without data, and lets Triton compile each
+launch for that compute capability as it would on such a GPU. So what is compiled is what the backend would launch,
+divisibility of arguments included. `python -m tests.kernels.ahead_of_time 90 attention` prints it, one JSON object a
+kernel. Run it without TRITON_INTERPRET.
 
 A family is a function that launches its kernels as the engine would, over a set of shapes that covers the tables of
 launch configurations; `FAMILIES` names them all.
@@ -10,6 +11,7 @@ launch configurations; `FAMILIES` names them all.
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -354,22 +356,27 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled_bytes": int(stack[1]) + int(local[1])}
 
 
-def main(capability: int, family: str) -> None:
+def compile_family(capability: int, family: str, cache: Path | None = None) -> list[dict[str, Any]]:
+    """What came out of each launch of the family, with Triton's cache in this folder (None: where it is anyway). From
+    here on this process launches nothing, it only compiles: call it once a process."""
+    if cache is not None:
+        os.environ["TRITON_CACHE_DIR"] = str(cache)
     driver.set_active(AbsentGpu(capability))
-    launch, seen = JITFunction.run, set()
+    launch = JITFunction.run
+    kernels: dict[Any, dict[str, Any]] = {}  # by what Triton compiled, which it gives again for a like launch
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if compiled not in seen:
-            seen.add(compiled)
-            describe(compiled, dict(zip(self.arg_names, args, strict=False)) | kwargs)
+        if compiled not in kernels:
+            kernels[compiled] = describe(compiled, dict(zip(self.arg_names, args, strict=False)) | kwargs)
 
     JITFunction.run = compile_only
     FAMILIES[family](capability)
+    return list(kernels.values())
 
 
-def describe(compiled: Any, arguments: dict[str, Any]) -> None:
-    """Print what came out of a launch with these arguments."""
+def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What came out of a launch with these arguments."""
     described: dict[str, Any] = {"kernel": compiled.metadata.name}
     described |= {name.lower(): value for name, value in arguments.items() if name.isupper() and isinstance(value, int)}
     ptx = compiled.asm["ptx"]
@@ -381,8 +388,9 @@ def describe(compiled: Any, arguments: dict[str, Any]) -> None:
     described["async_copies"] = "cp.async.cg" in ptx
     described["warps_specialized"] = "ttg.warp_specialize" in compiled.asm["ttgir"]
     described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
-    print(json.dumps(described), flush=True)
+    return described
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    for kernel in compile_family(int(sys.argv[1]), sys.argv[2]):
+        print(json.dumps(kernel))

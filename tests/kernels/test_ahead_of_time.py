@@ -1,14 +1,17 @@
 """Every kernel compiles for GPUs that are not there, within their registers and shared memory."""
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kernels.ahead_of_time import compile_family
+
+LIMIT_S = 240.0
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
 
 
@@ -21,19 +24,34 @@ CAPABILITIES = [80, wide(89), 90, wide(100)]
 COPYING = {"move_units_kernel", "digest_parts_kernel"}
 
 
-def compiled(family: str, capability: int, cache: Path, most_spilled: int = 0) -> list[dict[str, Any]]:
-    """The launches of a family, each with at most so many bytes spilled and within the GPU's shared memory."""
-    script = Path(__file__).parent / "ahead_of_time.py"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(script.parents[2])}
-    command = [sys.executable, str(script), str(capability), family]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
-    for kernel in kernels:
-        assert kernel["spilled_bytes"] <= most_spilled, kernel
-        assert kernel["shared_bytes"] < SHARED_BYTES[capability], kernel
-    return kernels
+Compiled = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def forks() -> Any:
+    """Starts processes that have torch and Triton, without the interpreter: loading these takes longer than most
+    families take to compile, and each needs a process that has compiled nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "tests.kernels.ahead_of_time"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("TRITON_INTERPRET", raising=False)
+        forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture
+def compiled(forks: Any, tmp_path: Path) -> Compiled:
+    """Gives the launches of a family, each with at most so many bytes spilled and within the GPU's shared memory."""
+
+    def compile_anew(family: str, capability: int, most_spilled: int = 0) -> list[dict[str, Any]]:
+        with ProcessPoolExecutor(1, forks) as fork:
+            kernels = fork.submit(compile_family, capability, family, tmp_path).result(LIMIT_S)
+        for kernel in kernels:
+            assert kernel["spilled_bytes"] <= most_spilled, kernel
+            assert kernel["shared_bytes"] < SHARED_BYTES[capability], kernel
+        return kernels
+
+    return compile_anew
 
 
 def names(kernels: list[dict[str, Any]]) -> set[str]:
@@ -42,10 +60,10 @@ def names(kernels: list[dict[str, Any]]) -> set[str]:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
-    capability: int, tmp_path: Path
+    capability: int, compiled: Compiled
 ) -> None:
     # What is spilled of decodes is stored and loaded once a row, outside the loop over its keys.
-    kernels = compiled("attention", capability, tmp_path, most_spilled=8 if capability == 80 else 0)
+    kernels = compiled("attention", capability, most_spilled=8 if capability == 80 else 0)
     paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
     by_tma = {"tma_prefill_attention_kernel"} if capability >= 90 else set()
     assert names(kernels) == paged | by_tma
@@ -72,8 +90,8 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("attention_over_fp8", capability, tmp_path, most_spilled=16)  # as above, and of a sink
+def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("attention_over_fp8", capability, most_spilled=16)  # as above, and of a sink
     attending = {"prefill_attention_kernel", "decode_attention_kernel"}
     assert names(kernels) == attending | {"merge_segments_kernel", "rope_kv_kernel"}
     for kernel in kernels:
@@ -84,8 +102,8 @@ def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: in
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("latents", capability, tmp_path)
+def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("latents", capability)
     attending = {"latent_decode_kernel", "latent_part_kernel"}
     assert names(kernels) == attending | {"write_latents_kernel", "turn_queries_kernel", "merge_segments_kernel"}
     for kernel in kernels:
@@ -97,8 +115,8 @@ def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, t
 
 
 @pytest.mark.parametrize("capability", [wide(80), 90])
-def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("elementwise", capability, tmp_path)
+def test_elementwise_kernels_compile_to_wide_loads(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("elementwise", capability)
     of_some_families = {"square_sums_kernel", "norm_rows_kernel", "soft_cap_kernel"}
     assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"} | of_some_families
     for kernel in kernels:
@@ -106,8 +124,8 @@ def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_sums_over_peers_compile_to_wide_loads_in_few_registers(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("peer_sums", capability, tmp_path)
+def test_sums_over_peers_compile_to_wide_loads_in_few_registers(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("peer_sums", capability)
     assert {(kernel["ranks"], kernel["hidden"]) for kernel in kernels} == {
         (ranks, hidden) for ranks in (2, 4, 8) for hidden in (4096, 5120)
     }
@@ -117,8 +135,8 @@ def test_sums_over_peers_compile_to_wide_loads_in_few_registers(capability: int,
 
 
 @pytest.mark.parametrize("capability", [wide(80), 90])
-def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("transfer", capability, tmp_path)
+def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("transfer", capability)
     assert names(kernels) == COPYING | {"code_units_kernel", "digest_kernel"}
     for kernel in kernels:
         # A copy of single words takes several times as long.
@@ -127,9 +145,9 @@ def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_are(
-    capability: int, tmp_path: Path
+    capability: int, compiled: Compiled
 ) -> None:
-    kernels = compiled("projections", capability, tmp_path)
+    kernels = compiled("projections", capability)
     assert names(kernels) == {"gemm_kernel"} | ({"vocab_embedding_kernel"} if capability == 90 else set())
     products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
     for kernel in products:
@@ -147,8 +165,8 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("grouped_projections", capability, tmp_path)
+def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("grouped_projections", capability)
     products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_gemm_kernel"]
     assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
     assert all(kernel["async_copies"] for kernel in products)
@@ -156,8 +174,8 @@ def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capabil
 
 
 @pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("gated_projections", capability, tmp_path)
+def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("gated_projections", capability)
     products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
     # Of prompts the gate is a launch of its own.
     assert {kernel["kernel"] for kernel in kernels} >= {"gemm_kernel", "gate_kernel"}
@@ -167,8 +185,8 @@ def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: in
 
 
 @pytest.mark.parametrize("capability", [wide(89), 90, wide(100)])
-def test_products_of_fp8_compile_to_the_best_there_are(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("fp8_projections", capability, tmp_path)
+def test_products_of_fp8_compile_to_the_best_there_are(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("fp8_projections", capability)
     assert names(kernels) == {"gemm_kernel", "quantize_tokens_kernel"}
     products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
     assert {(kernel["block_t"], kernel["scales_steps"]) for kernel in products} == {
@@ -182,10 +200,10 @@ def test_products_of_fp8_compile_to_the_best_there_are(capability: int, tmp_path
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_sampling_compiles_to_wide_loads_and_programs_that_share_a_multiprocessor(
-    capability: int, tmp_path: Path
+    capability: int, compiled: Compiled
 ) -> None:
     # ptxas keeps one number of the row's, not of its logits, in memory.
-    kernels = compiled("sampling", capability, tmp_path, most_spilled=8)
+    kernels = compiled("sampling", capability, most_spilled=8)
     # Only vocabularies, of which there are two here, have kernels of their own: what rows ask for, and how many they
     # are, changes from step to step, and a step would wait for the compiler.
     few = {"prepare_kernel": 2, "settle_kernel": 2, "mask_kernel": 2}
@@ -200,8 +218,8 @@ def test_sampling_compiles_to_wide_loads_and_programs_that_share_a_multiprocesso
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_experts_compile_to_products_whose_weights_are_copied_ahead(capability: int, tmp_path: Path) -> None:
-    kernels = compiled("experts", capability, tmp_path)
+def test_experts_compile_to_products_whose_weights_are_copied_ahead(capability: int, compiled: Compiled) -> None:
+    kernels = compiled("experts", capability)
     products = {"gate_up_kernel", "down_kernel"}
     assert names(kernels) == products | {"route_kernel", "order_kernel", "sum_kernel", "gate_by_sigmoid_kernel"}
     for name in products:
