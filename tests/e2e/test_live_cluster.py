@@ -1,8 +1,13 @@
-"""A live server: the official client is answered, nothing leaks, nothing listens where it should not."""
+"""A live server: the official client is answered, and so is every curl of the pages that tell how to ask; nothing
+leaks, nothing listens where it should not."""
 
 import asyncio
+import json
 import os
+import re
+import shlex
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,11 +30,18 @@ LEAVING_S = 2.0  # a second for the workers to let go, and half a second each fo
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 ALLOWED_ON_ALL_INTERFACES = ("ServeReplica:", "haproxy")
 
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("api", "tools", "structured_output", "clients"))]
+WRITTEN_URL = "http://127.0.0.1:8000/"
+
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine."""
-    yield from serving()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine. The bundled
+    model, as if it had been taught to call tools."""
+    config = tmp_path_factory.mktemp("config") / "cluster.yaml"
+    config.write_text("model: {response_template: hermes}\n", encoding="utf-8")
+    yield from serving("--config", str(config))
 
 
 def test_kv_goes_through_shared_memory_and_the_tokens_are_those_of_one_engine(
@@ -207,6 +219,47 @@ def test_only_what_is_documented_listens_beyond_the_loopback_interface(server: S
             strangers += [(command[:80], address) for address in listening if address.ip not in LOOPBACK]
     assert strangers == []
     assert ours  # the check sees what listens
+
+
+def examples() -> Iterator[tuple[str, tuple[str, str]]]:
+    """(page and line, (command, first line of its answer or what else is there)) of each curl to a server on this
+    machine; a command ends with its quotes."""
+    for page in PAGES:
+        lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            if not (line.strip().startswith("curl ") and WRITTEN_URL in line):
+                continue
+            for end in range(number, len(lines) + 1):
+                command = "\n".join(lines[number - 1 : end]).strip()
+                try:
+                    shlex.split(command)
+                except ValueError:
+                    continue
+                if not command.endswith("\\"):
+                    break
+            yield f"{page}:{number}", (command, lines[end])
+
+
+EXAMPLES = dict(examples())
+
+
+def test_every_page_has_examples() -> None:
+    assert {place.split(":")[0] for place in EXAMPLES} == {*PAGES}
+
+
+@pytest.mark.parametrize("place", EXAMPLES)
+def test_an_example_is_answered(server: Server, place: str) -> None:
+    """Run as it stands on its page, but for the port and the model's name."""
+    written, told = EXAMPLES[place]
+    command = re.sub(r'"model": "[^"]*"', f'"model": "{MODEL}"', written.replace(WRITTEN_URL, f"{server.url}/"))
+    command = command.replace("curl ", "curl -sS -w '\\n%{http_code}' ", 1)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    answer, _, status = done.stdout.rpartition("\n")
+    assert status == "200", answer
+    assert answer.strip()
+    assert '"error":{' not in answer.replace(" ", "")
+    if told.startswith("# {"):
+        assert json.loads(answer.splitlines()[0]) == json.loads(told.removeprefix("# "))
 
 
 def test_requests_are_served_while_the_prefill_worker_is_dead_and_it_comes_back(server: Server) -> None:
