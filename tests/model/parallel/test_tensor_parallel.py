@@ -44,7 +44,8 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 512, 16
+BLOCK_SIZE, NUM_BLOCKS = 8, 512
+NEW_TOKENS = BLOCK_SIZE + 1  # so that each answer goes over a border of blocks
 LENGTHS = (1, 7, 8, 9, 40, 90)
 
 SHAPES: dict[str, dict[str, Any]] = {
