@@ -3,7 +3,7 @@
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
 # make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
-# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls
+# make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls, requests of all kinds
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
 # make test-gpu   the tests that need a CUDA device; with PYTHON itself where that has all packages, so without a network
@@ -56,11 +56,9 @@ tools: $(STAMP)
 	@echo "--> nginx, HAProxy, Prometheus and Redis"
 	@$(BIN)/python -m tests.deploy.programs
 
-# In this order, each only if those before it went well.
+# In this order, each only if those before it went well. Fetching programs leaves the cores to the first two checks.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory tools
-	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory --jobs 3 tools lint types
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory simulation
 	@$(MAKE) --no-print-directory faults
@@ -77,7 +75,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	@echo "--> Types: mypy"
 	@mkdir -p build/types && ln -sfn ../.. build/types/twostroke
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers auto
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
@@ -133,8 +131,8 @@ $(CLIENTS)/.set-up: $(STAMP) tests/clients/requirements.txt
 	@touch $@
 
 test-wide: $(STAMP)
-	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read"
-	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text -m wide
+	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read, more requests"
+	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text tests/http_fuzz -m wide
 
 bench: $(STAMP)
 	@echo "--> Engine"
