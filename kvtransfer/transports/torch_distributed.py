@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
+from twostroke.kvtransfer.link import KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.staging import HostStaging, Staging
+from twostroke.kvtransfer.transports.staging import HostStaging, make_staging
 from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 from twostroke.protocol.errors import ConnectionLost
 
@@ -364,18 +364,6 @@ class GroupLink:
         """Nothing touches the store any more, and whoever joins now finds the link closed."""
         with self._touching_store:  # waits for a copy at most
             self._closed = True
-
-
-def make_staging(store: KVStore, cut: Cut) -> Staging:
-    """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
-    if isinstance(store, HostStore):
-        return HostStaging(store, cut)
-    if isinstance(store, DeviceStore):
-        from twostroke.kvtransfer.transports.device_units import CudaStaging  # loads Triton
-
-        staging: Staging = CudaStaging(store, cut)
-        return staging
-    raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")
 
 
 def _address_towards(host: str, port: int) -> str:

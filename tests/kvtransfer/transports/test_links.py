@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.rigs.kv_links import NAMES, SharedBytesStore, blocks, linked, move, two
+from tests.rigs.kv_links import ALL_NAMES, SharedBytesStore, blocks, linked, move, two
 from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.protocol.errors import ConfigError, ConnectionLost
 
-ALL = pytest.mark.parametrize("name", NAMES)
+ALL = pytest.mark.parametrize("name", ALL_NAMES)
 ON_SOCKETS = pytest.mark.parametrize("name", ["shm", "tcp"])
 
 
