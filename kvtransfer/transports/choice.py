@@ -7,8 +7,8 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import Encoding
 from twostroke.protocol.messages import Reach
 
-_ON_GPUS = ("cuda_ipc", "torch_distributed", "tcp", "nixl")  # best first
-_ELSEWHERE = ("shm", "tcp", "torch_distributed", "nixl")
+_ON_GPUS = ("cuda_ipc", "torch_distributed", "tcp")  # best first
+_ELSEWHERE = ("shm", "tcp", "torch_distributed")
 _SAME_MACHINE = ("cuda_ipc", "shm")  # the target reads the source's memory: as it is stored
 _WHY = {
     "cuda_ipc": "both workers run on the same machine, and the target reads the source's GPU memory",
@@ -58,7 +58,7 @@ def _is_too_far(name: str, source: Reach, target: Reach) -> bool:
 def _order(source: Reach, target: Reach) -> list[str]:
     """All transports that come into question, best first; those that we have no opinion of by the target's."""
     known = _ON_GPUS if "cpu" not in (source.device, target.device) else _ELSEWHERE
-    others = [name for name in target.transports if name in source.transports]
+    others = dict.fromkeys((*target.transports, *source.transports))
     return [*known, *(name for name in others if name not in {*_ON_GPUS, *_ELSEWHERE})]
 
 

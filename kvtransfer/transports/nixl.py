@@ -36,18 +36,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from torch import Tensor
 
+from twostroke.kvtransfer.fabric import interface_of, rdma_ports
 from twostroke.kvtransfer.link import DeviceStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.rdma import interface_of, rdma_ports
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
     Door,
@@ -207,16 +207,15 @@ class NixlEnd:
         self._agent = make_agent(self._thread.socket.getsockname()[0])
         self._buffers = [self._staging.buffer(index, self._num_units) for index in range(self._staging.num_buffers)]
         places = [(buffer.data_ptr(), buffer.numel(), self._device, "") for buffer in self._buffers]
-        with lost():
-            self._registered = self._agent.register_memory(places, self._memory)
+        self._registered = ask(self._agent.register_memory, places, self._memory)
         for index in range(len(self._buffers)):
             self._free.put(index)
 
     def _let_go(self) -> None:
         """The link's last call: end the agent first, then drop what it may have read into."""
         if self._registered is not None:
-            with contextlib.suppress(ConnectionLost), lost():
-                self._agent.deregister_memory(self._registered)
+            with contextlib.suppress(ConnectionLost):
+                ask(self._agent.deregister_memory, self._registered)
         self._registered = None
         self._agent = None
         self._buffers = []
@@ -229,11 +228,13 @@ class NixlEnd:
 
     def _places(self, address: int, num_bytes: int, device: int) -> Any:
         """One descriptor."""
-        return self._agent.get_xfer_descs([(address, num_bytes, device)], self._memory)
+        return ask(self._agent.get_xfer_descs, [(address, num_bytes, device)], self._memory)
 
 
 class NixlSource(NixlEnd):
     """The sending end: packs a chunk, says where it is, and waits until it was read."""
+
+    shortfall = None
 
     @property
     def most_chunk_bytes(self) -> int | None:
@@ -246,8 +247,7 @@ class NixlSource(NixlEnd):
         self._register()
         connected = self._thread.socket
         connected.settimeout(timeout_s)
-        with lost():
-            metadata = self._agent.get_agent_metadata()
+        metadata = ask(self._agent.get_agent_metadata)
         addresses = tuple(buffer.data_ptr() for buffer in self._buffers)
         offered = msgspec.msgpack.encode(Offered(metadata, addresses, self._num_units, self._device))
         connected.sendall(_LENGTH.pack(len(offered)) + offered)
@@ -280,8 +280,7 @@ class NixlSource(NixlEnd):
         while not select.select([connected], (), (), _PROGRESS_S)[0]:
             if until_s is not None and time.monotonic() > until_s:
                 raise ConnectionLost("the target has not read from this side in time")
-            with lost():
-                self._agent.get_new_notifs()
+            ask(self._agent.get_new_notifs)
         receive_exactly(connected, len(_DONE))
 
 
@@ -315,8 +314,7 @@ class NixlTarget(NixlEnd):
             raise ProtocolError(f"the peer's buffers have {offered.num_units} units, and ours {self._num_units}")
         self._offered, self._num_units = offered, offered.num_units
         self._register()
-        with lost():
-            self._peer = str(self._agent.add_remote_agent(offered.metadata), "utf-8")
+        self._peer = str(ask(self._agent.add_remote_agent, offered.metadata), "utf-8")
         # UCX connects with the first read, for some of its seconds: no chunk, whose time is limited, shall be that one.
         self._read(offered.addresses[0], self._buffers[0][:_GREETING_BYTES], time.monotonic() + timeout_s)
         connected.sendall(_DONE)
@@ -361,40 +359,40 @@ class NixlTarget(NixlEnd):
 
     def _read(self, address: int, into: Tensor, until_s: float | None) -> None:
         """From the peer's memory. Raises ConnectionLost, also where the link was broken off meanwhile."""
-        with lost():
-            here = self._places(into.data_ptr(), into.numel(), self._device)
-            there = self._places(address, into.numel(), self._offered.device)
-            handle = self._agent.initialize_xfer("READ", here, there, self._peer)
+        here = self._places(into.data_ptr(), into.numel(), self._device)
+        there = self._places(address, into.numel(), self._offered.device)
+        handle = ask(self._agent.initialize_xfer, "READ", here, there, self._peer)
         try:
-            with lost():
-                state = self._agent.transfer(handle)
-            polls = 0
+            state, polls = ask(self._agent.transfer, handle), 0
             while state == "PROC":
                 if self._thread.is_broken or (until_s is not None and time.monotonic() > until_s):
                     raise ConnectionLost("a read was given up before it had ended")
                 polls += 1
                 if polls > _SPINS:
                     time.sleep(_NAP_S)
-                with lost():
-                    state = self._agent.check_xfer_state(handle)
+                state = ask(self._agent.check_xfer_state, handle)
             if state != "DONE":
                 raise ConnectionLost("the peer's memory could not be read")
         finally:
-            with contextlib.suppress(ConnectionLost), lost():
-                self._agent.release_xfer_handle(handle)
+            with contextlib.suppress(ConnectionLost):
+                ask(self._agent.release_xfer_handle, handle)
             del handle  # an exception's traceback would keep it, and it the agent
 
 
 E = TypeVar("E", bound=NixlEnd)
 
 
-@contextlib.contextmanager
-def lost() -> Iterator[None]:
-    """NIXL's errors become ConnectionLost: they are many classes, and have none above them but Exception."""
+def ask(method: Callable[..., Any], *arguments: Any) -> Any:
+    """What NIXL answers. Its errors become ConnectionLost: they are many classes, with none above them but Exception.
+
+    They go, and the call with them: a traceback that somebody keeps would keep the agent.
+    """
     try:
-        yield
+        return method(*arguments)
     except Exception as error:
-        raise ConnectionLost(f"nixl: {type(error).__name__} {error}") from None
+        reason = f"nixl: {type(error).__name__} {error}"
+    del method, arguments
+    raise ConnectionLost(reason)
 
 
 _making_agents = threading.Lock()
@@ -420,8 +418,7 @@ def make_agent(address: str) -> Any:
             backends=["UCX"],
             sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # a link has two threads
         )
-        with lost():
-            return nixl.nixl_agent(secrets.token_hex(16), config)
+        return ask(nixl.nixl_agent, secrets.token_hex(16), config)
 
 
 def _device_index(store: DeviceStore) -> int:

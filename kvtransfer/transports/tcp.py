@@ -112,6 +112,7 @@ class TcpLink:
     """A DataLink over connected sockets, which it owns."""
 
     most_chunk_bytes = None
+    shortfall = None
 
     def __init__(
         self, connected: Sequence[socket.socket], store: HostStore, cut: Cut, on_close: Callable[["TcpLink"], None]

@@ -1,11 +1,11 @@
-"""What of this machine can carry RDMA, and which interface an address belongs to: as Linux tells it in /sys and by
-ioctl. Nothing here talks to a device.
-"""
+"""What of this machine can carry RDMA, and what stands in its way: as Linux tells it. No device is touched."""
 
 import fcntl
 import re
+import resource
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,25 @@ def interface_of(address: str) -> str | None:
             if answer[_IF_ADDRESS] == wanted:
                 return name
     return None
+
+
+def in_the_way(ports: Sequence[RdmaPort], locked_bytes: int | None = None) -> str:
+    """Why RDMA may not be used here, in words. `locked_bytes`: what a process may lock; None: ask."""
+    active = [f"{port.name} ({port.gbit_s:g} Gb/s)" if port.gbit_s else port.name for port in ports if port.is_active]
+    if not ports:
+        return "this host shows no RDMA device in /sys/class/infiniband"
+    if not active:
+        return f"no port of {', '.join(port.name for port in ports)} is active"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if locked_bytes is None else locked_bytes
+    if limit != resource.RLIM_INFINITY:
+        return (
+            f"{', '.join(active)} would do, but this process may lock {limit // 1024} KiB of memory alone: "
+            "set its limit (ulimit -l, LimitMEMLOCK, docker's --ulimit memlock=-1) to unlimited"
+        )
+    return (
+        f"{', '.join(active)} would do: look for libibverbs, /dev/infiniband in this container, NCCL_IB_* and NCCL_NET "
+        "in its environment, and on EFA the aws-ofi-nccl plugin"
+    )
 
 
 def _read(path: Path) -> str:
