@@ -254,7 +254,7 @@ class NixlSource(NixlEnd):
         self._await_done(time.monotonic() + timeout_s)
         connected.settimeout(None)
 
-    def _send(self, segments: Sequence[Segment], seal: int) -> Rest[None]:
+    def _send(self, segments: Sequence[Segment], seal: int) -> Rest[None] | None:
         index = self._free.get()  # while all are being read, this thread waits: until then, or until the link breaks
         try:
             packed = self._packed(index, count_units(segments))
@@ -320,7 +320,7 @@ class NixlTarget(NixlEnd):
         connected.sendall(_DONE)
         connected.settimeout(None)
 
-    def _receive(self, segments: Sequence[Segment], seal: int) -> Rest[bool]:
+    def _receive(self, segments: Sequence[Segment], seal: int) -> bool | Rest[bool]:
         index = self._free.get()  # while all are being unpacked, this thread waits
         try:
             packed = self._packed(index, count_units(segments))

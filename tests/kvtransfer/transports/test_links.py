@@ -263,7 +263,7 @@ def test_a_name_of_a_transport_is_its_key() -> None:
 @pytest.mark.parametrize(
     ("choice", "store", "way_out"),
     [
-        ("pigeon", BytesStore(), "known are auto, cuda_ipc, shm, tcp, torch_distributed"),
+        ("pigeon", BytesStore(), "known are auto, cuda_ipc, nixl, shm, tcp, torch_distributed"),
         ("shm", BytesStore(), "set the transport to auto or tcp"),
         ("tcp", GpuStore(), "set the transport to auto"),
         ("shm", GpuStore(), "set the transport to auto"),
