@@ -39,21 +39,22 @@ def fit(
     kv_dtype: torch.dtype,
     memory: int,
     ranks: int = 1,
+    stages: int = 1,
     expert_parallel: bool = False,
     is_gpu: bool = False,
     bounds: StepBounds = DEFAULT_BOUNDS,
 ) -> Fit:
-    """On one worker of `ranks`, each of which may take `memory` bytes.
+    """On one worker of `ranks` a stage, each of which may take `memory` bytes; told is the largest stage's.
 
     The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no more.
-    Raises ConfigError where so many ranks can't share the model.
+    Raises ConfigError where so many ranks or stages can't share the model.
     """
-    model.check_ranks(ranks, expert_parallel)
+    model.check_ranks(ranks, expert_parallel, stages)
     shape = model.shape
-    weights = model.weight_bytes(dtype, quantization, ranks, expert_parallel)
+    weights = model.weight_bytes(dtype, quantization, ranks, expert_parallel, stages)
     step = step_bytes_on_cpu(shape, bounds, dtype)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
-    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_dtype, ranks)
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_dtype, ranks, stages)
     rows = max(0, cache // of_row)  # of one token and one group
     context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import (
     DecoderWeights,
+    EndWeights,
     LatentWeights,
     LayerWeights,
     MlpWeights,
@@ -46,6 +47,7 @@ from twostroke.model.config import (
     Quantization,
     WeightForm,
 )
+from twostroke.model.parallel.stages import ONLY_STAGE, Stage
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
 
 _Weight = Tensor | QuantizedWeight
@@ -57,8 +59,9 @@ def load_decoder_weights(
     options: LoadOptions,
     backend: Backend,
     shard: Shard = WHOLE_MODEL,
+    stage: Stage = ONLY_STAGE,
 ) -> DecoderWeights:
-    """Those of one rank, of which it reads its slices alone. Raises ConfigError."""
+    """Those of one rank of a stage, of which it reads its slices alone. Raises ConfigError."""
     dtype, device, quantization = options.dtype, options.device, options.quantization
 
     def weight(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
@@ -123,9 +126,10 @@ def load_decoder_weights(
     spec, parts = config.spec, config.spec.layer
     order = head_order(config.rope, config.rotary_dim)
     orders = {} if order is None else _orders(config, order)
+    layers = stage.layers(config.num_layers)
     tables = {
         rope: cos_sin_table(rope, config.rotary_dim, options.max_context).to(device)
-        for rope in {config.rope_of(index) for index in range(config.num_layers)}
+        for rope in {config.rope_of(index) for index in layers}
     }
 
     def head_norms(prefix: str) -> HeadNorms | None:
@@ -221,19 +225,20 @@ def load_decoder_weights(
             output_norm=norm_if_any(prefix, parts.output_norm),
         )
 
-    lm_head = linear(weight(_head(config), vocabulary), None, of_lm_head(quantization))
-    embedding_scale = config.embedding_scale
-    if config.rounds_embedding_scale:
-        embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
-    return DecoderWeights(
-        dtype=dtype,
-        embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
-        embedding_scale=embedding_scale,
-        first_token=vocabulary.start,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=norm(spec.final_norm) * config.logits_scale,
-        lm_head=lm_head,
-    )
+    def ends() -> EndWeights:
+        lm_head = linear(weight(_head(config), vocabulary), None, of_lm_head(quantization))
+        embedding_scale = config.embedding_scale
+        if config.rounds_embedding_scale:
+            embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
+        return EndWeights(
+            embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
+            embedding_scale=embedding_scale,
+            first_token=vocabulary.start,
+            final_norm=norm(spec.final_norm) * config.logits_scale,
+            lm_head=lm_head,
+        )
+
+    return DecoderWeights(dtype, tuple(map(layer, layers)), ends() if stage.is_first else None)
 
 
 def of_heads(heads: slice, width: int) -> slice:
@@ -326,14 +331,18 @@ def weight_bytes(
     forms: Mapping[str, WeightForm] | None = None,
     ranks: int = 1,
     expert_parallel: bool = False,
+    stages: int = 1,
 ) -> int:
-    """Of one of so many ranks, that with the most, once the model is loaded in `dtype`; that norms are fp32 is nothing
-    beside the rest, nor is what each rank has whole.
+    """Of one of so many ranks of a stage, that with the most, once the model is loaded in `dtype`; that norms are fp32
+    is nothing beside the rest, nor is what each rank has whole.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
     stored = stored_forms(config) if forms is None else forms
-    layer, total, of_experts = config.spec.layer, 0, 0
+    layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
+    stage_of = {
+        str(index): stage for stage in range(stages) for index in Stage(stage, stages).layers(config.num_layers)
+    }
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
     fused = {part.name: parts for parts in together for part in parts}
@@ -341,7 +350,8 @@ def weight_bytes(
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
-        is_expert = name.removeprefix(f"{config.spec.layers}.").partition(".")[2] in each
+        number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
+        stage = stage_of.get(number, 0)
         is_table = name == f"{config.spec.embedding}.weight"
         form = stored.get(name)
         if name == _head(config):
@@ -351,7 +361,7 @@ def weight_bytes(
         elif len(shape) == 2:
             prefix, part = _layer_and_name(config, name)
             if layer.latent is not None and part == layer.k.name:  # what makes keys and values of latents is never
-                total += tensor_bytes(shape, dtype, None)
+                total[stage] += tensor_bytes(shape, dtype, None)
                 continue
             parts = fused.get(part, ())
             form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
@@ -359,13 +369,16 @@ def weight_bytes(
         elif len(shape) == 3:
             form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
         found = tensor_bytes(shape, dtype, form)
-        total += found
-        of_experts += found if is_expert else 0
+        total[stage] += found
+        of_experts[stage] += found if name_in_layer in each else 0
     if not expert_parallel or experts is None:
-        return -(-total // ranks)
-    number = experts.routing.num_experts
-    most = -(-number // ranks)
-    return -(-(total - of_experts) // ranks) + of_experts * most // number
+        return -(-max(total) // ranks)
+    count = experts.routing.num_experts
+    most = -(-count // ranks)
+    return max(
+        -(-(all_of_it - expert_bytes) // ranks) + expert_bytes * most // count
+        for all_of_it, expert_bytes in zip(total, of_experts, strict=True)
+    )
 
 
 def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
