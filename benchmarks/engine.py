@@ -27,12 +27,12 @@ from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
-from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
+from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.served import Way
+from twostroke.model.sizes import INT4_GROUP, expected_shapes, of_lm_head
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 

@@ -91,6 +91,7 @@ INNER_ORDER = {
         {"reference"},
         {"backend"},
         {"batch"},
+        {"sizes"},
         {"config", "step", "bundled"},
     ),
     "router": (

@@ -90,10 +90,11 @@ def _of_worker(
     """On this machine's memory as many workers share it as `twostroke serve` would start."""
     import torch
 
-    from twostroke.model.cache.memory import StepBounds, available_bytes
+    from twostroke.model.cache.memory import available_bytes
     from twostroke.model.checkpoint.weights import has_weights
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
     from twostroke.model.fit import fit
+    from twostroke.model.sizes import StepBounds
 
     section = config.roles[role]
     held = config.model_of(section)
@@ -109,14 +110,14 @@ def _of_worker(
     dtype = resolve_dtype(held.dtype, found_dtype, device)
     kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
+    model.check_ranks(ranks, expert_parallel)
     found = fit(
-        model,
-        dtype,
-        held.quantization,
-        kv_dtype=kv_dtype,
+        model.shape,
+        model.weight_bytes(dtype, held.quantization, ranks, expert_parallel),
+        itemsize=dtype.itemsize,
+        kv_itemsize=kv_dtype.itemsize,
         memory=memory,
         ranks=ranks,
-        expert_parallel=expert_parallel,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -124,8 +125,8 @@ def _of_worker(
         "family": model.family,
         "way": "refused" if found.max_requests == 0 else model.way,
         "reason": _too_small(found, memory) if found.max_requests == 0 else None,
-        "parameters": found.parameters,
-        "active_parameters": found.active_parameters,
+        "parameters": model.num_parameters,
+        "active_parameters": model.num_active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "quantization": held.quantization,
