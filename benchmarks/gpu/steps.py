@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import LoadOptions
@@ -29,6 +28,7 @@ from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.planner.operations import Limits, decode_work, prefill_work
 from twostroke.protocol.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
