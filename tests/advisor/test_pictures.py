@@ -1,15 +1,14 @@
 """Pictures are drawn, and say what they are."""
 
 from twostroke.advisor.pictures import batch_sweep, phases, roofline
-from twostroke.benchmarks.engine import MODELS
-from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.planner.hardware import HARDWARE
+from twostroke.planner.models import published_model
 
 PNG = b"\x89PNG"
 
 
 def test_equal_data_draw_equal_pictures() -> None:
-    shape = parse_model_config({**MODELS["1.2b"], "max_position_embeddings": 8192}, "test")
+    shape = published_model("Llama-3.1-8B")
     drawn = [roofline(HARDWARE["h100-80gb"], phases(shape)) for _ in range(2)]
     assert drawn[0].png.startswith(PNG)
     assert drawn[0] == drawn[1]

@@ -2,24 +2,21 @@
 
 import pytest
 
-from twostroke.benchmarks.engine import MODELS
-from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.config import ModelConfig
 from twostroke.planner.hardware import HARDWARE
+from twostroke.planner.models import published_model
 from twostroke.planner.operations import Operation, decode_operations, prefill_operations
 
-
-def config_of(name: str) -> ModelConfig:
-    return parse_model_config({**MODELS[name], "max_position_embeddings": 131072}, "test")
+KINDS = ("Llama-3.1-8B", "Mixtral-8x7B-v0.1", "DeepSeek-V3", "gpt-oss-20b", "gemma-3-12b")
+"""Dense, with experts, with latents and shared experts, with windows in every other layer, in most layers."""
 
 
 def by_name(operations: list[Operation]) -> dict[str, Operation]:
     return {one.name: one for one in operations}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_more_rows_and_more_context_never_take_fewer_operations_or_bytes(name: str) -> None:
-    shape = config_of(name)
+    shape = published_model(name)
     small, larger, longer = (
         by_name(decode_operations(shape, batch, context)) for batch, context in ((4, 256), (9, 256), (4, 700))
     )
@@ -29,9 +26,9 @@ def test_more_rows_and_more_context_never_take_fewer_operations_or_bytes(name: s
             assert more.bytes >= one.bytes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_prompt_in_two_chunks_attends_and_multiplies_as_one_in_one(name: str) -> None:
-    shape = config_of(name)
+    shape = published_model(name)
     whole = by_name(prefill_operations(shape, 1500, is_last=False))
     first, second = (
         by_name(prefill_operations(shape, tokens, before, is_last=False)) for tokens, before in ((700, 0), (800, 700))
@@ -41,7 +38,7 @@ def test_a_prompt_in_two_chunks_attends_and_multiplies_as_one_in_one(name: str) 
 
 
 def test_intensity_is_the_tokens_for_products_and_the_heads_a_kv_head_for_attention() -> None:
-    shape = config_of("1.2b")
+    shape = published_model("Llama-3.1-8B")
     decode = by_name(decode_operations(shape, 4, 100_000))
     assert decode["MLP"].flops / decode["MLP"].weight_bytes == 4
     assert decode["attention"].intensity == pytest.approx(shape.num_heads / shape.num_kv_heads, rel=1e-3)
