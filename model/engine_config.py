@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from twostroke.model.cache.kv_cache import kv_block_bytes
-from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
+from twostroke.model.cache.memory import available_bytes, cache_bytes_on_host
 from twostroke.model.config import KVCacheDtype, ModelShape, PrefillKernel, Quantization
 from twostroke.model.served import Way
+from twostroke.model.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
 from twostroke.protocol.errors import ConfigError
 
 
@@ -153,4 +153,4 @@ def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torc
 
 def block_bytes(config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
     """As kv_block_bytes, of this engine's ranks and stages."""
-    return kv_block_bytes(model, config.block_size, kv_dtype, config.tensor_parallel, config.pipeline_parallel)
+    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel, config.pipeline_parallel)

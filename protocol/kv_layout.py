@@ -158,6 +158,12 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     def num_ranks(self) -> int:
         return self.pp_size * self.tp_size
 
+    def over(self, num_ranks: int, num_stages: int) -> "KVLayout":
+        """The same cache cut into other ranks and stages. Raises ValueError where stages can't have equally many."""
+        if num_stages < 1 or num_ranks % num_stages:
+            raise ValueError(f"{num_stages} stages can't share {num_ranks} ranks")
+        return msgspec.structs.replace(self, tp_size=num_ranks // num_stages, pp_size=num_stages)
+
     def layers_of(self, rank: int) -> range:
         """The model's layers that `rank` holds."""
         return stage_layers(self.num_layers, self.pp_size, rank // self.tp_size)

@@ -30,7 +30,7 @@ from torch import Tensor
 from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelShape
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.kv_layout import KVLayout, stage_layers
+from twostroke.protocol.kv_layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -187,14 +187,6 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         undo.pop_all()
     return fd, memory
-
-
-def kv_block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, tp_size: int = 1, pp_size: int = 1) -> int:
-    """Bytes that one block takes on a rank, in all tensors together: of several stages, on one with the most layers."""
-    heads = max(1, config.num_kv_heads // tp_size)
-    stages = (stage_layers(config.num_layers, pp_size, stage) for stage in range(pp_size))
-    num_tensors = max(config.groups_of(layers).num_tensors for layers in stages)
-    return config.kv_kinds * num_tensors * heads * config.head_dim * block_size * dtype.itemsize
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twostroke.model.config import ModelShape
-from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
 
@@ -38,26 +36,6 @@ class Stage:
 
 
 ONLY_STAGE = Stage()
-
-
-def check_stages(shape: ModelShape, count: int) -> None:
-    """Raises ConfigError where so many stages can't share the model's layers, with the numbers that can."""
-    if count > shape.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel: {count} stages can't share the model's {shape.num_layers} layers: use fewer stages"
-        )
-    fitting = [number for number in range(1, count + 1) if _have_the_windows(shape, number)]
-    if fitting[-1] != count:
-        raise ConfigError(
-            f"pipeline_parallel: {count} stages of the model's {shape.num_layers} layers don't each have layers with "
-            f"a window and without in the same proportion: use {' or '.join(map(str, fitting))}"
-        )
-
-
-def _have_the_windows(shape: ModelShape, count: int) -> bool:
-    """Whether each of so many stages has the groups of layers that the model has: they share each request's table."""
-    stages = (Stage(index, count).layers(shape.num_layers) for index in range(count))
-    return all(shape.groups_of(layers).windows == shape.kv_groups.windows for layers in stages)
 
 
 class StageLink:

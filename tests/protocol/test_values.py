@@ -209,6 +209,8 @@ def test_no_two_tickets_share_a_transfer_id():
         {"target_addresses": (Address("127.0.0.1", 10),)},
         {"target_addresses": (*HOME, *HOME)},
         {"source_ranks": 2},
+        {"source_stages": 2},
+        {"target_stages": 2},
         {"mac": b""},
     ],
 )

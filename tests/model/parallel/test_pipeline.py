@@ -16,16 +16,17 @@ from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, SHAPES, r
 from twostroke.model import pipeline
 from twostroke.model.backend import LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, weight_bytes
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
-from twostroke.model.parallel.stages import Stage, check_stages
+from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import RankPlace, Rendezvous, SingleRank
 from twostroke.model.pipeline import micro_batches
+from twostroke.model.sizes import check_stages, weight_bytes
 from twostroke.model.step import BlockCopy, Draw, PromptReading, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import ReadingParams, SampledToken, SamplingParams
@@ -230,7 +231,7 @@ def test_a_stage_reads_its_own_layers_alone(shape: str, write_checkpoint: Any, m
 
 def test_the_stage_with_the_most_bytes_counts(write_checkpoint: Any) -> None:
     config = load_model_config(write_checkpoint(num_hidden_layers=5))
-    model, two = (weight_bytes(config, torch.float32, "auto", stages=stages) for stages in (1, 2))
+    model, two = (weight_bytes(config, 4, "auto", stages=stages) for stages in (1, 2))
     ends = 4 * config.hidden_size * (2 * config.vocab_size + 1)
     layer = (model - ends) // 5
     assert model == ends + 5 * layer
