@@ -11,8 +11,8 @@ import pytest
 
 from tests.faults.census import socket_inodes
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, move, two
-from tests.rigs.kv_pair import BytesStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from tests.rigs.kv_pair import BytesStore, lane_end
+from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import make_transports, nixl
 from twostroke.protocol.errors import ConfigError, ConnectionLost, ProtocolError
 
@@ -35,7 +35,7 @@ async def test_a_chunk_is_one_descriptor_however_many_rows_and_blocks_it_is_of(m
     source = SharedBytesStore(2, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
     target = SharedBytesStore(2, 160, 512, num_kv_heads=4, block_size=4)
     source.fill(1)
-    cuts = Cut(source.layout, 1, 1, 4, "raw"), Cut(target.layout, 3, 1, 4, "raw")
+    cuts = lane_end(source.layout, 1, 1, 4, "raw"), lane_end(target.layout, 3, 1, 4, "raw")
     sizes: list[tuple[int, int]] = []
     read = nixl.NixlTarget._read
 
