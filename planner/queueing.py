@@ -216,6 +216,7 @@ def mixed(kind: Kind, count: int, workload: Workload, promise: Promise, rate: fl
     """Workers that write `rate` answers a second, all of them together, and read the prompts of `read_rate`."""
     costs, context = kind.costs, workload.mean_context
     share, batch, step_s = 0.0, 0.0, 0.0
+    unhindered = [(read_alone_s(kind, prompt), costs.prompt_s(prompt)) for prompt, _ in workload.strata]
     times: list[float] = []
     for _ in range(60):
         beside_s = rows_s(kind, batch, context)
@@ -224,10 +225,7 @@ def mixed(kind: Kind, count: int, workload: Workload, promise: Promise, rate: fl
         step_s = max(min(promise.tpot_s * PACE, longest_s), beside_s + LEAST_CHUNK * token_s)
         stretch = step_s / (step_s - beside_s)
         alone = math.exp(-batch)  # the chance that there are no rows
-        times = [
-            alone * read_alone_s(kind, prompt) + (1 - alone) * costs.prompt_s(prompt) * stretch
-            for prompt, _ in workload.strata
-        ]
+        times = [alone * alone_s + (1 - alone) * prompt_s * stretch for alone_s, prompt_s in unhindered]
         busy = read_rate / count * sum(times) / len(times)
         new = batch_of(kind, workload, rate / count, step_s, min(1.0, busy))
         if busy >= 1 or math.isinf(new):
