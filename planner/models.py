@@ -85,7 +85,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 def _deepseek(architecture: str, *sizes: int, query_rank: int | None, **more: Any) -> dict[str, Any]:
     latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    return _dense(architecture, *sizes, q_lora_rank=query_rank, **latents, **more)
+    return {**_dense(architecture, *sizes), "q_lora_rank": query_rank, **latents, **more}
 
 
 _LLAMA2, _LLAMA3 = "Touvron et al., arXiv:2307.09288", "Grattafiori et al., arXiv:2407.21783"

@@ -21,6 +21,7 @@ JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the 
 PACE = 0.9  # of the promised time a token, that a step with a chunk of a prompt is planned to take
 LEAST_CHUNK = 8  # prompt tokens of such a step, whatever time they take
 LINK_SHARE = 0.9  # of a link's bytes, that KV may take before it waits for the link
+LATE_SHARE = 0.05  # of all answers, that miss their promise for nothing but late KV: then the link binds
 SEEN = 2 / 3
 """Of the variance of a batch at a moment, what is left of it in the mean over one answer's time: the batch of
 M/D/infinity correlates by 1 - t / T, whose double integral over an answer is 2/3."""
@@ -197,8 +198,10 @@ def decoding(kind: Kind, count: int, workload: Workload, promise: Promise, rate:
         else 1.0
         for (_, answer), late_s in zip(workload.strata, lates, strict=True)
     ]
-    binds = "link" if any(map(math.isinf, lates)) else _step_binds(kind, batch, workload.mean_context)
-    return Met(1.0, sum(shares) / len(shares), room_of(kind, workload, batch), batch, tpot_binds=binds)
+    met = sum(shares) / len(shares)
+    is_late = _batch_within(kind, workload, batch, promise.tpot_s) - met > LATE_SHARE
+    binds = "link" if is_late else _step_binds(kind, batch, workload.mean_context)
+    return Met(1.0, met, room_of(kind, workload, batch), batch, tpot_binds=binds)
 
 
 def reading(kind: Kind, count: int, workload: Workload, promise: Promise, rate: float) -> Met:

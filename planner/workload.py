@@ -1,6 +1,5 @@
 """What is asked of a fleet: how long prompts and answers are, and in which times they are to come."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,8 +86,3 @@ def promise_of(text: str) -> Promise:
     if found.keys() != {"ttft", "tpot"}:
         raise ConfigError(f"--slo {text}: both ttft_p90_s=SECONDS and tpot_p90_s=SECONDS are needed")
     return Promise(found["ttft"][0], found["tpot"][0], found["ttft"][1], found["tpot"][1])
-
-
-def same_lengths(name: str, lengths: Iterable[tuple[int, int]], most: int) -> Workload:
-    """The workload whose longer requests are left out: a model reads no more than `most` tokens. Raises ConfigError."""
-    return Workload(name, tuple(pair for pair in lengths if sum(pair) <= most))
