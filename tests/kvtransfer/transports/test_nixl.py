@@ -24,9 +24,9 @@ def listening_at() -> set[str]:
     found = set()
     for descriptor in socket_inodes().values():
         with socket.socket(fileno=os.dup(descriptor)) as each:
-            if each.family in (socket.AF_INET, socket.AF_INET6):
-                if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(str(each.getsockname()[0]))
+            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(str(each.getsockname()[0]))
     return found
 
 
