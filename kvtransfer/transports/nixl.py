@@ -36,11 +36,13 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from twostroke.kvtransfer.fabric import interface_of, rdma_ports
@@ -169,7 +171,7 @@ class NixlTransport(SocketTransport["NixlEnd"]):
         return link
 
 
-class NixlEnd:
+class NixlEnd(ABC):
     """What both ends have: the link's threads, a NIXL agent, and its buffers, which a queue hands out."""
 
     def __init__(
@@ -181,9 +183,9 @@ class NixlEnd:
         self._staging: Staging = make_staging(store, cut)
         self._unit_bytes = cut.unit_bytes
         self._num_units = num_units
-        on_gpu = isinstance(store, DeviceStore)
-        self._memory = "VRAM" if on_gpu else "DRAM"
-        self._device = _device_index(store) if isinstance(store, DeviceStore) else 0
+        self._memory, self._device = "DRAM", 0
+        if isinstance(store, DeviceStore):
+            self._memory, self._device = "VRAM", torch.device(store.device).index or 0
         self._on_close = on_close
         self._agent: Any = None  # from `_register` to `_let_go`
         self._buffers: list[Tensor] = []
@@ -199,8 +201,8 @@ class NixlEnd:
         await self._thread.close(self._let_go)
         self._on_close(self)
 
-    def _open(self, timeout_s: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self, timeout_s: float) -> None: ...
 
     def _register(self) -> None:
         """Make the agent and the buffers."""
@@ -419,9 +421,3 @@ def make_agent(address: str) -> Any:
             sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # a link has two threads
         )
         return ask(nixl.nixl_agent, secrets.token_hex(16), config)
-
-
-def _device_index(store: DeviceStore) -> int:
-    import torch
-
-    return torch.device(store.device).index or 0

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from tests.faults.census import socket_inodes
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, move, two
@@ -39,10 +40,9 @@ async def test_a_chunk_is_one_descriptor_however_many_rows_and_blocks_it_is_of(m
     sizes: list[tuple[int, int]] = []
     read = nixl.NixlTarget._read
 
-    def counted(end: nixl.NixlTarget, address: int, into: "object", until_s: float | None) -> None:
-        places = end._places(address, into.numel(), 0)  # type: ignore[attr-defined]
-        sizes.append((places.descCount(), into.numel()))  # type: ignore[attr-defined]
-        read(end, address, into, until_s)  # type: ignore[arg-type]
+    def counted(end: nixl.NixlTarget, address: int, into: Tensor, until_s: float | None) -> None:
+        sizes.append((end._places(address, into.numel(), 0).descCount(), into.numel()))
+        read(end, address, into, until_s)
 
     async with linked("nixl", source, target, *cuts) as ends:
         monkeypatch.setattr(nixl.NixlTarget, "_read", counted)
@@ -61,31 +61,50 @@ async def test_nothing_but_the_links_own_interface_is_listened_on_and_nothing_af
 
 
 @needs_nixl
-async def test_a_read_that_was_begun_writes_into_no_block_once_its_link_is_closed(
+async def test_bytes_that_were_read_get_into_no_block_once_their_link_is_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The call is cancelled while the bytes are read, and they come all the same."""
+    """The call is cancelled between the read and the copy into blocks."""
     source, target = SharedBytesStore(1, 8, 16_384), SharedBytesStore(1, 8, 16_384)
     source.fill(1)
-    read, loop, reading = nixl.NixlTarget._read, asyncio.get_running_loop(), asyncio.Event()
+    fetch, loop, fetched = nixl.NixlTarget._fetch, asyncio.get_running_loop(), asyncio.Event()
 
-    def slow(end: nixl.NixlTarget, *arguments: object) -> None:
-        loop.call_soon_threadsafe(reading.set)
+    def held_up(end: nixl.NixlTarget, packed: Tensor) -> None:
+        fetch(end, packed)
+        loop.call_soon_threadsafe(fetched.set)
         while not end._thread.is_broken:
             os.sched_yield()
-        read(end, *arguments)  # type: ignore[arg-type]
 
     async with linked("nixl", source, target) as (sender, receiver):
-        monkeypatch.setattr(nixl.NixlTarget, "_read", slow)
+        monkeypatch.setattr(nixl.NixlTarget, "_fetch", held_up)
         sending = asyncio.create_task(sender.send([Segment(0, (0, 1, 2))], 1))
         receiving = asyncio.create_task(receiver.receive([Segment(0, (0, 1, 2))], 1))
-        await reading.wait()
+        await fetched.wait()
         receiving.cancel()
+        await receiver.close()
+        await asyncio.wait([sending])
+        assert target.copy() == [bytes(len(target.layers[0]))]
+        assert receiver._agent is None
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("index", "num_bytes", "complaint"), [(9, 2064, "outside of its"), (0, 2065, "was announced"), (0, 0, "announced")]
+)
+async def test_a_chunk_that_is_not_where_or_as_long_as_it_must_be_breaks_the_link(
+    index: int, num_bytes: int, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SharedBytesStore(1, 8, 128)
+    lie = nixl._CHUNK.pack(index, num_bytes)
+    monkeypatch.setattr(nixl.NixlSource, "_announce", lambda end, *_: end._thread.socket.sendall(lie))
+    async with linked("nixl", store, store) as (sender, receiver):
+        assert store.block_bytes == 2048
+        sending = asyncio.create_task(sender.send([Segment(0, (1,))], 1))
+        with pytest.raises(ProtocolError, match=complaint):
+            await receiver.receive([Segment(0, (2,))], 1)
         await receiver.close()
         with pytest.raises(ConnectionLost):
             await sending
-        assert target.copy() == [bytes(len(target.layers[0]))]
-        assert receiver._agent is None
 
 
 @needs_nixl
