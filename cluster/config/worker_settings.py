@@ -78,13 +78,13 @@ class WorkerSettings:
     @property
     def staged(self) -> Staged:
         """What links with staging memory take of each rank's GPU."""
-        stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed")
+        stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
         return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
-        from twostroke.model.cache.memory import StepBounds
         from twostroke.model.engine_config import EngineConfig
+        from twostroke.model.sizes import StepBounds
 
         gibibytes = self.resources.kv_cache_gib
         return EngineConfig(

@@ -34,12 +34,11 @@ from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
-from twostroke.model.checkpoint.decoder_weights import weights_as
-from twostroke.model.checkpoint.quantization import form_of, of_lm_head, tensor_bytes
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
 from twostroke.model.config import ModelShape, Quantization
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel, check_size
+from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
 
@@ -110,7 +109,12 @@ class TransformersModel:
         return self.tensors.dtype(f"{self._embedding}.weight")
 
     def weight_bytes(
-        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+        self,
+        dtype: torch.dtype,
+        quantization: Quantization,
+        ranks: int,
+        expert_parallel: bool = False,
+        stages: int = 1,
     ) -> int:
         """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
         model, styles = self._of_ranks(ranks)
@@ -132,15 +136,21 @@ class TransformersModel:
                     shape[0] //= ranks
                 elif styles.get(owner) == "split" and kind == "weight":
                     shape[1] //= ranks
-            total += tensor_bytes(tuple(shape), dtype, form_of(held, None))
+            total += tensor_bytes(tuple(shape), dtype.itemsize, form_of(held, None))
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:
         """As ServedModel.weights_as."""
         return weights_as(quantization, {})
 
-    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
-        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way."""
+    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
+        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way, or its
+        layers."""
+        if stages > 1:
+            raise ConfigError(
+                f"pipeline_parallel: {self.family} is computed by transformers, whose layers stages can't share: use "
+                "1, and tensor_parallel where transformers has a plan for it"
+            )
         if expert_parallel:
             raise ConfigError("expert_parallel: transformers' plan says how ranks share this model: leave it out")
         check_size(self.shape, size)

@@ -15,11 +15,12 @@ from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_shapes
+from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, row_keys
+from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
@@ -92,10 +93,10 @@ def make_decoder(
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
-    checkpoint, shard = Checkpoint(folder, config), parallel.shard
+    checkpoint, shard, stage = Checkpoint(folder, config), parallel.shard, parallel.stage
     context = max_context or config.max_position
     options = LoadOptions(dtype, device, context, quantization, kv_dtype)
-    weights = load_decoder_weights(checkpoint, config, options, backend, shard)
+    weights = load_decoder_weights(checkpoint, config, options, backend, shard, stage)
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,
@@ -104,7 +105,8 @@ def make_decoder(
         device=device,
         model_digest="",
         tp_size=shard.size,
-        rank=shard.rank,
+        pp_size=stage.count,
+        rank=stage.index * shard.size + shard.rank,
     )
     return Decoder(config, weights, backend, parallel), cache
 

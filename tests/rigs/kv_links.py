@@ -7,17 +7,31 @@ import mmap
 import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rigs.kv_pair import BytesStore, link_threads, make_transport, open_descriptors, settle, warm_up_torch
+from tests.rigs.kv_pair import (
+    BytesStore,
+    lane_end,
+    link_threads,
+    make_transport,
+    open_descriptors,
+    settle,
+    warm_up_torch,
+)
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import sockets
 from twostroke.protocol.kv_layout import Encoding
 
 NAMES = ("shm", "tcp", "tcp, 3 streams", "torch_distributed")
+NIXL = pytest.param(
+    "nixl",
+    marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: pip install 'twostroke[nixl]'"),
+)
+ALL_NAMES = (*NAMES, NIXL)
 
 
 class SharedBytesStore(BytesStore):
@@ -70,7 +84,7 @@ async def two(name: str, source: BytesStore, target: BytesStore, **options: Any)
 
 def blocks(store: BytesStore, encoding: Encoding = "raw") -> Cut:
     """Whole blocks as units."""
-    return Cut(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
+    return lane_end(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
 
 
 async def join(sending: Any, receiving: Any, source_cut: Cut, target_cut: Cut | None = None) -> tuple[Any, Any]:

@@ -1,0 +1,1 @@
+"""Answers before the purchase: plans, verdicts, pictures. docs/planning.md."""
