@@ -26,6 +26,7 @@ from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import RankPlace, Rendezvous, SingleRank
 from twostroke.model.pipeline import micro_batches
+from twostroke.model.served import open_model
 from twostroke.model.sizes import check_stages, weight_bytes
 from twostroke.model.step import BlockCopy, Draw, PromptReading, SequenceStep
 from twostroke.protocol.errors import ConfigError
@@ -65,9 +66,12 @@ class Engines:
     def __init__(self, config: EngineConfig):
         count = config.tensor_parallel * config.pipeline_parallel
         rendezvous = Rendezvous("127.0.0.1")
-        places = [RankPlace(rank, rendezvous.address, "127.0.0.1") for rank in range(count)] if count > 1 else [None]
+        # Each on a host of its own, as on several machines.
+        places = [RankPlace(rank, rendezvous.address, f"127.0.0.{2 + rank}") for rank in range(count)]
         with ThreadPoolExecutor(count) as threads:
-            self.loaded: list[LoadedEngine] = list(threads.map(lambda place: load_engine(config, place), places))
+            self.loaded: list[LoadedEngine] = list(
+                threads.map(lambda place: load_engine(config, place if count > 1 else None), places)
+            )
         self.layers: list[list[int]] = [[] for _ in self.loaded]  # that each rank has announced
 
     async def step(self, batch: Sequence[SequenceStep], copies: Sequence[BlockCopy] = ()) -> list[SampledToken | None]:
@@ -251,3 +255,9 @@ def test_stages_that_can_not_share_a_model_are_refused(
     config = load_model_config(write_checkpoint(**SHAPES[shape] | LAYERS[shape]))
     with pytest.raises(ConfigError, match=f"pipeline_parallel: {said}"):
         check_stages(config, stages)
+
+
+def test_stages_of_what_transformers_computes_are_refused(write_checkpoint: Any) -> None:
+    model = open_model(write_checkpoint(), "transformers")
+    with pytest.raises(ConfigError, match=r"pipeline_parallel: LlamaForCausalLM is computed by transformers.*use 1"):
+        model.check_ranks(1, stages=2)
