@@ -227,7 +227,11 @@ class ModelShape:
     @property
     def kv_groups(self) -> KVGroups:
         """Which layers share block tables."""
-        return group_layers(self.windows or (0,) * self.num_layers)
+        return self.groups_of(range(self.num_layers))
+
+    def groups_of(self, layers: range) -> KVGroups:
+        """As `kv_groups`, of some layers, the first of which is 0 there. As `KVLayout.groups_of`."""
+        return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
 
     @property
     def expert_share(self) -> float:
