@@ -67,6 +67,7 @@ _COMMANDS = {
         "benchmarks.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
+    "plan": ("advisor.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
     "simulate": (
         "simulator.command",
         "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",

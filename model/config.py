@@ -137,7 +137,8 @@ class Routing:
 
     def expected_hit(self, tokens: float) -> float:
         """How many experts so many tokens take together, if each took any with the same probability."""
-        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
+        missed: float = (1 - self.top_k / self.num_experts) ** tokens
+        return self.num_experts * (1 - missed)
 
 
 @dataclass(frozen=True)

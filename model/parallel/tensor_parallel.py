@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from twostroke.model.parallel.nccl_log import NCCL_LOG
 from twostroke.model.parallel.stages import ONLY_STAGE, Stage, StageLink
 from twostroke.protocol.requests import Address
 
@@ -169,6 +170,7 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
         # Read when a group is made. By default torch ends the process once an operation fails or is too long under way:
         # a dead peer would take this worker along. Whoever has the group aborts it instead.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        NCCL_LOG.begin()
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
