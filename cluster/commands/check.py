@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or `bundled`")
     parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
     parser.add_argument("--gpu", choices=sorted(HARDWARE), help="on such a GPU (default: on this machine's memory)")
-    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
+    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share a stage")
+    parser.add_argument("--pipeline-parallel", type=int, help="stages that share the model's layers")
     parser.add_argument("--expert-parallel", action="store_true", help="each rank holds some experts whole")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantization", choices=get_args(Quantization))
@@ -89,10 +90,11 @@ def _of_worker(
     section = config.roles[role]
     held = config.model_of(section)
     ranks = arguments.tensor_parallel or section.tensor_parallel
+    stages = arguments.pipeline_parallel or section.pipeline_parallel
     expert_parallel = arguments.expert_parallel or section.expert_parallel
     if arguments.gpu is None:
         workers = sum(config.counts[role].first for role in config.roles)
-        device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks)
+        device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks * stages)
     else:
         device, memory = (
             torch.device("cuda"),
@@ -103,14 +105,15 @@ def _of_worker(
     dtype = resolve_dtype(held.dtype, found_dtype, device)
     kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
-    model.check_ranks(ranks, expert_parallel)
+    model.check_ranks(ranks, expert_parallel, stages)
     found = fit(
         model.shape,
-        model.weight_bytes(dtype, held.quantization, ranks, expert_parallel),
+        model.weight_bytes(dtype, held.quantization, ranks, expert_parallel, stages),
         itemsize=dtype.itemsize,
         kv_itemsize=kv_dtype.itemsize,
         memory=memory,
         ranks=ranks,
+        stages=stages,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -124,7 +127,8 @@ def _of_worker(
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "quantization": held.quantization,
         "weights": model.weights_as(held.quantization),
-        "ranks": ranks,
+        "ranks": ranks * stages,
+        "pipeline_parallel": stages,
         "expert_parallel": expert_parallel,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
@@ -194,7 +198,9 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         )
         return [*lines, "", f"    twostroke serve --model {arguments.model}{flags}"]
     experts = ", expert_parallel: true" if told["expert_parallel"] else ""
-    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks']}{experts}}}"
+    stages = told["pipeline_parallel"]
+    staged = f", pipeline_parallel: {stages}" if stages > 1 else ""
+    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks'] // stages}{staged}{experts}}}"
     settings = {
         "model": f"{{path: {arguments.model}, quantization: {told['quantization']}"
         + (", kv_cache_dtype: fp8}" if told["kv_dtype"] == FP8 else "}"),

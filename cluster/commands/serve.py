@@ -46,6 +46,7 @@ _FLAGS: Mapping[str, tuple[type, str, str]] = {
     "--kv-cache-dtype": (str, "auto|fp8", "of keys and values; fp8: one byte a number"),
     "--block-size": (int, "TOKENS", "of a KV block"),
     "--tensor-parallel-size": (int, "N", "GPUs, or ranks, of one worker"),
+    "--pipeline-parallel-size": (int, "N", "stages of one worker, which may be on several nodes"),
     "--max-num-seqs": (int, "N", "requests that a worker runs at once"),
     "--max-num-batched-tokens": (int, "N", "tokens of one step of a worker"),
     "--gpu-memory-utilization": (float, "SHARE", "of a GPU's memory, that a worker may take"),
@@ -53,7 +54,7 @@ _FLAGS: Mapping[str, tuple[type, str, str]] = {
     "--otlp-traces-endpoint": (str, "URL", "where traces of requests go"),
 }
 """As vLLM calls them, for the settings that mean the same: their type, what stands for the value, what it is."""
-_SHORT = {"--served-model-name": ("--name",), "--tensor-parallel-size": ("-tp",)}
+_SHORT = {"--served-model-name": ("--name",), "--tensor-parallel-size": ("-tp",), "--pipeline-parallel-size": ("-pp",)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

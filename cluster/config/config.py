@@ -91,7 +91,7 @@ class ClusterConfig(Section):
     @property
     def gpus_each(self) -> Mapping[Role, float]:
         """What a worker of each role takes, all ranks together."""
-        return {role: section.gpus * section.tensor_parallel for role, section in self.roles.items()}
+        return {role: section.gpus * section.num_ranks for role, section in self.roles.items()}
 
     @property
     def has_prefill(self) -> bool:
@@ -106,7 +106,7 @@ class ClusterConfig(Section):
     @property
     def num_ranks(self) -> int:
         """Processes, at most, that run an engine or a part of one."""
-        return sum(self.counts[role].most * section.tensor_parallel for role, section in self.roles.items())
+        return sum(self.counts[role].most * section.num_ranks for role, section in self.roles.items())
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -38,7 +38,7 @@ def share_gpus(settings: Mapping[str, Any], gpus: int) -> Shared:
     if len(autos) < len(sections):  # one role says: the other does likewise
         (said,) = (section.gpus for section in sections.values() if section.num_gpus != "auto")
         return share_gpus(_told(settings, dict.fromkeys(autos, said and 1)), gpus)
-    least = max(section.tensor_parallel for section in sections.values())
+    least = max(section.num_ranks for section in sections.values())
     if least > gpus:
         raise ConfigError(f"decode.tensor_parallel: {least} ranks need as many GPUs, and there are {gpus}: lower it")
     if not config.autoscaling.enabled and not any("replicas" in (settings.get(role) or {}) for role in get_args(Role)):
@@ -66,7 +66,7 @@ def share_gpus(settings: Mapping[str, Any], gpus: int) -> Shared:
 
 def _as_many_as_fit(settings: Mapping[str, Any], config: ClusterConfig, gpus: int) -> Shared:
     """Both roles where there is room for a worker of each, else decode workers that read prompts, too."""
-    of_prefill, of_decode = config.prefill.tensor_parallel, config.decode.tensor_parallel
+    of_prefill, of_decode = config.prefill.num_ranks, config.decode.num_ranks
     if of_prefill + of_decode > gpus:
         told = _told(settings, {"prefill": 0, "decode": 1}, {"prefill": 0, "decode": gpus // of_decode})
         line = "GPUs: too few for a worker of each role, so decode workers read prompts, too (aggregated)"
@@ -77,7 +77,7 @@ def _as_many_as_fit(settings: Mapping[str, Any], config: ClusterConfig, gpus: in
         told = _told(settings, {"prefill": 1, "decode": 1}, {"prefill": prefill, "decode": decode})
         line = f"GPUs: {prefill} prefill and {decode} decode workers share {gpus}"
     idle = gpus - prefill * of_prefill - told["decode"]["replicas"] * of_decode
-    more = f"; {_gpus(idle)} idle: tensor_parallel does not divide them" if idle else ""
+    more = f"; {_gpus(idle)} idle: workers' ranks do not divide them" if idle else ""
     return Shared(told, f"{line}{more}. --prefill, --decode and --gpus choose otherwise", idle > 0)
 
 

@@ -104,7 +104,9 @@ class WorkerResources(Section):
     """What one worker takes of its machine."""
 
     tensor_parallel: Annotated[int, Ge(1), Le(8)] = 1
-    """Ranks that share the model: 1, 2, 4 or 8. The settings beside it are each rank's."""
+    """Ranks that share each stage of the model: 1, 2, 4 or 8. The settings beside it are each rank's."""
+    pipeline_parallel: Annotated[int, Ge(1), Le(16)] = 1
+    """Stages that share the model's layers; each is on one node, and all are where there is room for them."""
     expert_parallel: bool = False
     """Whether each rank has some of a mixture's experts whole, instead of a part of each."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
@@ -125,10 +127,9 @@ class WorkerResources(Section):
     def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):
             raise ValueError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
-        if self.tensor_parallel > 1 and self.num_gpus not in ("auto", 0, 1):
+        if self.num_ranks > 1 and self.num_gpus not in ("auto", 0, 1):
             raise ValueError(
-                f"num_gpus: {self.num_gpus:g} for each of {self.tensor_parallel} tensor-parallel ranks: "
-                "give each one GPU, or none"
+                f"num_gpus: {self.num_gpus:g} for each of a worker's {self.num_ranks} ranks: give each one GPU, or none"
             )
         if self.cores is not None and self.threads not in (None, len(parse_cores(self.cores))):
             raise ValueError(f"threads: {self.threads} on the cores {self.cores}: give one of the two, or as many")
@@ -136,9 +137,14 @@ class WorkerResources(Section):
             raise ValueError(
                 f"num_blocks: {self.num_blocks} beside kv_cache_gib {self.kv_cache_gib:g}: give one of them"
             )
-        if self.cores is not None and self.tensor_parallel > 1:
-            raise ValueError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
+        if self.cores is not None and self.num_ranks > 1:
+            raise ValueError(f"cores: {self.cores} can't be shared by a worker's {self.num_ranks} ranks")
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one worker."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @field_validator("cores")
     @classmethod
@@ -180,7 +186,8 @@ class Placement(Section):
     node_labels: Mapping[str, str] = Field(default_factory=dict)
     """What a node's labels must be. Values as in Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`."""
     node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default_factory=dict)
-    """What each worker takes of a node's custom resources: where a node has 1 slot and a worker takes 1, one runs."""
+    """What each worker takes of a node's custom resources: where a node has 1 slot and a worker takes 1, one runs. Of a
+    worker of several stages, each stage takes so much."""
 
     @model_validator(mode="after")
     def _check_names(self) -> "Placement":

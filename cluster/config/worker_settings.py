@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.cluster.config.process_logs import LoggingConfig
@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     from twostroke.model.engine_config import EngineConfig
 
 
+class PeerShape(NamedTuple):
+    """What lanes to a worker are told by."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    block_size: int  # tokens
+
+
+def most_overlapping(ours: int, theirs: int) -> int:
+    """With how many of `theirs` stages any one of `ours` has layers in common, at most."""
+    if theirs % ours == 0:
+        return theirs // ours
+    return 1 if ours % theirs == 0 else theirs // ours + 2
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """What a worker of either role is told. Travels from the process that deploys to the worker's ranks."""
@@ -30,7 +45,7 @@ class WorkerSettings:
     max_step_tokens: int
     max_batch: int
     block_size: int  # tokens
-    tensor_parallel: int  # ranks
+    tensor_parallel: int  # ranks of a stage
     device: Literal["cpu", "cuda"]
     threads: int
     transport: TransportChoice
@@ -40,8 +55,9 @@ class WorkerSettings:
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    num_ranks: int = 1  # of all workers, which may share one host's memory
-    peers: tuple[tuple[int, int], ...] = ()  # ranks and block size of the workers that KV may go to or come from
+    pipeline_parallel: int = 1  # stages
+    host_ranks: int = 1  # of all workers, which may share one host's memory
+    peers: tuple["PeerShape", ...] = ()  # of the workers that KV may go to or come from
     num_links: int = 0  # of each rank with those, at most, in both directions
 
     @classmethod
@@ -56,15 +72,19 @@ class WorkerSettings:
             max_batch=section.max_batch,
             block_size=config.block_size(section),
             tensor_parallel=section.tensor_parallel,
+            pipeline_parallel=section.pipeline_parallel,
             device=config.device,
             threads=config.threads(section),
-            num_ranks=config.num_ranks,
-            peers=tuple((each.tensor_parallel, config.block_size(each)) for each in roles),
+            host_ranks=config.num_ranks,
+            peers=tuple(
+                PeerShape(each.tensor_parallel, each.pipeline_parallel, config.block_size(each)) for each in roles
+            ),
             transport=config.transport,
             num_links=2
             * sum(
                 max(0, config.counts[role].most - (each is section))
                 * max(1, each.tensor_parallel // section.tensor_parallel)
+                * most_overlapping(section.pipeline_parallel, each.pipeline_parallel)
                 for role, each in config.roles.items()
             ),
             tcp_streams=config.kv_transfer.tcp_streams,
@@ -74,6 +94,11 @@ class WorkerSettings:
             announces_layers=isinstance(section, PrefillSection),
             logging=config.logging,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the worker."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def staged(self) -> Staged:
@@ -95,11 +120,12 @@ class WorkerSettings:
             kv_cache_dtype=self.model.kv_cache_dtype,
             quantization=self.model.quantization,
             tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.resources.expert_parallel,
             block_size=self.block_size,
             kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),
             num_blocks=self.resources.num_blocks,
-            host_ranks=self.num_ranks,
+            host_ranks=self.host_ranks,
             swap_bytes=self.swap_bytes,
             staging_bytes=self.staged.total_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,

@@ -16,6 +16,7 @@ from twostroke.cluster.config.process_logs import log_as_replica
 from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.fleet import worker_metadata
+from twostroke.cluster.deployments.stage_host import host_stages, placement_options, stage_resources
 from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
@@ -54,7 +55,8 @@ class _WorkerReplica(Generic[WorkerT]):
         self._peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, self._role, self._peer)
         network, host = self._make_network(secret), ray.util.get_node_ip_address()
-        self._parts = await load_parts(settings, self._peer, network, secret, host=host)
+        stages = host_stages(settings)
+        self._parts = await load_parts(settings, self._peer, network, secret, host=host, stages=stages)
         return self._parts
 
     def _make_network(self, secret: bytes) -> Network:
@@ -154,14 +156,14 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
 
     Routers take a leaving worker's calls elsewhere after `grace_s`.
     """
-    ranks = settings.tensor_parallel
+    stage = stage_resources(settings)
+    where = placement.actor_options()
+    if settings.pipeline_parallel > 1:
+        where.pop("label_selector", None)  # its bundle's
     return {
-        # All ranks are processes of the one replica, so they are on one node.
-        "ray_actor_options": {
-            "num_cpus": ranks * settings.threads,
-            "num_gpus": ranks * settings.resources.gpus,
-            **placement.actor_options(),
-        },
+        # All ranks of the first stage are processes of the one replica, so they are on one node.
+        "ray_actor_options": {"num_cpus": stage["CPU"], "num_gpus": stage.get("GPU", 0), **where},
+        **placement_options(settings, placement),
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
         "request_router_config": {"request_router_class": "twostroke.cluster.deployments.replica_router:ReplicaByPeer"},

@@ -61,21 +61,22 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
-        ranks = engine.tensor_parallel
+        ranks, stages = engine.tensor_parallel, engine.pipeline_parallel
         dtype = resolve_dtype(engine.dtype, found.dtype, device)
         held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
         step = step_bytes_on_cpu(model, engine.bounds, dtype.itemsize)
         try:
             resolve_device(engine)
             check_cores(engine)
-            found.check_ranks(ranks, engine.expert_parallel)
+            found.check_ranks(ranks, engine.expert_parallel, stages)
             kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, model, dtype)
-            weights = found.weight_bytes(dtype, engine.quantization, ranks, engine.expert_parallel)
+            weights = found.weight_bytes(dtype, engine.quantization, ranks, engine.expert_parallel, stages)
             num_blocks = resolve_num_blocks(engine, model, kv_dtype, weights + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
-        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, kv_dtype.itemsize, ranks)
+        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, kv_dtype.itemsize, ranks, stages)
+        ranks *= stages  # each takes as much as the largest stage's
         if num_blocks is not None and section.num_blocks is None and section.kv_cache_gib is None:
             caches.append(f"{role} {gibibytes(ranks * cache)}")
         needs.append(

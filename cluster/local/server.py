@@ -205,7 +205,7 @@ def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
 
 def _resources(config: ClusterConfig) -> tuple[int, int]:
     """The CPUs and GPUs of as many workers as there may be; no fewer CPUs than this machine has."""
-    ranks = [(config.counts[role].most * each.tensor_parallel, each) for role, each in config.roles.items()]
+    ranks = [(config.counts[role].most * each.num_ranks, each) for role, each in config.roles.items()]
     cores = sum(count * config.threads(resources) for count, resources in ranks)
     gpus = sum(count * resources.gpus for count, resources in ranks)
     if config.autoscaling.enabled and config.autoscaling.budget is not None:

@@ -28,7 +28,7 @@ class RankOrder(msgspec.Struct, frozen=True):
     rank: int
     leader: Address  # where rank 0 waits for its connection
     rendezvous: Address  # where the group forms
-    host: str  # where it listens for KV
+    host: str  # where other nodes reach it: it listens for KV there, and for ranks of other stages
     secret: bytes
     settings: WorkerSettings
 
@@ -55,7 +55,7 @@ class RankParts:
 async def load_rank(
     settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, place: "RankPlace | None" = None
 ) -> RankParts:
-    """Load the model and make the cache, on the GPU of those in sight that has the rank's number.
+    """Load the model and make the cache, on the GPU of those in sight that has the rank's number in its stage.
 
     Raises ConfigError with one line that a user can act on. A cancelled call leaves a thread behind that still loads.
     """
@@ -64,7 +64,7 @@ async def load_rank(
     from twostroke.kvtransfer.transports import make_transports
     from twostroke.model.load import load_engine
 
-    gpu = 0 if place is None else place.rank
+    gpu = 0 if place is None else place.rank % settings.tensor_parallel
     config = settings.engine_config(resolve_model_folder(settings.model.path), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
     loaded = await asyncio.to_thread(load_engine, config, place)
@@ -75,7 +75,8 @@ async def load_rank(
             settings.transport,
             store,
             peers=[
-                msgspec.structs.replace(store.layout, tp_size=ranks, block_size=size) for ranks, size in settings.peers
+                msgspec.structs.replace(store.layout, tp_size=ranks, pp_size=stages, block_size=size)
+                for ranks, stages, size in settings.peers
             ],
             encoding=settings.transfer.encoding,
             tcp_streams=settings.tcp_streams,

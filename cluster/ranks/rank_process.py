@@ -1,7 +1,8 @@
 """A rank of a worker, other than 0, in a process of its own:
 `python -m twostroke.cluster.ranks.rank_process` with its order on stdin.
 
-It does as rank 0 says, and ends with its connection to rank 0, whatever it is doing then.
+It does as rank 0 says, and ends with its connection to rank 0, whatever it is doing then; or with whoever has started
+it, which keeps its standard input open for as long as it lives.
 """
 
 import asyncio
@@ -91,7 +92,8 @@ class _Rank:
 
     async def _work(self) -> None:
         order = self._order
-        place = RankPlace(order.rank, order.rendezvous)
+        host = order.host if order.settings.pipeline_parallel > 1 else None
+        place = RankPlace(order.rank, order.rendezvous, host)
         parts = self._parts = await load_rank(order.settings, order.worker, self._network, order.secret, place)
         transfers = self._transfers = RankTransfers(
             sender=parts.sender,
@@ -144,12 +146,23 @@ def _leave() -> NoReturn:
     os._exit(1)
 
 
+async def _run_until_orphaned(order: RankOrder) -> None:
+    """Be the rank until rank 0 hangs up, or standard input ends."""
+
+    def look() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            _leave()
+
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), look)
+    await run_rank(order)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with whom this process ends
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder, dec_hook=from_plain)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder, dec_hook=from_plain)
     worker = {"worker_id": order.worker.worker_id, "epoch": f"{order.worker.epoch:016x}", "rank": str(order.rank)}
     log_to(None, order.settings.logging, worker)
-    asyncio.run(run_rank(order))
+    asyncio.run(_run_until_orphaned(order))
 
 
 if __name__ == "__main__":

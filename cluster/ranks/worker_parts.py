@@ -1,100 +1,29 @@
 """What every worker of the cluster is made of, loaded in the worker's own process: rank 0, and whoever it leads.
 
-All ranks of a worker run on one machine, and talk over its loopback interface: only KV goes further. Rank 0's process
-starts the others, so they have its environment: Ray gives it the cores and GPUs of all of them. torch is imported
-inside the functions, since the processes that only deploy load this module too.
+torch is imported inside the functions, since the processes that only deploy load this module too.
 """
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.ranks.rank_parts import RankOrder, RankParts, load_rank
-from twostroke.model.parallel.ranked_engine import RankConnections
+from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
+from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
 from twostroke.protocol.messages import most_step_bytes
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Peer
-from twostroke.protocol.settings import to_plain
 
 if TYPE_CHECKING:
     from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
-    from twostroke.model.parallel.tensor_parallel import Rendezvous
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary
     from twostroke.worker.worker import Equipment
-
-LOOPBACK = "127.0.0.1"
-PATIENCE_S = 6.0
-"""How long a rank may take to end, once rank 0 has hung up."""
-
-
-class LedRanks:
-    """Owns the other ranks' processes, the connections with them, and the place where their group forms."""
-
-    def __init__(self, connections: RankConnections, rendezvous: "Rendezvous"):
-        from twostroke.model.parallel.tensor_parallel import RankPlace
-
-        self.connections = connections
-        self.place = RankPlace(0, rendezvous.address)
-        """Of rank 0 in the group."""
-        self.processes: list[asyncio.subprocess.Process] = []
-        """All of them, ended ones included."""
-        self._rendezvous: Rendezvous | None = rendezvous
-        self._watches: list[asyncio.Task[None]] = []
-
-    @classmethod
-    async def start(
-        cls, settings: WorkerSettings, worker: Peer, network: Network, secret: bytes, *, host: str
-    ) -> "LedRanks":
-        """Start a process for every rank but 0; they load as soon as rank 0 does. Raises ConnectionLost."""
-        from twostroke.model.parallel.tensor_parallel import Rendezvous
-
-        connections = RankConnections(worker=worker, size=settings.tensor_parallel, network=network)
-        led = cls(connections, Rendezvous(LOOPBACK))
-        try:
-            leader = await connections.listen(LOOPBACK)
-            for rank in connections.others:
-                await led._start(RankOrder(worker, rank, leader, led.place.rendezvous, host, secret, settings))
-        except BaseException:
-            await led.close()
-            raise
-        return led
-
-    async def close(self) -> None:
-        """Hang up, and return when all processes have ended; kill those that don't. May be called more than once."""
-        await self.connections.close()
-        self._rendezvous = None  # whoever still waits there for others is refused
-        if not self._watches:
-            return
-        _, left = await asyncio.wait(self._watches, timeout=PATIENCE_S)
-        if left:
-            for process in self.processes:
-                if process.returncode is None:
-                    process.kill()
-            await asyncio.wait(left)
-
-    async def _start(self, order: RankOrder) -> None:
-        # Not on its command line, which everybody can read: the order holds the cluster's secret.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "twostroke.cluster.ranks.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
-        )
-        self.processes.append(process)
-        self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))
-        if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(order, enc_hook=to_plain))
-            process.stdin.close()
-
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
-        self.connections.fail(f"rank {rank} has ended with code {await process.wait()}")
 
 
 @dataclass(frozen=True)
@@ -121,9 +50,17 @@ class WorkerParts:
 
 
 async def load_parts(
-    settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, *, host: str
+    settings: WorkerSettings,
+    peer: Peer,
+    network: Network,
+    secret: bytes,
+    *,
+    host: str,
+    stages: Sequence[StageRanks] | None = None,
 ) -> WorkerParts:
-    """Load the model and make the cache, on all ranks. They listen for KV on `host`.
+    """Load the model and make the cache, on all ranks. They listen for KV on `host`, where other nodes reach this one.
+
+    `stages` start the ranks of all stages but the first; None: all ranks are processes of this machine.
 
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
@@ -148,14 +85,14 @@ async def load_parts(
             grammars=Grammars(lambda: vocabulary_of(settings)),
         )
 
-    if settings.tensor_parallel == 1:
+    if settings.num_ranks == 1:
         rank = await load_rank(settings, peer, network, secret)
         return WorkerParts(equipped(rank, rank.loaded.engine, rank.sender, rank.receiver), rank)
 
     from twostroke.kvtransfer.ranks import RankedReceiver, RankedSender
     from twostroke.model.parallel.ranked_engine import TensorParallelEngine
 
-    led = await LedRanks.start(settings, peer, network, secret, host=host)
+    led = await LedRanks.start(settings, peer, network, secret, host=host, stages=stages)
     ranks = led.connections
     loading = asyncio.create_task(load_rank(settings, peer, network, secret, led.place), name="load rank 0")
     try:
@@ -165,6 +102,8 @@ async def load_parts(
             await asyncio.wait({loading})
         rank = loading.result()
         addresses = await ranks.loaded()
+        if settings.device == "cpu":
+            led.has_formed()
         swap_space = rank.loaded.swap_space
         rows = -(-rank.loaded.max_context // settings.block_size)
         check_step_size(
@@ -211,6 +150,6 @@ def check_step_size(settings: WorkerSettings, max_context: int, blocks_of_one: i
     if size > MAX_PAYLOAD_BYTES:
         raise ConfigError(
             f"max_batch: steps of {settings.max_batch} requests with {max_context} tokens in blocks of "
-            f"{settings.block_size} can take {size} bytes to tell the tensor-parallel ranks, over {MAX_PAYLOAD_BYTES}: "
+            f"{settings.block_size} can take {size} bytes to tell its ranks, over {MAX_PAYLOAD_BYTES}: "
             "lower max_batch, max_context or swap_gib, or raise block_size"
         )

@@ -186,6 +186,7 @@ class RouterService:
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
                     "node": info.token_address.host,
+                    "nodes": sorted({address.host for address in info.transfer_addresses}),
                     "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
                     "kv_dtype": info.layout.dtype,

@@ -1,4 +1,5 @@
-"""A Ray cluster of four nodes on this machine: roles on the nodes of their labels, KV between nodes, a node that dies.
+"""A Ray cluster of five nodes on this machine: roles on the nodes of their labels, a prefill worker whose stages are on
+two of them, KV between nodes, nodes that die.
 
 In network namespaces where they can be had (root), else on the loopback interface.
 """
@@ -18,7 +19,7 @@ from twostroke.cluster.local.ray import free_ports
 from twostroke.tools.nodes.demo import ISOLATED_PORT, choose_machines
 from twostroke.tools.nodes.load import Answer, Request, ask
 from twostroke.tools.nodes.ray_nodes import Node, NodeSpec, RayNodes
-from twostroke.tools.nodes.site import Site, Worker, node_for, settings
+from twostroke.tools.nodes.site import Site, Worker, WorkerRole, node_for, settings
 
 SHORT = Request(MODEL, max_tokens=16)
 LONG = Request(MODEL, max_tokens=1000)  # some seconds: a worker tells twice a second that it is busy
@@ -47,11 +48,12 @@ def labelled(role: Literal["prefill", "decode"]) -> NodeSpec:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with choose_machines(None) as machines, RayNodes(machines, node_for("router")) as rays:
-        nodes = [rays.add(labelled(role)) for role in ("prefill", "decode", "decode")]
+        nodes = [rays.add(labelled(role)) for role in ("prefill", "prefill", "decode", "decode")]
         for node in nodes:
             rays.await_up(node)
         site = Site(rays, ISOLATED_PORT if machines.has_own_ports else free_ports(1)[0])
-        sections = settings(1, 2, share_memory=not machines.has_own_ports)
+        stages: dict[WorkerRole, int] = {"prefill": 2, "decode": 1}
+        sections = settings(1, 2, share_memory=not machines.has_own_ports, stages=stages)
         site.deploy(sections)
         site.await_workers(1, 2)
         yield Cluster(rays, site, sections, nodes)
@@ -63,7 +65,9 @@ def whole(answer: Answer) -> str:
 
 
 def test_each_role_runs_on_the_nodes_of_its_label_as_the_serve_file_says(cluster: Cluster) -> None:
-    assert sorted(worker.node for worker in cluster.workers("prefill")) == cluster.of("prefill")
+    (prefill,) = cluster.workers("prefill")
+    assert sorted(prefill.nodes) == cluster.of("prefill")
+    assert prefill.node in prefill.nodes
     assert sorted(worker.node for worker in cluster.workers("decode")) == cluster.of("decode")
     (num_blocks,) = {worker["num_blocks"] for worker in cluster.site.status()["workers"]}
     assert num_blocks == cluster.sections["decode"]["num_blocks"]
@@ -91,6 +95,24 @@ def test_every_node_serves_http(cluster: Cluster) -> None:
         # Serve starts each node's proxy by itself, however far the application is.
         cluster.site.await_that(f"{url} answers", lambda url=url: bool(fetch_status(url)))  # type: ignore[misc]
         assert whole(ask(url, SHORT, prompt=1)) == whole(ask(cluster.site.url, SHORT, prompt=1))
+
+
+def test_a_stages_dead_node_ends_its_worker_and_a_new_node_brings_it_back(cluster: Cluster) -> None:
+    """Answers are the same with the worker of stages, without any prefill worker, and with its successor."""
+    (before,) = cluster.workers("prefill")
+    address = next(address for address in before.nodes if address != before.node)
+    (node,) = [node for node in cluster.nodes if node.address == address]
+    answers = [whole(ask(cluster.site.url, SHORT, prompt=5))]
+    node.machine.kill()
+    cluster.site.await_that("its worker is gone", lambda: not cluster.workers("prefill"))
+    answers.append(whole(ask(cluster.site.url, SHORT, prompt=5)))
+    successor = cluster.rays.add(labelled("prefill"))
+    cluster.nodes = [successor, *(one for one in cluster.nodes if one is not node)]
+    cluster.site.await_workers(1, 2)
+    (after,) = cluster.workers("prefill")
+    assert sorted(after.nodes) == cluster.of("prefill")
+    answers.append(whole(ask(cluster.site.url, SHORT, prompt=5)))
+    assert len(set(answers)) == 1
 
 
 def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cluster: Cluster) -> None:

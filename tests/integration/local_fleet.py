@@ -51,6 +51,8 @@ class Shape:
     num_decode: int = 1
     prefill_ranks: int = 1
     decode_ranks: int = 1
+    prefill_stages: int = 1
+    decode_stages: int = 1
     whole_experts: Role | None = None  # whose ranks hold some experts whole
     router_wait_s: float = 30.0
     swap_bytes: int = 0
@@ -176,6 +178,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
             kv_cache_dtype=shape.kv_cache_dtype,  # type: ignore[arg-type]
             quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
         ),
+        pipeline_parallel=shape.prefill_stages if role == "prefill" else shape.decode_stages,
         resources=WorkerResources(num_blocks=shape.num_blocks, expert_parallel=role == shape.whole_experts),
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,

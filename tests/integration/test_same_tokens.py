@@ -28,7 +28,8 @@ from tests.integration.local_fleet import (
     worker_settings,
 )
 from tests.model.test_conformance import NEW_TOKENS, SEEDS, SHAPES, lengths_before_near_ties, random_prompts, reference
-from twostroke.cluster.ranks.worker_parts import LedRanks, load_parts
+from twostroke.cluster.ranks.led_ranks import LedRanks
+from twostroke.cluster.ranks.worker_parts import load_parts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.protocol.errors import WorkerLost
@@ -221,7 +222,7 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
         worker = served.fleet.worker("prefill")
         (parts,) = [parts for parts in served.fleet.parts.values() if parts.led is not None]
         assert parts.led is not None
-        (process,) = parts.led.processes
+        (process,) = parts.led.own.processes
         step, num_steps = worker._equipment.engine.step, 0
 
         async def kill_and_step(*args: Any) -> Any:
@@ -249,7 +250,7 @@ async def test_ranks_that_still_load_end_when_rank_0_hangs_up(folder: Path) -> N
                 await asyncio.sleep(0.01)
     finally:
         await led.close()
-    assert [process.returncode for process in led.processes] == [1], "it left by itself, out of a group not formed"
+    assert [process.returncode for process in led.own.processes] == [1], "it left by itself, out of a group not formed"
 
 
 async def test_a_worker_whose_rank_never_comes_does_not_start_and_does_not_hang(

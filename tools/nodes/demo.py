@@ -23,7 +23,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.tools.nodes.load import Answer, Request, SteadyLoad, Verdict, ask
 from twostroke.tools.nodes.machines import IsolatedMachine, IsolatedMachines, LoopbackMachines, Machines, why_not
 from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, RayNodes
-from twostroke.tools.nodes.site import Site, Worker, WorkerRole, node_for, settings
+from twostroke.tools.nodes.site import NO_STAGES, Site, Worker, WorkerRole, node_for, settings
 
 ISOLATED_PORT = 8000  # in a network of the machines' own
 BEFORE_S, AFTER_S = 4.0, 4.0  # of load, around what happens
@@ -40,8 +40,15 @@ class Healing:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill", type=int, default=1, help="nodes for prefill workers (default: %(default)s)")
-    parser.add_argument("--decode", type=int, default=2, help="nodes for decode workers (default: %(default)s)")
+    parser.add_argument("--prefill", type=int, default=1, help="prefill workers, each on a node (default: %(default)s)")
+    parser.add_argument("--decode", type=int, default=2, help="decode workers, each on a node (default: %(default)s)")
+    parser.add_argument(
+        "--pipeline",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages of each worker of the role whose node dies, each on a node of its own (default: %(default)s)",
+    )
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second (default: %(default)s)")
     parser.add_argument("--victim", choices=("prefill", "decode"), default="decode", help="whose node dies")
     parser.add_argument(
@@ -89,6 +96,8 @@ def _check(arguments: argparse.Namespace) -> None:
         count = getattr(arguments, role)
         if not least <= count <= 16:
             raise ConfigError(f"--{role} {count}: nodes, from {least} to 16")
+    if not 1 <= arguments.pipeline <= 4:
+        raise ConfigError(f"--pipeline {arguments.pipeline}: stages, from 1 to 4")
     if not 0.1 <= arguments.rate <= 50:
         raise ConfigError(f"--rate {arguments.rate:g}: requests a second, from 0.1 to 50")
 
@@ -100,21 +109,24 @@ class _Demo:
         self._console = console
         self._began = time.monotonic()
         self._num: dict[WorkerRole, int] = {"prefill": arguments.prefill, "decode": arguments.decode}
+        self._stages: dict[WorkerRole, int] = {**NO_STAGES, arguments.victim: arguments.pipeline}
 
     def run(self) -> int:
         """The whole show; returns the exit code. Raises NodeFailed."""
         kind = "namespaces of their own" if self._machines.has_own_ports else "the loopback interface"
-        self._say(f"Starting {1 + sum(self._num.values())} nodes on this machine, on {kind} ...")
+        num_nodes = {role: count * self._stages[role] for role, count in self._num.items()}
+        self._say(f"Starting {1 + sum(num_nodes.values())} nodes on this machine, on {kind} ...")
         with ExitStack() as stack:
             stack.enter_context(self._machines)
             cluster = stack.enter_context(RayNodes(self._machines, node_for("router")))
-            nodes = [cluster.add(node_for(role)) for role, count in self._num.items() for _ in range(count)]
+            nodes = [cluster.add(node_for(role)) for role, count in num_nodes.items() for _ in range(count)]
             for node in nodes:
                 cluster.await_up(node)
             self._say("All nodes are up. Deploying, each role to the nodes of its label ...")
             port = ISOLATED_PORT if self._machines.has_own_ports else free_ports(1)[0]
             site = Site(cluster, port)
-            site.deploy(settings(**self._counts(), share_memory=not self._machines.has_own_ports))
+            share_memory = not self._machines.has_own_ports
+            site.deploy(settings(**self._counts(), share_memory=share_memory, stages=self._stages))
             workers = site.await_workers(**self._counts())
             self._show([cluster.head, *nodes], workers)
             self._show_links(site)
@@ -134,12 +146,13 @@ class _Demo:
         return 0 if verdict.lost == verdict.mismatched == 0 else 1
 
     def _replace(self, cluster: RayNodes, site: Site, nodes: Sequence[Node]) -> Healing:
-        """Kill the node whose worker has most to do, and put a new one in its place."""
+        """Kill the node of the worker that has most to do, or of one of its stages, and put a new one in its place."""
         role = self._arguments.victim
         if role == "decode":  # it is to have something to lose; a prompt is read too soon to be seen
             site.await_that("a decode worker is busy", lambda: self._busiest(site).num_running > 0)
         worker = self._busiest(site)
-        node = next(node for node in nodes if node.address == worker.node)
+        address = max(worker.nodes, key=lambda one: (one != worker.node, one))
+        node = next(node for node in nodes if node.address == address)
         what = "Cutting the cable of" if self._arguments.unplug else "Killing every process of"
         self._say(f"{what} the node {node.address}: {role} worker {worker.worker_id}, {worker.num_running} running ...")
         if self._arguments.unplug and isinstance(node.machine, IsolatedMachine):
@@ -170,6 +183,7 @@ class _Demo:
             json.dumps(
                 {
                     "nodes": num_nodes,
+                    "stages": self._arguments.pipeline,
                     "requests": verdict.requests,
                     "lost": verdict.lost,
                     "mismatched": verdict.mismatched,
@@ -186,7 +200,11 @@ class _Demo:
     def _show(self, nodes: Sequence[Node], workers: Sequence[Worker]) -> None:
         table = Table("node", "role", "address", "runs", box=box.SIMPLE_HEAD)
         for node in nodes:
-            here = [f"{one.role} worker {one.worker_id}" for one in workers if one.node == node.address]
+            here = [
+                f"{one.role} worker {one.worker_id}" + (", a stage" if len(one.nodes) > 1 else "")
+                for one in workers
+                if node.address in one.nodes
+            ]
             runs = ", ".join(here) or "router, Serve's controller"
             table.add_row(node.spec.name, next(iter(node.spec.labels.values())), node.address, runs)
         self._console.print(table)

@@ -1,7 +1,7 @@
 """A small site on several nodes of this machine: what it is configured to be, and where its workers are."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ ROLE_LABEL = "twostroke-role"
 READY_S = 120.0
 
 WorkerRole = Literal["prefill", "decode"]
+NO_STAGES: Mapping[WorkerRole, int] = {"prefill": 1, "decode": 1}
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Worker:
 
     role: WorkerRole
     worker_id: str
-    node: str  # its IP address
+    node: str  # its IP address; of several stages the first's
+    nodes: tuple[str, ...]  # of all its stages
     reachable: bool
     num_running: int  # requests
 
@@ -33,8 +35,11 @@ def node_for(role: Literal["prefill", "decode", "router"]) -> NodeSpec:
     return NodeSpec(role, num_cpus=1, labels={ROLE_LABEL: role}, resources={f"{role}_slot": 1})
 
 
-def settings(num_prefill: int, num_decode: int, *, share_memory: bool) -> dict[str, Any]:
-    """The sections of the configuration: one worker a node, by the labels and resources of `node_for`.
+def settings(
+    num_prefill: int, num_decode: int, *, share_memory: bool, stages: Mapping[WorkerRole, int] = NO_STAGES
+) -> dict[str, Any]:
+    """The sections of the configuration: one worker a node, or one of its `stages`, by the labels and resources of
+    `node_for`.
 
     Machines that share memory have shared memory between them switched off: nodes of a real cluster have none.
     """
@@ -42,6 +47,7 @@ def settings(num_prefill: int, num_decode: int, *, share_memory: bool) -> dict[s
     def workers(role: WorkerRole, replicas: int) -> dict[str, Any]:
         return {
             "replicas": replicas,
+            "pipeline_parallel": stages[role],
             "threads": 1,
             "num_blocks": 512,
             "node_labels": {ROLE_LABEL: role},
@@ -96,6 +102,7 @@ class Site:
                 role=one["role"],
                 worker_id=one["worker_id"],
                 node=one["node"],
+                nodes=tuple(one["nodes"]),
                 reachable=one["reachable"],
                 num_running=one["stats"]["num_running"] if one["stats"] else 0,
             )

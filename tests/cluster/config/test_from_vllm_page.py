@@ -30,6 +30,7 @@ SAMPLES = {
     "--gpu-memory-utilization": "0.7",
     "--max-num-batched-tokens": "768",
     "--tensor-parallel-size": "4",
+    "--pipeline-parallel-size": "4",
 }
 """What is typed where the setting does not take 257."""
 

@@ -57,7 +57,7 @@ def test_gpus_are_shared_out(settings: dict[str, Any], gpus: int, expected: obje
         ({"prefill": {"replicas": 1}}, 8, "6 GPUs stay idle: more prefill.replicas"),
         ({"prefill": {"num_gpus": 0}}, 8, "8 GPUs stay idle: the workers are told to take 0 of 8"),
         ({"model": {"device": "cpu"}}, 1, "1 GPU stays idle: model.device is cpu"),
-        (TP4, 7, "3 GPUs stay idle: tensor_parallel"),
+        (TP4, 7, "3 GPUs stay idle: workers' ranks"),
     ],
 )
 def test_gpus_that_stay_idle_are_told_of(settings: dict[str, Any], gpus: int, idle: str | None) -> None:

@@ -211,7 +211,7 @@ GPUS = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "tensor_parallel":
         ({"decode": {"cores": "0-1", "tensor_parallel": 2}}, "decode.cores: 0-1 can't be shared"),
         ({"decode": {"cores": "0-"}}, "decode.cores: '0-' is no list"),
         ({"prefill": {"tensor_parallel": 3}}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
-        ({"prefill": {"tensor_parallel": 2, "num_gpus": 0.5}}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel "),
+        ({"prefill": {"tensor_parallel": 2, "num_gpus": 0.5}}, "prefill.num_gpus: 0.5 for each of a worker's 2 ranks"),
         # Classes and keys.
         ({"slo": {"classes": [{"name": "b", "ttft_s": 0}]}}, "slo.classes[0].ttft_s: 0 should be greater than 0"),
         ({"slo": {"classes": [{"name": "a"}, {"ttft_s": 1}]}}, "slo.classes[1].name: is required"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from twostroke.cluster.config.config import read_config
-from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.config.worker_settings import WorkerSettings, most_overlapping
 from twostroke.cluster.deployments.workers import worker_options
 from twostroke.cluster.ranks.rank_parts import RankOrder
 from twostroke.cluster.ranks.rank_process import run_rank
@@ -21,7 +21,7 @@ from twostroke.cluster.ranks.worker_parts import check_step_size
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import KVLayout, stage_layers
 from twostroke.protocol.messages import (
     OpenTransfer,
     RankCopy,
@@ -109,7 +109,9 @@ async def a_rank(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakePar
     network = TcpNetwork(SECRET)
     ranks = RankConnections(worker=WORKER, size=2, network=network)
     leader = await ranks.listen("127.0.0.1")
-    order = RankOrder(WORKER, 1, leader, leader, "127.0.0.1", SECRET, None)  # type: ignore[arg-type]
+    config = read_config({"decode": {"tensor_parallel": 2}})
+    settings = WorkerSettings.of(config, config.decode)
+    order = RankOrder(WORKER, 1, leader, leader, "127.0.0.1", SECRET, settings)
     rank = asyncio.create_task(run_rank(order))
     async with asyncio.timeout(20):
         assert await ranks.loaded() == (Address("127.0.0.1", 1),)
@@ -191,6 +193,34 @@ def test_a_replica_has_the_cores_and_gpus_of_all_its_ranks(ranks: int) -> None:
     config = read_config({"prefill": each, "decode": each})
     options = worker_options(WorkerSettings.of(config, config.decode), config.decode, grace_s=1.0)
     assert options["ray_actor_options"] == {"num_cpus": 3 * ranks, "num_gpus": ranks}
+
+
+def test_a_worker_of_several_stages_has_a_bundle_for_each_and_its_replica_fits_the_first() -> None:
+    each = {"tensor_parallel": 2, "pipeline_parallel": 3, "num_gpus": 1, "threads": 4}
+    where = {"node_labels": {"kind": "a"}, "node_resources": {"slot": 1}}
+    config = read_config({"prefill": each, "decode": {**each, **where}})
+    options = worker_options(WorkerSettings.of(config, config.decode), config.decode, grace_s=1.0)
+    assert options["ray_actor_options"] == {"num_cpus": 8, "num_gpus": 2, "resources": {"slot": 1}}
+    assert options["placement_group_bundles"] == [{"CPU": 8, "GPU": 2, "slot": 1}] * 3
+    assert options["placement_group_strategy"] == "PACK"
+    assert options["placement_group_bundle_label_selector"] == [{"kind": "a"}]
+    assert config.gpus_each["decode"] == 6
+
+
+@pytest.mark.parametrize("ours", range(1, 9))
+@pytest.mark.parametrize("theirs", range(1, 9))
+def test_staging_memory_is_there_for_every_stage_that_one_may_have_layers_in_common_with(
+    ours: int, theirs: int
+) -> None:
+    for num_layers in range(8, 24):
+        found = [
+            sum(
+                bool(set(stage_layers(num_layers, ours, stage)) & set(stage_layers(num_layers, theirs, other)))
+                for other in range(theirs)
+            )
+            for stage in range(ours)
+        ]
+        assert max(found) <= most_overlapping(ours, theirs) <= max(found) + 1 or num_layers % (ours * theirs)
 
 
 def test_the_engine_is_told_its_ranks() -> None:

@@ -1,0 +1,157 @@
+"""Workers whose models are cut into stages: each stage's KV goes straight to the ranks that own its layers, and no
+token changes by it, whatever happens on the way. All ranks but each worker's first are processes of their own.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from twostroke.kvtransfer.transports.host_units import HostWire
+from twostroke.kvtransfer.transports.tcp import TcpStream
+from twostroke.protocol.errors import WorkerLost
+
+NEW_TOKENS = 24
+PROMPTS = random_prompts(96, 1, (1, 15, 16, 17, 64, 100, 300))
+PLENTY = Shape(None, num_blocks=512)
+TO_ONE_RANK = replace(PLENTY, transport="tcp", prefill_stages=2, prefill_step_tokens=129)
+WAYS = {
+    "2 stages to 1 rank": TO_ONE_RANK,
+    "2 stages to 2, through shared memory": replace(PLENTY, transport="shm", prefill_stages=2, decode_stages=2),
+    "2 ranks to 2 stages": replace(PLENTY, transport="tcp", prefill_ranks=2, decode_stages=2),
+    "2 stages of 2 ranks to 3 stages": replace(
+        PLENTY, transport="tcp", prefill_ranks=2, prefill_stages=2, decode_stages=3
+    ),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3},
+    "deepseek": FAMILY_SHAPES["deepseek_v3_experts"],
+    "gpt-oss": {**FAMILY_SHAPES["gpt_oss"], "num_hidden_layers": 4},
+}
+USUAL = {("llama", way) for way in ("2 stages to 1 rank", "2 ranks to 2 stages")} | {
+    ("deepseek", "2 stages to 1 rank"),
+    ("gpt-oss", "2 stages to 2, through shared memory"),
+}
+CASES = [
+    pytest.param(model, way, marks=() if (model, way) in USUAL else pytest.mark.models)
+    for way in WAYS
+    for model in MODELS
+    if not (model == "gpt-oss" and way == "2 stages of 2 ranks to 3 stages")  # it has four layers, of two kinds
+]
+
+
+async def answers(served: Served) -> list[list[int]]:
+    return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, write_checkpoint: Any) -> tuple[Path, list[list[int]]]:
+    """A model, and what one worker of one rank answers."""
+    folder: Path = write_checkpoint(seed=3, **MODELS[request.param])
+    return folder, of_one_worker(folder, answers, PLENTY)
+
+
+@pytest.mark.parametrize(("case", "way"), CASES, indirect=["case"])
+async def test_stages_draw_the_tokens_that_one_rank_draws(case: tuple[Path, list[list[int]]], way: str) -> None:
+    folder, expected = case
+    shape = WAYS[way]
+    async with serve(folder, shape) as served:
+        assert await answers(served) == expected
+        await served.idle()
+        hits = {role: served.fleet.stats(role).prefix_hits for role in ("prefill", "decode")}
+        assert await answers(served) == expected, "with a warm prefix cache"
+        await served.idle()
+        stats = served.fleet.stats("decode")
+        assert all(served.fleet.stats(role).prefix_hits > before for role, before in hits.items())
+        assert {info.layout.pp_size for info in served.fleet.infos} == {shape.prefill_stages, shape.decode_stages}
+    assert (stats.transfers_done, stats.transfers_failed) == (2 * len(PROMPTS), 0)
+
+
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+async def test_requests_of_a_worker_of_stages_are_swapped_out_and_back(case: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = case
+    tight = replace(
+        PLENTY, num_blocks=40, swap_bytes=2**20, decode={"preemption": "swap", "swap_gib": 1.0}, decode_step_tokens=64
+    )
+    async with serve(folder, replace(tight, decode_stages=2)) as served:
+        assert await answers(served) == expected
+        await served.idle()
+        stats = served.fleet.stats("decode")
+    assert stats.swaps > 0
+    assert stats.swapped_blocks == 0
+
+
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_killed_stage_is_its_workers_end_and_the_stream_goes_on_elsewhere(
+    role: str, case: tuple[Path, list[list[int]]]
+) -> None:
+    folder, expected = case
+    two = {"prefill": {"prefill_stages": 2}, "decode": {"decode_stages": 2, "num_decode": 2}}[role]
+    shape = replace(PLENTY, transport="tcp", prefill_step_tokens=64, **two)  # type: ignore[arg-type]
+    async with serve(folder, shape) as served, asyncio.timeout(120):
+        victims: list[Any] = []
+        for peer, parts in served.fleet.parts.items():
+            if parts.led is not None:
+                engine, (process,) = parts.equipment.engine, parts.led.own.processes
+                engine.step = _killing(engine.step, process, victims, served.fleet.by_peer[peer])  # type: ignore[method-assign]
+        assert await served.generate(PROMPTS[-1], NEW_TOKENS, GREEDY) == expected[-1]
+        ((process, worker),) = victims
+        with pytest.raises(WorkerLost, match="rank 1"):
+            worker.check_health()
+        await served.idle()
+        processes = [one for parts in served.fleet.parts.values() if parts.led for one in parts.led.own.processes]
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+
+def _killing(step: Any, process: Any, victims: list[Any], worker: Any) -> Any:
+    """As the engine's step, which kills the process before the third step of whichever worker comes to it first."""
+    num_steps = 0
+
+    async def kill_and_step(*args: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3 and not victims:
+            victims.append((process, worker))
+            process.kill()
+        return await step(*args)
+
+    return kill_and_step
+
+
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+async def test_a_flipped_bit_of_a_stages_kv_is_found_by_its_digest(
+    case: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = case
+    of_stage: set[int] = set()  # sockets over which the last stage's layers come
+    make, read, flipped = TcpStream.__init__, TcpStream._read, list[int]()
+
+    def note(stream: TcpStream, connected: Any, wire: HostWire) -> None:
+        make(stream, connected, wire)
+        if wire._cut.layers.start > 0:
+            of_stage.add(id(stream))
+
+    def read_and_flip(stream: TcpStream, views: Sequence[memoryview]) -> int:
+        num_bytes = read(stream, views)
+        if not flipped and id(stream) in of_stage:
+            flipped.append(views[0].nbytes)
+            views[0].cast("B")[views[0].nbytes // 2] ^= 1
+        return num_bytes
+
+    monkeypatch.setattr(TcpStream, "__init__", note)
+    monkeypatch.setattr(TcpStream, "_read", read_and_flip)
+    async with serve(folder, TO_ONE_RANK) as served:
+        assert await answers(served) == expected
+        await served.idle()
+        stats = served.fleet.stats("decode")
+    assert len(flipped) == stats.transfer_digest_failures == 1
+    assert stats.transfers_failed >= 1
