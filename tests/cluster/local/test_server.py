@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_told_with_the_role(settings: dict[str, Any], compl
 
 def test_how_large_caches_of_no_said_size_get_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.model.cache.memory.available_bytes", lambda _: 40 * 2**30)
-    config = read_config({"prefill": {"num_blocks": 1024}, "decode": {"replicas": 3}})
+    config = read_config({"model": {"dtype": "bfloat16"}, "prefill": {"num_blocks": 1024}, "decode": {"replicas": 3}})
     assert check_model(config, BUNDLED_MODEL_DIR)[1:] == [
         "KV cache of each worker, of 40.00 GiB of free memory: decode 1024.0 MiB (kv_cache_gib sets it)"
     ]
