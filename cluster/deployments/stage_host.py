@@ -73,11 +73,18 @@ def host_stages(settings: WorkerSettings) -> list[HostedStage] | None:
     """Of the replica that calls this: its stages behind the first; None where it has one."""
     if settings.pipeline_parallel == 1:
         return None
-    resources = stage_resources(settings)
-    actor = ray.remote(StageHost).options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_restarts=0)
-    group = ray.util.get_current_placement_group()
+    resources, group = stage_resources(settings), ray.util.get_current_placement_group()
+    host = ray.remote(StageHost)
     return [
-        HostedStage(stage, actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, stage)).remote())
+        HostedStage(
+            stage,
+            host.options(
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, stage),
+            ).remote(),
+        )
         for stage in range(1, settings.pipeline_parallel)
     ]
 
@@ -99,7 +106,7 @@ def placement_options(settings: WorkerSettings, placement: Placement) -> dict[st
         "placement_group_strategy": "PACK",
     }
     if placement.node_labels:
-        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)]
+        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)] * settings.pipeline_parallel
     return options
 
 

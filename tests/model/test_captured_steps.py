@@ -23,6 +23,7 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, taken
+from twostroke.model.cpu.linears import is_supported
 from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
@@ -120,6 +121,8 @@ def decodes(rng: random.Random, count: int, groups: int = 1) -> list[SequenceSte
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], fields: Any, threads: int) -> None:
+    if "moe_intermediate_size" in fields and not is_supported(torch.float32):
+        pytest.skip("on this CPU torch multiplies by experts, and no step of theirs is recorded")
     backend = Backend()
     decoder, cache = decoder_with_kv(write_checkpoint(**fields), backend)
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
