@@ -10,7 +10,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.tools.nodes.ray_nodes import NodeFailed, NodeSpec, RayNodes
 
 ROLE_LABEL = "twostroke-role"
-READY_S = 120.0
+READY_S = 240.0
 
 WorkerRole = Literal["prefill", "decode"]
 NO_STAGES: Mapping[WorkerRole, int] = {"prefill": 1, "decode": 1}
