@@ -203,7 +203,7 @@ def test_a_worker_of_several_stages_has_a_bundle_for_each_and_its_replica_fits_t
     assert options["ray_actor_options"] == {"num_cpus": 8, "num_gpus": 2, "resources": {"slot": 1}}
     assert options["placement_group_bundles"] == [{"CPU": 8, "GPU": 2, "slot": 1}] * 3
     assert options["placement_group_strategy"] == "PACK"
-    assert options["placement_group_bundle_label_selector"] == [{"kind": "a"}]
+    assert options["placement_group_bundle_label_selector"] == [{"kind": "a"}] * 3
     assert config.gpus_each["decode"] == 6
 
 
