@@ -1,1 +1,1 @@
-"""What to buy, and how to use it: docs/planning.md."""
+"""Answers before the purchase: plans, verdicts, pictures. docs/planning.md."""

@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +26,14 @@ from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
-from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
+from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.served import Way
+from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.planner.operations import Limits, Work, decode_work, input_sizes, prefill_work
 from twostroke.protocol.requests import SamplingParams
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
@@ -158,98 +158,6 @@ def write_random_model(folder: Path, name: str = "160m", *, max_position: int = 
 
 GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
 READ_BYTES = 512 * 2**20  # far more than any cache holds
-BYTES_A_WEIGHT = {"none": 2.0, "int8": 1.0, "int4": 0.5 + 2 / INT4_GROUP}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine did just now."""
-
-    gemm: float  # bf16 operations a second
-    read: float  # bytes a second
-
-    def mean(self, other: "Limits") -> "Limits":
-        return Limits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one step can't do without."""
-
-    tokens: int  # tokens that count
-    operations: float
-    bytes: float  # weights and cached KV that must be read
-
-    def floor_s(self, limits: Limits) -> float:
-        """Seconds that the step takes at least."""
-        return max(self.operations / limits.gemm, self.bytes / limits.read)
-
-
-def prefill_work(config: ModelShape, tokens: int, quantization: Quantization) -> Work:
-    """A prompt in one chunk that draws one token: only one row needs the last layer's output and the logits."""
-    attention, head = _matrix_sizes(config)
-    mlp = _mlp_size(config, 1)
-    queries, kv, of_pair = _input_sizes(config)
-    last_layer = tokens * (kv + queries) + (attention - kv + mlp)
-    products = tokens * (config.num_layers - 1) * (attention + mlp) + last_layer + head
-    # Each token attends to those before it and itself, in a layer with a window to so many of them at most.
-    pairs = sum(_causal_pairs(tokens, config.window(layer)) for layer in range(config.num_layers))
-    return Work(tokens, 2.0 * products + 2.0 * of_pair * pairs, _weight_bytes(config, quantization, tokens))
-
-
-def decode_work(config: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
-    """One decode step of `batch` sequences with `context` tokens each."""
-    attention, head = _matrix_sizes(config)
-    mlp = _mlp_size(config, 1)
-    products = batch * (config.num_layers * (attention + mlp) + head)
-    keys = batch * sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
-    # Heads that attend to latents score all of a row, and mix what of it is the latent.
-    rotary = 0 if config.latent is None else config.latent.rotary
-    scores = (2 * config.q_size - config.num_heads * rotary) * keys
-    kv_bytes = config.kv_kinds * config.kv_size * keys * 2
-    return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization, batch) + kv_bytes)
-
-
-def _causal_pairs(tokens: int, window: int) -> float:
-    """Of a token and one that it attends to; halves of what is on the diagonal, which kernels compute whole."""
-    beyond = max(0, tokens - window) if window else 0
-    return (tokens * tokens - beyond * beyond) / 2
-
-
-def _matrix_sizes(config: ModelShape) -> tuple[int, int]:
-    """Weights of a layer's attention, and of the LM head."""
-    queries, kv, _ = _input_sizes(config)
-    if (sizes := config.latent) is None:
-        attention = queries + kv + config.hidden_size * config.q_size
-    else:
-        made, mixed = sizes.key + sizes.value, config.hidden_size * sizes.value
-        attention = queries + kv + config.num_heads * (made * sizes.rank + mixed)
-    return attention, config.hidden_size * config.vocab_size
-
-
-def _input_sizes(config: ModelShape) -> tuple[int, int, int]:
-    """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
-    hidden, heads, sizes = config.hidden_size, config.num_heads, config.latent
-    if sizes is None:
-        return hidden * config.q_size, hidden * 2 * config.kv_size, 2 * config.q_size
-    down = hidden * sizes.query_rank
-    queries = down + (sizes.query_rank or hidden) * heads * sizes.query
-    return queries, hidden * config.kv_size, heads * (sizes.query + sizes.value)
-
-
-def _mlp_size(config: ModelShape, tokens: int) -> float:
-    """Weights of a layer's MLP that so many tokens take: of experts, so many as they are expected to hit."""
-    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
-    if experts is None:
-        return 3 * config.hidden_size * config.intermediate_size
-    features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
-    return config.hidden_size * (3 * features + experts.routing.num_experts)
-
-
-def _weight_bytes(config: ModelShape, quantization: Quantization, tokens: int) -> float:
-    attention, head = _matrix_sizes(config)
-    layers = config.num_layers * (attention + _mlp_size(config, tokens))
-    return BYTES_A_WEIGHT[quantization] * layers + BYTES_A_WEIGHT[of_lm_head(quantization)] * head
 
 
 class Machine:
@@ -279,7 +187,7 @@ class Machine:
 def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
-    queries, kv, of_pair = _input_sizes(config)
+    queries, kv, of_pair = input_sizes(config)
     mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
     shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
     experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None

@@ -23,16 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.worker_process import Served, Settings, serve_workers
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.loadtests.report.estimates import percentile
-from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.sizes import kv_block_bytes
 from twostroke.protocol.errors import TransferFailed
 
 EXPOSED_TOKENS = {"exposed_1k": 1024, "exposed_8k": 8192}
@@ -76,7 +74,7 @@ async def _measure_exposed(arguments: argparse.Namespace, figures: dict[str, flo
         folder = Path(name)
         say("writing a random model of 12 layers x 768")
         write_random_model(folder, max_position=2 * max(EXPOSED_TOKENS.values()))
-        block_bytes = kv_block_bytes(load_model_config(folder), BLOCK_SIZE, torch.bfloat16)
+        block_bytes = kv_block_bytes(load_model_config(folder), BLOCK_SIZE, 2)
         async with _served(folder, max(EXPOSED_TOKENS.values()), 1, "tcp", None) as served:
             free = {tokens: await _send(served, folder, 1, 1, tokens, 2) for tokens in EXPOSED_TOKENS.values()}
         for figure, tokens in EXPOSED_TOKENS.items():

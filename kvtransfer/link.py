@@ -85,7 +85,7 @@ class KVStore(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this cache among the worker's tensor-parallel ranks."""
+        """Of this cache among the worker's ranks: its layers and heads are `layout`'s of this rank."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -5,7 +5,8 @@ RankedReceiver as it would call its own two: each call goes to rank 0's own part
 over the connections that the engine has, where RankTransfers carries it out. Each rank tells rank 0 when its part has
 ended. A transfer is whole when all parts are, and failed when one is.
 
-Whether an offer has come rank 0 alone tells: every rank of a target has a lane from each source, so one comes here too.
+Whether an offer has come rank 0 alone tells: every rank of a target has a lane from each source, from whichever of its
+stages has the rank's first layer, so one comes here too.
 """
 
 import asyncio
@@ -273,14 +274,14 @@ class RankTransfers:
 
     sender: KVSender
     receiver: KVReceiver
-    num_layers: int
+    layers: range  # this rank's
     tell: Callable[[TransferEnded], None]
 
     def __post_init__(self) -> None:
         self._outgoing: dict[int, OutgoingTransfer] = {}  # by rank 0's number, until their end
         self._incoming: dict[int, IncomingTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # one for each of them
-        self._num_layers_done = self.num_layers  # by the step under way; all of them where there is none
+        self._next_layer = self.layers.stop  # that the step under way writes; none where there is none
         self._num_begun = self._num_ended = 0  # steps
         # What steps under way compute for whom: tokens that are ready with the end of one, by its number.
         self._fed: list[tuple[OutgoingTransfer, int, int]] = []
@@ -290,24 +291,24 @@ class RankTransfers:
     def step_began(self) -> None:
         """Another may be under way, where neither announces layers."""
         self._num_begun += 1
-        self._num_layers_done = 0
+        self._next_layer = self.layers.start
 
     def layer_done(self, layer: int) -> None:
-        """The step under way has written this layer's KV."""
-        self._num_layers_done = layer + 1
+        """The step under way has written the KV of this layer, one of the rank's."""
+        self._next_layer = layer + 1
         for transfer, num_tokens, _ in self._fed:
             transfer.layer_ready(layer, num_tokens)
 
     def step_ended(self) -> None:
         """Every layer of the first step under way is done, announced or not."""
         self._num_ended += 1
-        for layer in range(self._num_layers_done, self.num_layers):
+        for layer in range(self._next_layer, self.layers.stop):
             for transfer, num_tokens, step in self._fed:
                 if step <= self._num_ended:
                     transfer.layer_ready(layer, num_tokens)
         self._fed = [fed for fed in self._fed if fed[2] > self._num_ended]
         if self._num_ended == self._num_begun:
-            self._num_layers_done = self.num_layers
+            self._next_layer = self.layers.stop
 
     # --- rank 0's word ---
 
@@ -353,9 +354,9 @@ class RankTransfers:
     # --- inside ---
 
     def _feed(self, transfer: OutgoingTransfer, num_tokens: int) -> None:
-        for layer in range(self._num_layers_done):
+        for layer in range(self.layers.start, self._next_layer):
             transfer.layer_ready(layer, num_tokens)
-        if self._num_layers_done < self.num_layers:
+        if self._next_layer < self.layers.stop:
             self._fed.append((transfer, num_tokens, self._num_begun))  # the last one: too late does no harm
 
     def _follow(self, number: int, transfer: Transfer, stats: TransferStats) -> None:

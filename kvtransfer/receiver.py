@@ -132,7 +132,7 @@ class KVReceiver(RankSide):
         )
         self.stats.in_flight += 1
         if fault is None and not transfer.lanes:
-            fault = f"{ticket.source_ranks} ranks can't send to {self.store.layout.tp_size}"
+            fault = f"{ticket.source_ranks} ranks can't send to {self.store.layout.num_ranks}"
         if fault is None and not self._expected_tickets.use(ticket.transfer_id):
             fault = "the ticket was used before"
         self._kept.discard(ticket.transfer_id)
@@ -247,7 +247,7 @@ class KVReceiver(RankSide):
         """The source's ranks that have something for this one; none where its number can't be."""
         layout = self.store.layout
         try:
-            lanes = plan_lanes(ticket.source_ranks, layout.tp_size, layout.num_kv_heads)
+            lanes = plan_lanes(layout.over(ticket.source_ranks, ticket.source_stages), layout)
         except ValueError:
             return ()
         return tuple(lane.source_rank for lane in lanes if lane.target_rank == self.store.rank)
@@ -364,11 +364,12 @@ class ReceiverConnection:
         fault = incompatibility(kv.layout, ours, kv.encoding)
         if fault is not None:
             raise ConfigError(fault)
-        for lane in plan_lanes(kv.layout.tp_size, ours.tp_size, ours.num_kv_heads):
+        for lane in plan_lanes(kv.layout, ours):
             if (lane.source_rank, lane.target_rank) == (kv.rank, self._receiver.store.rank):
                 return kv, cut_lane(lane, kv.layout, ours, kv.encoding)[1]
         raise ConfigError(
-            f"rank {kv.rank} of {kv.layout.tp_size} has nothing for rank {self._receiver.store.rank} of {ours.tp_size}"
+            f"rank {kv.rank} of {kv.layout.num_ranks} has nothing for rank {self._receiver.store.rank} of "
+            f"{ours.num_ranks}"
         )
 
     def _choose(self, kv: KVHello, without: tuple[str, ...]) -> Choice:
@@ -403,9 +404,9 @@ class ReceiverConnection:
         num_units = sum(run.num_units for run in chunk.runs)
         if len(self._chunks) >= self._receiver.config.max_queued_messages:
             raise ProtocolError("the source runs ahead of its bytes")
-        if len(chunk.runs) > cut.layout.num_layers:  # a layer's next units are one run
+        if len(chunk.runs) > len(cut.layers):  # a layer's next units are one run
             raise ProtocolError(f"a chunk of {len(chunk.runs)} runs can't be")
-        most = cut.layout.num_layers * self._receiver.store.num_blocks * cut.units_per_block
+        most = len(cut.layers) * self._receiver.store.num_blocks * cut.units_per_block
         if not all(run.num_units > 0 for run in chunk.runs) or not 0 < num_units <= most:
             raise ProtocolError(f"a chunk of {num_units} units can't be")
         if chunk.num_bytes != num_units * cut.unit_bytes:

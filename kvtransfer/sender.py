@@ -65,8 +65,9 @@ class KVSender(RankSide):
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
-        groups = self.store.layout.groups
-        num_blocks = -(-num_tokens // self.store.layout.block_size) * groups.count
+        layout = self.store.layout
+        groups = layout.groups
+        num_blocks = -(-num_tokens // layout.block_size) * groups.count
         if num_blocks > len(block_ids):
             raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
         transfer = OutgoingTransfer(
@@ -75,6 +76,7 @@ class KVSender(RankSide):
             num_tokens,
             num_ready_tokens,
             groups=groups,
+            layers=layout.layers_of(self.store.rank),
             on_ended=self._transfer_ended,
             clock=self.clock,
             progress_s=self.config.progress_s,
@@ -90,7 +92,7 @@ class KVSender(RankSide):
             return transfer
         for lane in lanes:
             connection = self._connection(ticket, lane)
-            connection.add(transfer.add_lane(lane.target_rank, connection))
+            connection.add(transfer.add_lane(lane.target_rank, lane.layers, connection))
         return transfer
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -124,9 +126,12 @@ class KVSender(RankSide):
         layout = self.store.layout
         if ticket.source != self.peer:
             raise ValueError(f"the ticket is made out to {ticket.source}, and this is {self.peer}")
-        if ticket.source_ranks != layout.tp_size:
-            raise ValueError(f"the ticket counts {ticket.source_ranks} ranks, and this worker has {layout.tp_size}")
-        lanes = plan_lanes(layout.tp_size, len(ticket.target_addresses), layout.num_kv_heads)
+        if (ticket.source_ranks, ticket.source_stages) != (layout.num_ranks, layout.pp_size):
+            raise ValueError(
+                f"the ticket counts {ticket.source_ranks} ranks in {ticket.source_stages} stages, and this worker has "
+                f"{layout.num_ranks} in {layout.pp_size}"
+            )
+        lanes = plan_lanes(layout, layout.over(len(ticket.target_addresses), ticket.target_stages))
         return tuple(lane for lane in lanes if lane.source_rank == self.store.rank)
 
     def _connection(self, ticket: Ticket, lane: Lane) -> "SenderConnection":

@@ -203,6 +203,7 @@ class OutgoingTransfer(Transfer):
         num_ready_tokens: int,
         *,
         groups: KVGroups,
+        layers: range,
         on_ended: Callable[["OutgoingTransfer"], None],
         clock: Clock,
         progress_s: float,
@@ -212,12 +213,12 @@ class OutgoingTransfer(Transfer):
         self._num_ready_tokens = num_ready_tokens
         self._groups = groups
         self._progress_s = progress_s
-        self._plan = self._new_plan()  # knows what is ready, whatever the lanes have sent
+        self._plan = self._new_plan(layers)  # knows what is ready, whatever the lanes have sent
         self._is_committed = False
 
-    def add_lane(self, target_rank: int, carrier: LaneCarrier) -> "OutgoingLane":
-        """One more lane. All are added before anything else happens."""
-        lane = OutgoingLane(self, self._new_plan(), carrier, self._progress_s)
+    def add_lane(self, target_rank: int, layers: range, carrier: LaneCarrier) -> "OutgoingLane":
+        """One more lane, of these layers. All are added before anything else happens."""
+        lane = OutgoingLane(self, self._new_plan(layers), carrier, self._progress_s)
         self.lanes[target_rank] = lane
         return lane
 
@@ -229,9 +230,9 @@ class OutgoingTransfer(Transfer):
         self.block_ids = tuple(block_ids[: len(self.block_ids)])
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
-        """KV of the first `num_tokens` tokens of `layer` is in the blocks. Never waits.
+        """KV of the first `num_tokens` tokens of `layer`, one of this rank's, is in the blocks. Never waits.
 
-        Raises ValueError for more tokens than the transfer has.
+        Raises ValueError for more tokens than the transfer has, and for another rank's layer.
         """
         if self.ended:
             return
@@ -240,7 +241,7 @@ class OutgoingTransfer(Transfer):
             lane.layer_ready(layer, num_tokens)
 
     def commit(self, first_token: SampledToken | None) -> None:
-        """All layers are ready, and this token follows; None where the KV is a prefix only. Never waits.
+        """All of this rank's layers are ready, and this token follows; None where the KV is a prefix only. Never waits.
 
         Raises ValueError where a layer is not ready, or for a second commit.
         """
@@ -271,8 +272,10 @@ class OutgoingTransfer(Transfer):
         if self._is_committed or self.failure is not None:
             super().look_for_end()
 
-    def _new_plan(self) -> ChunkPlan:
-        return ChunkPlan(groups=self._groups, num_tokens=self.num_tokens, num_ready_tokens=self._num_ready_tokens)
+    def _new_plan(self, layers: range) -> ChunkPlan:
+        return ChunkPlan(
+            groups=self._groups, layers=layers, num_tokens=self.num_tokens, num_ready_tokens=self._num_ready_tokens
+        )
 
 
 class OutgoingLane(Lane[SenderState]):
@@ -294,7 +297,7 @@ class OutgoingLane(Lane[SenderState]):
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
         """As OutgoingTransfer.layer_ready."""
-        if not self.ended:
+        if not self.ended and layer in self._plan.layers:
             self._plan.add_ready(layer, num_tokens)
             self._carrier.has_work(self)
 
@@ -415,8 +418,8 @@ class IncomingLane(Lane[ReceiverState]):
         self.first_token: SampledToken | None = None
         self.is_damaged = False  # a chunk of it came so: its link is not to be trusted
         self._num_units = 0
-        self._first_units: list[int] = []  # of each layer: those before are skipped
-        self._taken: list[bytearray] = []  # for each layer and unit, 1: a chunk has announced it
+        self._first_units: dict[int, int] = {}  # of each of the lane's layers: those before are skipped
+        self._taken: dict[int, bytearray] = {}  # for each layer and unit, 1: a chunk has announced it
         self._num_missing = 0  # units without verified bytes
         self._num_announced = 0  # chunks
         self._num_whole = 0  # chunks, verified
@@ -428,9 +431,11 @@ class IncomingLane(Lane[ReceiverState]):
         num_tokens, skip_tokens = self.transfer.num_tokens, self.transfer.skip_tokens
         self._cut = cut
         self._num_units = cut.share.below(-(-num_tokens // cut.unit_tokens))
-        self._first_units = first_units(cut.layout.groups, num_tokens, cut.unit_tokens, skip_tokens, cut.share)
-        self._taken = [bytearray(self._num_units) for _ in self._first_units]
-        self._num_missing = sum(self._num_units - first for first in self._first_units)
+        self._first_units = first_units(
+            cut.layout.groups, cut.layers, num_tokens, cut.unit_tokens, skip_tokens, cut.share
+        )
+        self._taken = {layer: bytearray(self._num_units) for layer in cut.layers}
+        self._num_missing = sum(self._num_units - first for first in self._first_units.values())
         self._deadline.restart()
 
     @property
@@ -504,7 +509,7 @@ class IncomingLane(Lane[ReceiverState]):
             return f"chunk {chunk.sequence} came after the commit"
         for run in chunk.runs:
             end = run.first_unit + run.num_units
-            if not 0 <= run.layer < len(self._taken):
+            if run.layer not in self._taken:
                 return f"there is no layer {run.layer}"
             if run.num_units < 1 or not 0 <= run.first_unit < end <= self._num_units:
                 return f"there are no units {run.first_unit} to {end}"

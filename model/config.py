@@ -135,7 +135,7 @@ class Routing:
     top_groups: int = 1  # so many groups' experts can be chosen: those with the highest sums
     summed: int = 1  # of each group's highest scores (DeepSeek-V2: 1; V3: 2)
 
-    def expected_hit(self, tokens: int) -> float:
+    def expected_hit(self, tokens: float) -> float:
         """How many experts so many tokens take together, if each took any with the same probability."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from twostroke.model.cache.kv_cache import kv_block_bytes
-from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
+from twostroke.model.cache.memory import available_bytes, cache_bytes_on_host
 from twostroke.model.config import KVCacheDtype, ModelShape, PrefillKernel, Quantization
 from twostroke.model.served import Way
+from twostroke.model.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
 from twostroke.protocol.errors import ConfigError
 
 
@@ -112,7 +112,7 @@ def resolve_num_blocks(
     if size is None:
         if config.device == "cuda":
             return None
-        one = kv_block_bytes(model, config.block_size, kv_dtype, config.tensor_parallel)
+        one = kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel)
         longest = config.max_context or model.max_position
         context = model.kv_groups.blocks_of(longest, config.block_size, config.bounds.max_tokens) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
@@ -144,7 +144,7 @@ def resolve_max_context(config: EngineConfig, model: ModelShape, num_blocks: int
 
 def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
     """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
-    one = kv_block_bytes(model, config.block_size, kv_dtype, config.tensor_parallel)
+    one = kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel)
     if size < one:
         raise ConfigError(f"a KV cache of {size} bytes does not hold one block, which takes {one}")
     return size // one

@@ -1,27 +1,22 @@
-"""What a model takes of a memory, and what that leaves for requests: arithmetic over its config alone."""
+"""What a model takes of a memory, and what that leaves for requests: arithmetic over its shape alone. No torch here."""
 
 from dataclasses import dataclass
 
-import torch
-
-from twostroke.model.cache.kv_cache import kv_block_bytes
-from twostroke.model.cache.memory import (
+from twostroke.model.config import ModelShape
+from twostroke.model.sizes import (
     CUDA_CONTEXT_BYTES,
     DEFAULT_BOUNDS,
     WORKER_BYTES,
     StepBounds,
+    kv_block_bytes,
     step_bytes_on_cpu,
 )
-from twostroke.model.config import Quantization
-from twostroke.model.served import ServedModel
 
 
 @dataclass(frozen=True)
 class Fit:
     """A model on one worker. Bytes are each rank's."""
 
-    parameters: int
-    active_parameters: int
     weight_bytes: int
     step_bytes: int
     cache_bytes: int  # what is left for KV; negative where weights and steps don't fit
@@ -29,36 +24,35 @@ class Fit:
     kv_window_bytes: int  # of what a request keeps at most of layers with a window, while it decodes
     max_context: int  # tokens
     max_requests: int  # of that context at once
+    rows: int  # that the cache has room for: KV of one token in one group of layers
+
+    def requests_of(self, shape: ModelShape, context: int, bounds: StepBounds = DEFAULT_BOUNDS) -> int:
+        """How many requests of `context` tokens, prompt and answer together, have room at once."""
+        return self.rows // shape.kv_groups.blocks_of(context, 1, bounds.max_tokens)
 
 
 def fit(
-    model: ServedModel,
-    dtype: torch.dtype,
-    quantization: Quantization,
+    shape: ModelShape,
+    weights: int,
     *,
-    kv_dtype: torch.dtype,
+    itemsize: int,
+    kv_itemsize: int,
     memory: int,
     ranks: int = 1,
-    expert_parallel: bool = False,
     is_gpu: bool = False,
     bounds: StepBounds = DEFAULT_BOUNDS,
 ) -> Fit:
-    """On one worker of `ranks`, each of which may take `memory` bytes.
+    """On one worker of `ranks`, each of which has `weights` bytes and may take `memory` bytes.
 
-    The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no more.
-    Raises ConfigError where so many ranks can't share the model.
+    `itemsize` is a number's of activations, `kv_itemsize` of keys and values. The step is estimated as it is on CPUs:
+    on a GPU it is measured when the engine is loaded, and takes no more.
     """
-    model.check_ranks(ranks, expert_parallel)
-    shape = model.shape
-    weights = model.weight_bytes(dtype, quantization, ranks, expert_parallel)
-    step = step_bytes_on_cpu(shape, bounds, dtype)
+    step = step_bytes_on_cpu(shape, bounds, itemsize)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
-    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_dtype, ranks)
-    rows = max(0, cache // of_row)  # of one token and one group
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, ranks)
+    rows = max(0, cache // of_row)
     context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(
-        parameters=model.num_parameters,
-        active_parameters=model.num_active_parameters,
         weight_bytes=weights,
         step_bytes=step,
         cache_bytes=cache,
@@ -66,4 +60,5 @@ def fit(
         kv_window_bytes=of_row * sum(groups.most_rows(group, 1, 1) for group in groups.windowed),
         max_context=context,
         max_requests=rows // groups.blocks_of(context, 1, bounds.max_tokens) if context else 0,
+        rows=rows,
     )

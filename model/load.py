@@ -10,16 +10,14 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
-from twostroke.model.cache.kv_cache import KVCache, kv_block_bytes, make_kv_cache
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cache.memory import (
     GpuMemory,
-    StepBounds,
     available_bytes,
     cache_bytes_on_gpu,
     check_memory,
     describe_cache,
     gibibytes,
-    step_bytes_on_cpu,
 )
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
@@ -47,6 +45,7 @@ from twostroke.model.parallel.tensor_parallel import (
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
+from twostroke.model.sizes import StepBounds, kv_block_bytes, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -91,9 +90,9 @@ class LoadedEngine:
         ranks = config.tensor_parallel, config.expert_parallel
         found.check_ranks(*ranks)
         weights = found.weight_bytes(self._dtype, config.quantization, *ranks)
-        block = kv_block_bytes(model, config.block_size, self._kv_dtype, config.tensor_parallel)
+        block = kv_block_bytes(model, config.block_size, self._kv_dtype.itemsize, config.tensor_parallel)
         # A GPU's largest step is measured later.
-        step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0
+        step = step_bytes_on_cpu(model, config.bounds, self._dtype.itemsize) if self._device.type == "cpu" else 0
         blocks = resolve_num_blocks(config, model, self._kv_dtype, weights + step)
         self.max_context = resolve_max_context(config, model, blocks)
         free = available_bytes(self._device)

@@ -11,10 +11,18 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
 from twostroke.model.checkpoint.config_file import is_native, load_model_config, read_config_file
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms, weight_bytes, weights_as
-from twostroke.model.checkpoint.weights import Checkpoint, has_weights, num_parameters
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint, has_weights
 from twostroke.model.config import ModelShape, Quantization, WeightForm
-from twostroke.model.parallel.tensor_parallel import TensorParallel, check_size
+from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.model.sizes import (
+    check_size,
+    num_active_parameters,
+    num_parameters,
+    stored_forms,
+    weight_bytes,
+    weights_as,
+)
 
 Way = Literal["native", "transformers"]
 
@@ -87,14 +95,7 @@ class NativeModel:
 
     @property
     def num_active_parameters(self) -> int:
-        experts = self.shape.spec.layer.experts
-        if experts is None:
-            return self.num_parameters
-        idle = experts.routing.num_experts - experts.routing.top_k
-        each = 3 * experts.size * self.shape.hidden_size
-        if experts.gate.has_bias:
-            each += 2 * experts.size + self.shape.hidden_size
-        return self.num_parameters - self.shape.num_routed_layers * idle * each
+        return num_active_parameters(self.shape)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
@@ -112,7 +113,7 @@ class NativeModel:
     def weight_bytes(
         self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
     ) -> int:
-        return weight_bytes(self.shape, dtype, quantization, self._forms, ranks, expert_parallel)
+        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, ranks, expert_parallel)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)

@@ -54,7 +54,7 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
     def __init__(self, config: PrefillConfig, equipment: Equipment):
         scheduler = PrefillScheduler(equipment.pool, config, equipment.max_context)
         super().__init__(config, equipment, scheduler, StepCostFit(equipment.expert_share))
-        self._layers = range(equipment.store.layout.num_layers)
+        self._layers = equipment.store.layout.layers_of(equipment.store.rank)
 
     async def prefill(
         self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None

@@ -1,12 +1,15 @@
 """How a worker lays out its KV cache, and which layouts can exchange KV. Pure.
 
-A cache is some tensors of [num_blocks, kinds, heads of this rank, block_size, head_dim] on each tensor-parallel rank,
+A cache is some tensors of [num_blocks, kinds, heads of this rank, block_size, head_dim] on each of the worker's ranks,
 and a block is its part of all of them. Of kinds there are two, keys and values, or one: rows of latents, of which both
 are made, for one head that all ranks hold (multi-head latent attention).
 
+The ranks are pipeline stages times tensor-parallel ranks: a stage has some layers, one after the other, and each of its
+ranks some heads. Rank r of the worker is rank r % tp_size of stage r // tp_size.
+
 Where all layers keep everything there is one tensor a layer. Where some keep a window, layers are cut into groups of
 equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
-set apart for either.
+set apart for either. Each stage cuts its own layers so, into as many groups, with the same windows.
 
 A request has a block table with a row for each `block_size` tokens, and in each row one block id for every group, or
 NO_BLOCK where the group's window has left the row behind, or has not come to it. A table is one flat list, row by row.
@@ -126,8 +129,13 @@ def group_table(block_ids: Sequence[int], group: int, num_groups: int) -> Sequen
     return block_ids if num_groups == 1 else block_ids[group::num_groups]
 
 
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """The layers of one of the stages that share a model's: as many as any other has, or one less or more."""
+    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
+
+
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
-    """What two workers compare before they exchange KV. All ranks of a worker have the same one."""
+    """What two workers compare before they exchange KV, of the whole model. All ranks of a worker have the same one."""
 
     model: str  # digest of configuration and weights
     dtype: str  # as torch names it, without the prefix
@@ -139,14 +147,35 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     version: int = 1  # of this very arrangement
     windows: tuple[int, ...] = ()  # of each layer, in tokens, 0: it keeps all; (): all keep all
     kinds: int = 2  # of rows: keys and values; 1: latents
+    pp_size: int = 1
 
     @property
     def groups(self) -> KVGroups:
+        """Of the whole model's layers: each stage's have the same windows, and what tables hold is told by these."""
         return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
+    def num_ranks(self) -> int:
+        return self.pp_size * self.tp_size
+
+    def over(self, num_ranks: int, num_stages: int) -> "KVLayout":
+        """The same cache cut into other ranks and stages. Raises ValueError where stages can't have equally many."""
+        if num_stages < 1 or num_ranks % num_stages:
+            raise ValueError(f"{num_stages} stages can't share {num_ranks} ranks")
+        return msgspec.structs.replace(self, tp_size=num_ranks // num_stages, pp_size=num_stages)
+
+    def layers_of(self, rank: int) -> range:
+        """The model's layers that `rank` holds."""
+        return stage_layers(self.num_layers, self.pp_size, rank // self.tp_size)
+
+    def groups_of(self, rank: int) -> KVGroups:
+        """Of `rank`'s layers, the first of which is 0 there."""
+        layers = self.layers_of(rank)
+        return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
+
+    @property
     def num_tensors(self) -> int:
-        """Of a rank's cache."""
+        """Of a rank's cache, where there is one stage."""
         return self.groups.num_tensors
 
     @property
@@ -166,20 +195,20 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def first_head(self, rank: int) -> int:
         """The first of the model's KV heads that `rank` holds."""
-        return rank * self.num_kv_heads // self.tp_size
+        return rank % self.tp_size * self.num_kv_heads // self.tp_size
 
     def __str__(self) -> str:
         return (
             f"model={self.model} dtype={self.dtype} layers={self.num_layers} kv_heads={self.num_kv_heads} "
-            f"head_dim={self.head_dim} block_size={self.block_size} tp={self.tp_size} layout={self.version} "
-            f"windows={sorted(set(self.windows))} kinds={self.kinds}"
+            f"head_dim={self.head_dim} block_size={self.block_size} tp={self.tp_size} pp={self.pp_size} "
+            f"layout={self.version} windows={sorted(set(self.windows))} kinds={self.kinds}"
         )
 
 
 def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "raw") -> str | None:
     """Why KV can't go from `source` to `target`, with both sides' values; None where it can.
 
-    Block sizes and tensor-parallel sizes may differ; dtypes only where the KV is encoded on its way, and none is FP8.
+    Block sizes and numbers of ranks and stages may differ; dtypes only where KV is encoded on its way, and none is FP8.
     """
     for name, what in (
         ("model", "model"),
@@ -212,8 +241,11 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
 def _fault(layout: KVLayout) -> str | None:
     if layout.dtype not in DTYPE_BYTES:
         return f"there is no KV dtype {layout.dtype}"
-    if min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size) < 1:
+    sizes = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size, layout.pp_size
+    if min(sizes) < 1:
         return f"a size is not positive in {layout}"
+    if layout.pp_size > layout.num_layers:
+        return f"{layout.pp_size} pipeline stages can't share {layout.num_layers} layers"
     if layout.kinds not in (1, 2):
         return f"there are no caches of {layout.kinds} kinds of rows"
     if layout.windows and (len(layout.windows) != layout.num_layers or min(layout.windows) < 0):
@@ -221,4 +253,8 @@ def _fault(layout: KVLayout) -> str | None:
     small, large = sorted((layout.tp_size, layout.num_kv_heads))
     if large % small:
         return f"{layout.tp_size} tensor-parallel ranks can't share {layout.num_kv_heads} KV heads evenly"
+    if any(
+        layout.groups_of(stage * layout.tp_size).windows != layout.groups.windows for stage in range(layout.pp_size)
+    ):
+        return f"{layout.pp_size} pipeline stages do not each have every kind of layer in the model's proportion"
     return None

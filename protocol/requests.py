@@ -187,7 +187,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     source: Peer
     target: Peer
     target_addresses: tuple[Address, ...]  # the target's transfer control listeners, one for each of its ranks
-    source_ranks: int = 1
+    source_ranks: int = 1  # of all its pipeline stages together, as the addresses
+    source_stages: int = 1
+    target_stages: int = 1
     mac: bytes = b""
 
 
@@ -199,9 +201,14 @@ def mint_ticket(
     target_addresses: tuple[Address, ...],
     *,
     source_ranks: int = 1,
+    source_stages: int = 1,
+    target_stages: int = 1,
 ) -> Ticket:
     """A fresh ticket, signed with the cluster's secret."""
-    unsigned = Ticket(secrets.token_bytes(16), request_id, source, target, target_addresses, source_ranks)
+    transfer_id = secrets.token_bytes(16)
+    unsigned = Ticket(
+        transfer_id, request_id, source, target, target_addresses, source_ranks, source_stages, target_stages
+    )
     return msgspec.structs.replace(unsigned, mac=_mac(secret, unsigned))
 
 

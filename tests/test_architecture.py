@@ -21,7 +21,11 @@ ALLOWED = {
     "prefill_worker": {"protocol", "model", "kvtransfer", "worker"},
     "decode_worker": {"protocol", "model", "kvtransfer", "worker"},
     "router": {"protocol"},
-    "cluster": {"protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "loadtests"},
+    "planner": {"protocol", "model"},
+    "cluster": {
+        *("protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "loadtests"),
+        "planner",
+    },
     "loadtests": set[str](),
     "simulator": {
         *("protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "cluster"),
@@ -29,8 +33,9 @@ ALLOWED = {
     },
 }
 # They stand above all others, and may import any.
-ALLOWED |= {room: ALLOWED.keys() | {"benchmarks", "tools"} for room in ("benchmarks", "tools")}
-WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator")
+TOP = ("advisor", "benchmarks", "tools")
+ALLOWED |= {room: ALLOWED.keys() | set(TOP) for room in TOP}
+WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator", "planner")
 TORCH_LIKE = {"torch", "triton", "transformers", "numba"}
 # Collectives of objects unpickle what a peer sends.
 OBJECT_COLLECTIVES = {
@@ -91,6 +96,7 @@ INNER_ORDER = {
         {"reference"},
         {"backend"},
         {"batch"},
+        {"sizes"},
         {"config", "step", "bundled"},
     ),
     "router": (

@@ -21,20 +21,22 @@ LETTER = 6.6  # the width of one, at the size of cells, a little too wide for al
 
 # room: (first column, columns that it spans) of 12, and its floor; the highest floor is drawn first.
 PLACES = {
+    "advisor": (0, 4, 7),
     "benchmarks": (0, 12, 6),
     "tools": (0, 8, 5),
     "simulator": (8, 4, 5),
     "cluster": (0, 12, 4),
     "prefill_worker": (0, 3, 3),
-    "decode_worker": (3, 4, 3),
-    "worker": (0, 7, 2),
-    "kvtransfer": (0, 7, 1),
-    "model": (0, 7, 0),
-    "router": (7, 3, 3),
+    "decode_worker": (3, 3, 3),
+    "worker": (0, 6, 2),
+    "kvtransfer": (0, 6, 1),
+    "planner": (6, 2, 3),
+    "model": (0, 8, 0),
+    "router": (8, 2, 3),
     "loadtests": (10, 2, 3),
     "protocol": (0, 12, -1),
 }
-TALL = {"router": 0, "loadtests": 0}  # these reach down to the floor that is named
+TALL = {"planner": 1, "router": 0, "loadtests": 0}  # these reach down to the floor that is named
 
 WAY = (
     ("router/http", "a body of bounded size comes in and is authenticated"),
@@ -175,7 +177,8 @@ def _boxes() -> dict[str, Box]:
 
 def _rows(room: str, width: float) -> Iterator[list[str]]:
     """What stands side by side in a room of that width. A tall room shows its floors."""
-    floors = [[f"{name}/" for name in names] for names in inner_floors(room)] if room in TALL else [cells(room)]
+    inner = inner_floors(room) if room in TALL else []
+    floors = [[f"{name}/" for name in names] for names in inner] or [cells(room)]
     for floor in floors:
         row: list[str] = []
         used = 0.0

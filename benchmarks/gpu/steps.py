@@ -12,14 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
-from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
@@ -27,7 +26,9 @@ from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
+from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.planner.operations import Limits, decode_work, prefill_work
 from twostroke.protocol.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,6 +10,7 @@ from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import held_as
 from twostroke.model.config import KVCacheDtype, Quantization
+from twostroke.planner.hardware import HARDWARE
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import FP8
 from twostroke.protocol.stats import Role
@@ -19,23 +20,12 @@ if TYPE_CHECKING:
     from twostroke.model.served import ServedModel
 
 CAN_T_BE_SERVED = 2
-GIB = 2**30
-GPU_BYTES = {
-    "a100-40gb": 40 * GIB,
-    "a100-80gb": 80 * GIB,
-    "b200": 180 * GIB,
-    "h100-80gb": 80 * GIB,
-    "h200": 141 * GIB,
-    "l4": 24 * GIB,
-    "l40s": 48 * GIB,
-}
-"""Memory by name, as makers call it: some GB more or less than a driver gives."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or `bundled`")
     parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
-    parser.add_argument("--gpu", choices=sorted(GPU_BYTES), help="on such a GPU (default: on this machine's memory)")
+    parser.add_argument("--gpu", choices=sorted(HARDWARE), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share the model")
     parser.add_argument("--expert-parallel", action="store_true", help="each rank holds some experts whole")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
@@ -90,10 +80,11 @@ def _of_worker(
     """On this machine's memory as many workers share it as `twostroke serve` would start."""
     import torch
 
-    from twostroke.model.cache.memory import StepBounds, available_bytes
+    from twostroke.model.cache.memory import available_bytes
     from twostroke.model.checkpoint.weights import has_weights
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
     from twostroke.model.fit import fit
+    from twostroke.model.sizes import StepBounds
 
     section = config.roles[role]
     held = config.model_of(section)
@@ -103,20 +94,23 @@ def _of_worker(
         workers = sum(config.counts[role].first for role in config.roles)
         device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks)
     else:
-        device, memory = torch.device("cuda"), int(GPU_BYTES[arguments.gpu] * section.gpu_memory_utilization)
+        device, memory = (
+            torch.device("cuda"),
+            int(HARDWARE[arguments.gpu].memory_bytes * section.gpu_memory_utilization),
+        )
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
     found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
     dtype = resolve_dtype(held.dtype, found_dtype, device)
     kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
+    model.check_ranks(ranks, expert_parallel)
     found = fit(
-        model,
-        dtype,
-        held.quantization,
-        kv_dtype=kv_dtype,
+        model.shape,
+        model.weight_bytes(dtype, held.quantization, ranks, expert_parallel),
+        itemsize=dtype.itemsize,
+        kv_itemsize=kv_dtype.itemsize,
         memory=memory,
         ranks=ranks,
-        expert_parallel=expert_parallel,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -124,8 +118,8 @@ def _of_worker(
         "family": model.family,
         "way": "refused" if found.max_requests == 0 else model.way,
         "reason": _too_small(found, memory) if found.max_requests == 0 else None,
-        "parameters": found.parameters,
-        "active_parameters": found.active_parameters,
+        "parameters": model.num_parameters,
+        "active_parameters": model.num_active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "quantization": held.quantization,

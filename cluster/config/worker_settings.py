@@ -83,8 +83,8 @@ class WorkerSettings:
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
-        from twostroke.model.cache.memory import StepBounds
         from twostroke.model.engine_config import EngineConfig
+        from twostroke.model.sizes import StepBounds
 
         gibibytes = self.resources.kv_cache_gib
         return EngineConfig(

@@ -33,15 +33,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     """Model and tokenizer must be loadable and all workers fit into memory; returns lines that describe them."""
     import torch
 
-    from twostroke.model.cache.kv_cache import kv_block_bytes
-    from twostroke.model.cache.memory import (
-        WORKER_BYTES,
-        MemoryNeed,
-        available_bytes,
-        check_memory_of_all,
-        gibibytes,
-        step_bytes_on_cpu,
-    )
+    from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, gibibytes
     from twostroke.model.engine_config import (
         check_cores,
         resolve_device,
@@ -51,6 +43,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_num_blocks,
     )
     from twostroke.model.served import open_model
+    from twostroke.model.sizes import WORKER_BYTES, kv_block_bytes, step_bytes_on_cpu
     from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -71,7 +64,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         ranks = engine.tensor_parallel
         dtype = resolve_dtype(engine.dtype, found.dtype, device)
         held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
-        step = step_bytes_on_cpu(model, engine.bounds, dtype)
+        step = step_bytes_on_cpu(model, engine.bounds, dtype.itemsize)
         try:
             resolve_device(engine)
             check_cores(engine)
@@ -82,7 +75,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
-        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, kv_dtype, ranks)
+        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, kv_dtype.itemsize, ranks)
         if num_blocks is not None and section.num_blocks is None and section.kv_cache_gib is None:
             caches.append(f"{role} {gibibytes(ranks * cache)}")
         needs.append(

@@ -96,7 +96,7 @@ class _Rank:
         transfers = self._transfers = RankTransfers(
             sender=parts.sender,
             receiver=parts.receiver,
-            num_layers=parts.store.layout.num_layers,
+            layers=parts.store.layout.layers_of(parts.store.rank),
             tell=self._tell,
         )
         (address,) = await parts.receiver.start(order.host)

@@ -1,7 +1,8 @@
-"""Who sends which KV heads to whom, in what pieces, and which of them may be sent next. Pure.
+"""Who sends which layers' KV heads to whom, in what pieces, and which of them may be sent next. Pure.
 
-A lane joins one rank of the source worker to one rank of the target worker. All lanes of a transfer are independent:
-each has its own control connection, link, grant, digests and commit; the transfer is whole when all of them are.
+A lane joins one rank of the source worker to one rank of the target worker, which have layers and heads in common. All
+lanes of a transfer are independent: each has its own control connection, link, grant, digests and commit; the transfer
+is whole when all of them are.
 
 The piece that travels is the unit: the K and V of a lane's heads, or the latents, for `unit_tokens` tokens of one
 layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides both sides' block sizes, so a unit
@@ -11,7 +12,7 @@ where a block is one unit, unit ids are block ids.
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,10 +39,12 @@ ALL_UNITS = Share()
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One pair of ranks, and what goes from one to the other: of these KV heads (the model's numbers) these units."""
+    """One pair of ranks, and what goes from one to the other: of these layers and KV heads (the model's numbers) these
+    units."""
 
     source_rank: int
     target_rank: int
+    layers: range
     first_head: int
     num_heads: int
     share: Share = ALL_UNITS
@@ -51,7 +54,7 @@ class Lane:
 class Segment:
     """Units of one layer, as they lie in one side's store, in the order of the wire."""
 
-    layer: int  # of the store: one of its tensors
+    layer: int  # the model's number: which of the store's tensors it is in, the cut knows
     unit_ids: tuple[int, ...]
 
 
@@ -60,6 +63,8 @@ class Cut:
     """One rank's end of a lane: how its store is cut into the units that travel."""
 
     layout: KVLayout  # this side's
+    rank: int
+    layers: range  # the lane's, with the model's numbers
     first_head: int  # of the lane's, counted within this rank's cache
     num_heads: int
     unit_tokens: int
@@ -90,17 +95,29 @@ class Cut:
         return self.layout.kinds * self.num_heads * self.unit_tokens
 
     @cached_property
+    def num_tensors(self) -> int:
+        """Of this rank's store, whatever the lane has of them."""
+        return self._groups.num_tensors
+
+    def tensor_of(self, layer: int) -> int:
+        """Of this rank's store: what holds the KV of one of the lane's layers."""
+        return self._groups.tensor_of_layer[layer - self._first_layer]
+
+    @cached_property
     def _groups(self) -> KVGroups:
-        return self.layout.groups
+        return self.layout.groups_of(self.rank)
+
+    @cached_property
+    def _first_layer(self) -> int:
+        return self.layout.layers_of(self.rank).start
 
     def segments(self, runs: Iterable[Run], block_ids: tuple[int, ...]) -> tuple[Segment, ...]:
         """Where the runs' units lie in this side's store, for a request with this block table."""
-        return tuple(
-            Segment(self._groups.tensor_of_layer[run.layer], tuple(self._unit_ids(run, block_ids))) for run in runs
-        )
+        return tuple(Segment(run.layer, tuple(self._unit_ids(run, block_ids))) for run in runs)
 
     def _unit_ids(self, run: Run, block_ids: tuple[int, ...]) -> Sequence[int]:
-        parts, count, group = self.units_per_block, self._groups.count, self._groups.of_layer[run.layer]
+        parts, groups = self.units_per_block, self._groups
+        count, group = groups.count, groups.of_layer[run.layer - self._first_layer]
         first, step = self.share.index + run.first_unit * self.share.of, self.share.of
         units = range(first, first + run.num_units * step, step)
         if parts == 1:
@@ -132,34 +149,45 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
     return table
 
 
-def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane, ...]:
-    """The lanes of a transfer: every unit of every head of every target rank comes from exactly one source rank.
+def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[Lane, ...]:
+    """The lanes of a transfer: every unit of every layer and head of every target rank comes from one source rank.
 
-    Where ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies share the
-    work. Where those are several times as many as the target's, each target rank has lanes from several, in turns
-    from unit to unit. Raises ValueError for sizes that can't share the heads evenly.
+    Where a stage's ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies
+    share the work. Where those are several times as many as the target's, each target rank has lanes from several, in
+    turns from unit to unit. Raises ValueError for sizes that can't share the heads evenly, or the layers.
     """
-    for tp_size in (source_tp, target_tp):
-        small, large = sorted((tp_size, num_kv_heads))
+    for layout in (source, target):
+        small, large = sorted((layout.tp_size, layout.num_kv_heads))
         if small < 1 or large % small:
-            raise ValueError(f"{tp_size} ranks can't share {num_kv_heads} KV heads evenly")
-    source_copies = max(1, source_tp // num_kv_heads)  # ranks that hold the same head
+            raise ValueError(f"{layout.tp_size} ranks can't share {layout.num_kv_heads} KV heads evenly")
+        if not 1 <= layout.pp_size <= layout.num_layers:
+            raise ValueError(f"{layout.pp_size} stages can't share {layout.num_layers} layers")
+    lanes: list[Lane] = []
+    for target_rank in range(target.num_ranks):
+        wanted = target.layers_of(target_rank)
+        for stage in range(source.pp_size):
+            held = source.layers_of(stage * source.tp_size)
+            layers = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+            if layers:
+                lanes += _from_stage(source, stage, target, target_rank, layers)
+    return tuple(lanes)
+
+
+def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[Lane]:
+    """The lanes that bring one target rank these layers, which a stage of the source has."""
+    source_tp, target_tp, num_kv_heads = source.tp_size, target.tp_size, source.num_kv_heads
+    source_copies = max(1, source_tp // num_kv_heads)  # ranks of a stage that hold the same head
     target_copies = max(1, target_tp // num_kv_heads)
     shares = max(1, source_copies // target_copies)
-    heads_per_source = max(1, num_kv_heads // source_tp)
-    heads_per_target = max(1, num_kv_heads // target_tp)
-    lanes: list[Lane] = []
-    for target_rank in range(target_tp):
-        first = target_rank * num_kv_heads // target_tp
-        end = first + heads_per_target
-        while first < end:
-            count = min(end - first, heads_per_source - first % heads_per_source)
-            for index in range(shares):
-                copy = (target_rank % target_copies + index * target_copies) % source_copies
-                source_rank = first * source_tp // num_kv_heads + copy
-                lanes.append(Lane(source_rank, target_rank, first, count, Share(index, shares)))
-            first += count
-    return tuple(lanes)
+    first = target.first_head(target_rank)
+    end = first + target.heads_per_rank
+    while first < end:
+        count = min(end - first, source.heads_per_rank - first % source.heads_per_rank)
+        for index in range(shares):
+            copy = (target_rank % target_tp % target_copies + index * target_copies) % source_copies
+            source_rank = stage * source_tp + first * source_tp // num_kv_heads + copy
+            yield Lane(source_rank, target_rank, layers, first, count, Share(index, shares))
+        first += count
 
 
 def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
@@ -168,22 +196,26 @@ def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding)
 
     def end(layout: KVLayout, rank: int) -> Cut:
         first = lane.first_head - layout.first_head(rank)
-        return Cut(layout, first, lane.num_heads, unit_tokens, encoding, lane.share)
+        return Cut(layout, rank, lane.layers, first, lane.num_heads, unit_tokens, encoding, lane.share)
 
     return end(source, lane.source_rank), end(target, lane.target_rank)
 
 
-def first_units(groups: KVGroups, num_tokens: int, unit_tokens: int, skip_tokens: int, share: Share) -> list[int]:
-    """Of each layer, the first unit of the share that is sent of so many tokens; their number where none is.
+def first_units(
+    groups: KVGroups, layers: range, num_tokens: int, unit_tokens: int, skip_tokens: int, share: Share
+) -> dict[int, int]:
+    """Of each of these layers, the first unit of the share that is sent of so many tokens; their number where none is.
 
-    The target has the first `skip_tokens`, and nobody attends to what lies before a layer's window.
+    `groups` are the whole model's. The target has the first `skip_tokens`, and nobody attends to what lies before a
+    layer's window.
     """
     skipped = -(-skip_tokens // unit_tokens) if skip_tokens == num_tokens else skip_tokens // unit_tokens
-    return [share.below(max(skipped, groups.first_kept(group, num_tokens) // unit_tokens)) for group in groups.of_layer]
+    kept = [groups.first_kept(group, num_tokens) // unit_tokens for group in range(groups.count)]
+    return {layer: share.below(max(skipped, kept[groups.of_layer[layer]])) for layer in layers}
 
 
 class ChunkPlan:
-    """Every unit of a share of every layer exactly once, but for the skipped ones, and none before it is full.
+    """Every unit of a share of some layers exactly once, but for the skipped ones, and none before it is full.
 
     Of a layer with a window, only the units that the token after the last attends to.
 
@@ -191,17 +223,18 @@ class ChunkPlan:
     goes in as few chunks as their size allows, several layers in one.
     """
 
-    def __init__(self, *, groups: KVGroups, num_tokens: int, num_ready_tokens: int):
-        num_layers = len(groups.of_layer)
+    def __init__(self, *, groups: KVGroups, layers: range, num_tokens: int, num_ready_tokens: int):
+        """`groups` are the whole model's; `layers`, with the model's numbers, are those that go."""
+        self.layers = layers
         self._num_tokens = num_tokens
         self._groups = groups
-        self._ready = [num_ready_tokens] * num_layers  # tokens, from the first on
-        self._num_unready = 0 if num_ready_tokens == num_tokens else num_layers  # layers
+        self._ready = dict.fromkeys(layers, num_ready_tokens)  # tokens, from the first on
+        self._num_unready = 0 if num_ready_tokens == num_tokens else len(layers)  # layers
         self._unit_tokens = 0  # until `begin`
         self._share = ALL_UNITS
         self._num_units = 0
-        self._taken = [0] * num_layers  # units, from the first on
-        self._num_untaken = num_layers  # layers
+        self._taken = dict.fromkeys(layers, 0)  # units, from the first on
+        self._num_untaken = len(layers)
         self._waiting: deque[int] = deque()  # layers with full units, in the order in which they became full
 
     def begin(self, unit_tokens: int, skip_tokens: int, share: Share = ALL_UNITS) -> None:
@@ -215,14 +248,17 @@ class ChunkPlan:
             raise ValueError(f"{skip_tokens} skipped tokens end within a unit of {unit_tokens}")
         self._unit_tokens, self._share = unit_tokens, share
         self._num_units = share.below(-(-self._num_tokens // unit_tokens))
-        self._taken = first_units(self._groups, self._num_tokens, unit_tokens, skip_tokens, share)
-        self._num_untaken = sum(taken < self._num_units for taken in self._taken)
+        self._taken = first_units(self._groups, self.layers, self._num_tokens, unit_tokens, skip_tokens, share)
+        self._num_untaken = sum(taken < self._num_units for taken in self._taken.values())
         self._waiting.extend(
-            layer for layer, ready in enumerate(self._ready) if self._full_units(ready) > self._taken[layer]
+            layer for layer, ready in self._ready.items() if self._full_units(ready) > self._taken[layer]
         )
 
     def add_ready(self, layer: int, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of `layer` are in the blocks. Raises ValueError for more than there are."""
+        """The first `num_tokens` tokens of `layer` are in the blocks. Raises ValueError for more than there are, and
+        for another layer than those that go."""
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} is none of {self.layers}")
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(f"{num_tokens} tokens are ready of {self._num_tokens}")
         before, taken = self._ready[layer], self._taken[layer]

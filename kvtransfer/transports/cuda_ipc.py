@@ -124,7 +124,8 @@ class CudaIpcTransport(LocalTransport):
         """Of all layers. On any thread. Raises RuntimeError where the memory can't be shared."""
         with self._sharing:
             if not self._shared:
-                tensors = map(self._store.layer_tensor, range(self._store.layout.num_tensors))
+                num_tensors = self._store.layout.groups_of(self._store.rank).num_tensors
+                tensors = map(self._store.layer_tensor, range(num_tensors))
                 self._shared = tuple(share_layer(tensor) for tensor in tensors)
             return self._shared
 
@@ -156,7 +157,8 @@ class CudaIpcSource:
         cut, num_blocks, layers = self._cut, self._store.num_blocks, self._handles()
         warm_up_source(cut, self._queue, self._units.device)
         send_description(
-            connected, DevicePool(cut.layout, num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers)
+            connected,
+            DevicePool(cut.layout, cut.rank, num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers),
         )
 
     def digest(self, segments: Sequence[Segment], seal: int) -> Rest[bytes]:
@@ -203,16 +205,17 @@ class PeerDevicePool:
         self._device = device
         self.places = places_of(cut)
         layer_bytes = pool.num_blocks * pool.layout.block_bytes
-        if len(pool.layers) != pool.layout.num_tensors:
-            raise ProtocolError(f"the peer shares {len(pool.layers)} of its {pool.layout.num_tensors} layers")
+        if len(pool.layers) != cut.num_tensors:
+            raise ProtocolError(f"the peer shares {len(pool.layers)} of its {cut.num_tensors} layers")
         for layer in pool.layers:
             if layer.layer_offset_bytes < 0 or layer.layer_offset_bytes + layer_bytes > layer.num_bytes:
                 raise ProtocolError(f"a layer of the peer is not within its {layer.num_bytes} bytes of memory")
         self._storages = [open_layer(layer, device) for layer in pool.layers]
-        self._bases = [
+        tensors = [
             storage.data_ptr() + layer.layer_offset_bytes
             for storage, layer in zip(self._storages, pool.layers, strict=True)
         ]
+        self._bases = {layer: tensors[cut.tensor_of(layer)] for layer in cut.layers}
 
     def addresses(self, segments: Sequence[Segment], peer_ids: NDArray[np.int32]) -> Tensor:
         """Where the peer's units begin: int64 [units] on our device."""

@@ -83,12 +83,11 @@ class DeviceUnits:
     """
 
     def __init__(self, store: DeviceStore, cut: Cut):
-        layout = cut.layout
         self.device = torch.device(store.device)
         self.places = places_of(cut)
         self._cut = cut
-        self._layers = [store.layer_tensor(layer) for layer in range(layout.num_tensors)]  # kept alive
-        self._bases = np.array([tensor.data_ptr() for tensor in self._layers], np.int64)
+        self._layers = {layer: store.layer_tensor(cut.tensor_of(layer)) for layer in cut.layers}  # kept alive
+        self._bases = {layer: np.int64(tensor.data_ptr()) for layer, tensor in self._layers.items()}
         self._num_units = store.num_blocks * cut.units_per_block
 
     def buffer_bytes(self, num_units: int) -> int:
@@ -98,7 +97,7 @@ class DeviceUnits:
         """Where these units begin: int64 [units] on the device."""
         parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         for segment in segments:
-            if not 0 <= segment.layer < len(self._bases):
+            if segment.layer not in self._bases:
                 raise ValueError(f"there is no layer {segment.layer} among {len(self._bases)}")
             ids = np.asarray(segment.unit_ids, np.int64)
             if ids.size and not (ids.min() >= 0 and ids.max() < self._num_units):
@@ -174,37 +173,39 @@ def _trailer(packed: Tensor) -> Tensor:
 class ScratchStore:
     """A DeviceStore of one block, which is every layer's, to try kernels on."""
 
-    rank = 0
     num_blocks = 1
 
-    def __init__(self, layout: KVLayout, device: torch.device):
-        self.layout = layout
+    def __init__(self, cut: Cut, device: torch.device):
+        self.layout, self.rank = cut.layout, cut.rank
         self.device = str(device)
-        self._block = torch.zeros(layout.block_bytes, dtype=torch.uint8, device=device)
+        self._block = torch.zeros(cut.layout.block_bytes, dtype=torch.uint8, device=device)
 
     def layer_tensor(self, layer: int) -> Tensor:
         return self._block
 
 
-_ANY_UNIT = (Segment(0, (0,)),)
+def _any_unit(cut: Cut) -> tuple[Segment]:
+    return (Segment(cut.layers.start, (0,)),)
+
+
 _ANY_SEAL = 1 << 62  # of 64 bits, as seals are: Triton compiles for the width that it meets
 
 
 def warm_up_source(cut: Cut, queue: DeviceQueue, device: torch.device) -> None:
     """Compile what a source of cuda_ipc launches for this lane, where it is not: it digests a unit."""
     with queue():
-        units = DeviceUnits(ScratchStore(cut.layout, device), cut)
+        units = DeviceUnits(ScratchStore(cut, device), cut)
         found = torch.empty(2, dtype=torch.int64, device=device)
-        digest_units(units.places, units.addresses(_ANY_UNIT), _ANY_SEAL, found)
+        digest_units(units.places, units.addresses(_any_unit(cut)), _ANY_SEAL, found)
     queue.wait()
 
 
 def warm_up_target(peer: Cut, own: Cut, queue: DeviceQueue, device: torch.device) -> None:
     """As `warm_up_source`, of a target of cuda_ipc: it copies a unit."""
     with queue():
-        here, there = (DeviceUnits(ScratchStore(cut.layout, device), cut) for cut in (peer, own))
+        here, there = (DeviceUnits(ScratchStore(cut, device), cut) for cut in (peer, own))
         found = torch.empty(2, dtype=torch.int64, device=device)
-        addresses = here.addresses(_ANY_UNIT), there.addresses(_ANY_UNIT)
+        addresses = here.addresses(_any_unit(peer)), there.addresses(_any_unit(own))
         copy_and_digest_units(here.places, addresses[0], there.places, addresses[1], _ANY_SEAL, found)
     queue.wait()
 
@@ -217,9 +218,9 @@ def warm_up_lanes(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLa
     layout, device = store.layout, torch.device(store.device)
     queue = DeviceQueue(device)
     for peer in dict.fromkeys(peers):
-        lanes = plan_lanes(layout.tp_size, peer.tp_size, layout.num_kv_heads)
+        lanes = plan_lanes(layout, peer)
         outgoing = [cut_lane(lane, layout, peer, encoding)[0] for lane in lanes if lane.source_rank == store.rank]
-        lanes = plan_lanes(peer.tp_size, layout.tp_size, layout.num_kv_heads)
+        lanes = plan_lanes(peer, layout)
         incoming = [cut_lane(lane, peer, layout, encoding) for lane in lanes if lane.target_rank == store.rank]
         if "cuda_ipc" in names and encoding == "raw":
             for cut in outgoing:
@@ -252,10 +253,10 @@ class CudaStaging:
 
     def warm_up(self) -> None:
         """Packs a unit and unpacks it. Raises RuntimeError, too, where it doesn't come out as it went in."""
-        scratch = CudaStaging(ScratchStore(self._cut.layout, self._units.device), self._cut)
-        packed = scratch.buffer(0, 1)
-        scratch.pack(_ANY_UNIT, _ANY_SEAL, packed)
-        if not scratch.unpack(_ANY_UNIT, _ANY_SEAL, packed):
+        scratch = CudaStaging(ScratchStore(self._cut, self._units.device), self._cut)
+        packed, unit = scratch.buffer(0, 1), _any_unit(self._cut)
+        scratch.pack(unit, _ANY_SEAL, packed)
+        if not scratch.unpack(unit, _ANY_SEAL, packed):
             raise RuntimeError("this GPU does not find the digest that it has computed itself")
 
     def buffer(self, index: int, num_units: int) -> Tensor:

@@ -55,11 +55,13 @@ class HostUnits:
         self.is_whole_blocks = cut.units_per_block == 1 and cut.num_heads == layout.heads_per_rank
         self._parts = cut.units_per_block
         self._num_units = memory.num_blocks * self._parts
-        self._layers = [memory.layer_bytes(layer) for layer in range(layout.num_tensors)]
+        self._layers = {layer: memory.layer_bytes(cut.tensor_of(layer)) for layer in cut.layers}
         rows = layout.kinds * cut.num_heads  # of a unit: `unit_tokens` tokens each
         shape = memory.num_blocks, layout.kinds, layout.heads_per_rank, self._parts, self.unit_bytes // rows
         heads = slice(cut.first_head, cut.first_head + cut.num_heads)
-        self._arrays = [np.frombuffer(layer, np.uint8).reshape(shape)[:, :, heads] for layer in self._layers]
+        self._arrays = {
+            layer: np.frombuffer(memory, np.uint8).reshape(shape)[:, :, heads] for layer, memory in self._layers.items()
+        }
 
     def views(self, segments: Sequence[Segment]) -> list[memoryview]:
         """The blocks' own memory, in wire order; adjacent blocks are one view. Only where units are whole blocks.
@@ -110,7 +112,7 @@ class HostUnits:
             at = end
 
     def _check(self, segment: Segment) -> None:
-        if not 0 <= segment.layer < len(self._layers):
+        if segment.layer not in self._layers:
             raise ValueError(f"there is no layer {segment.layer} among {len(self._layers)}")
         ids = segment.unit_ids
         if ids and not (min(ids) >= 0 and max(ids) < self._num_units):

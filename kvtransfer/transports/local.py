@@ -59,6 +59,7 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     """What a source says of its memory, and of its end of the lane. A transport adds where its layers lie."""
 
     layout: KVLayout
+    rank: int
     num_blocks: int
     first_head: int
     num_heads: int
@@ -94,9 +95,13 @@ def receive_description(connected: socket.socket, kind: type[D], cut: Cut) -> tu
         raise ProtocolError("the peer's lane is cut into other units than ours")
     if not 0 <= description.first_head <= layout.heads_per_rank - description.num_heads:
         raise ProtocolError("the peer's lane has heads that its cache has not")
+    held = layout.layers_of(description.rank) if 0 <= description.rank < layout.num_ranks else range(0)
+    if not held.start <= cut.layers.start < cut.layers.stop <= held.stop:
+        raise ProtocolError("the peer's lane has layers that its cache has not")
     if layout.block_size % description.unit_tokens:
         raise ProtocolError("the peer's blocks can't be cut into units")
-    peer_cut = Cut(layout, description.first_head, description.num_heads, description.unit_tokens, "raw")
+    heads = description.first_head, description.num_heads
+    peer_cut = Cut(layout, description.rank, cut.layers, *heads, description.unit_tokens, "raw")
     if not 0 < description.num_blocks <= MAX_UNIT_ID // peer_cut.units_per_block:
         raise ProtocolError(f"the peer has {description.num_blocks} blocks")
     return description, peer_cut

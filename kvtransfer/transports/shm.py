@@ -118,9 +118,10 @@ class ShmTarget:
 
 def send_pool(connected: socket.socket, store: SharedStore, cut: Cut) -> None:
     """Let the peer read `store`. Raises OSError, or ValueError where the store is closed or too large."""
-    offsets = tuple(store.layer_offset(layer) for layer in range(cut.layout.num_tensors))
+    offsets = tuple(store.layer_offset(layer) for layer in range(cut.num_tensors))
     send_description(
-        connected, ShmPool(cut.layout, store.num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, offsets)
+        connected,
+        ShmPool(cut.layout, cut.rank, store.num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, offsets),
     )
     # Reopened, not duplicated: a duplicate would be as writable as ours.
     read_only = os.open(f"/proc/self/fd/{store.memory_fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -136,8 +137,8 @@ def receive_pool(connected: socket.socket, cut: Cut) -> "PeerPool":
     Raises OSError where descriptors or memory are exhausted, and ProtocolError for a pool that is not what was agreed.
     """
     pool, peer_cut = receive_description(connected, ShmPool, cut)
-    if len(pool.layer_offsets) != pool.layout.num_tensors:
-        raise ProtocolError(f"the peer places {len(pool.layer_offsets)} of its {pool.layout.num_tensors} layers")
+    if len(pool.layer_offsets) != peer_cut.num_tensors:
+        raise ProtocolError(f"the peer places {len(pool.layer_offsets)} of its {peer_cut.num_tensors} layers")
     head, descriptors, flags, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if not head:

@@ -184,12 +184,6 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
     return fd, memory
 
 
-def kv_block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Bytes that one block takes on a rank, in all tensors together."""
-    heads = max(1, config.num_kv_heads // tp_size)
-    return config.kv_kinds * config.kv_groups.num_tensors * heads * config.head_dim * block_size * dtype.itemsize
-
-
 @contextlib.contextmanager
 def layer_announcer(
     on_layer: Callable[[int], None], begin: Callable[[], None]

@@ -10,24 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from twostroke.model.config import ModelShape
+from twostroke.model.sizes import CUDA_CONTEXT_BYTES
 from twostroke.protocol.errors import ConfigError
-
-WORKER_BYTES = 600 * 2**20
-"""What a rank's process takes of the host beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
-CUDA_CONTEXT_BYTES = 600 * 2**20
-"""What a process holds on a GPU beside torch's memory: the driver's context, loaded kernels, libraries' workspaces."""
-
-
-@dataclass(frozen=True)
-class StepBounds:
-    """The largest step that an engine is given."""
-
-    max_tokens: int
-    max_sequences: int
-
-
-DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
 
 
 @dataclass(frozen=True)
@@ -76,13 +60,6 @@ def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int
     """
     wanted = max(int(free * HOST_SHARE) // ranks, FULL_CONTEXTS * full_context)
     return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
-
-
-def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, dtype: torch.dtype) -> int:
-    """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
-    widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
-    activations = bounds.max_tokens * (3 * config.hidden_size + widest) * dtype.itemsize
-    return activations + bounds.max_sequences * config.vocab_size * torch.float32.itemsize
 
 
 def check_memory(device: str, *, weights: int, cache: int, step: int, free: int) -> None:

@@ -1,7 +1,6 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,16 +25,9 @@ from twostroke.model.backend import (
     LoadOptions,
     RowNorms,
 )
-from twostroke.model.checkpoint.quantization import (
-    QuantizedWeight,
-    common_form,
-    form_of,
-    of_lm_head,
-    one_below_the_other,
-    tensor_bytes,
-)
+from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other
 from twostroke.model.checkpoint.tensor_file import WHOLE
-from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes, of_expert, shapes_of_each_expert
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import (
     ExpertsSpec,
     LatentSizes,
@@ -44,9 +36,9 @@ from twostroke.model.config import (
     ModelConfig,
     Projection,
     Quantization,
-    WeightForm,
 )
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
+from twostroke.model.sizes import head_name, of_expert, of_lm_head
 
 _Weight = Tensor | QuantizedWeight
 
@@ -221,7 +213,7 @@ def load_decoder_weights(
             output_norm=norm_if_any(prefix, parts.output_norm),
         )
 
-    lm_head = linear(weight(_head(config), vocabulary), None, of_lm_head(quantization))
+    lm_head = linear(weight(head_name(config), vocabulary), None, of_lm_head(quantization))
     embedding_scale = config.embedding_scale
     if config.rounds_embedding_scale:
         embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
@@ -317,97 +309,3 @@ class _ExpertsReader:
                 for found in weights
             ]
         )
-
-
-def weight_bytes(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    quantization: Quantization,
-    forms: Mapping[str, WeightForm] | None = None,
-    ranks: int = 1,
-    expert_parallel: bool = False,
-) -> int:
-    """Of one of so many ranks, that with the most, once the model is loaded in `dtype`; that norms are fp32 is nothing
-    beside the rest, nor is what each rank has whole.
-
-    `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
-    """
-    stored = stored_forms(config) if forms is None else forms
-    layer, total, of_experts = config.spec.layer, 0, 0
-    # What is computed by one projection is held in one form.
-    together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
-    fused = {part.name: parts for parts in together for part in parts}
-    experts = layer.experts
-    whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
-    each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
-    for name, shape in expected_shapes(config):
-        is_expert = name.removeprefix(f"{config.spec.layers}.").partition(".")[2] in each
-        is_table = name == f"{config.spec.embedding}.weight"
-        form = stored.get(name)
-        if name == _head(config):
-            form = form_of(of_lm_head(quantization), form)
-        elif is_table:
-            form = form_of("auto" if quantization == "auto" else "none", form)
-        elif len(shape) == 2:
-            prefix, part = _layer_and_name(config, name)
-            if layer.latent is not None and part == layer.k.name:  # what makes keys and values of latents is never
-                total += tensor_bytes(shape, dtype, None)
-                continue
-            parts = fused.get(part, ())
-            form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
-            form = form_of("none" if part in whole else quantization, form)
-        elif len(shape) == 3:
-            form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
-        found = tensor_bytes(shape, dtype, form)
-        total += found
-        of_experts += found if is_expert else 0
-    if not expert_parallel or experts is None:
-        return -(-total // ranks)
-    number = experts.routing.num_experts
-    most = -(-number // ranks)
-    return -(-(total - of_experts) // ranks) + of_experts * most // number
-
-
-def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
-    """How quantised weights are held, for people; None: as all others."""
-    if quantization != "auto":
-        return None if quantization == "none" else quantization
-    kinds = {_described(form) for form in forms.values()}
-    return " and ".join(sorted(kinds)) or None
-
-
-def _described(form: WeightForm) -> str:
-    kind = "FP8" if form.kind == "fp8" else form.kind
-    return kind if form.group_size is None else f"{kind} (groups of {form.group_size})"
-
-
-def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
-    """A weight's layer, as its prefix, and its projection's name there."""
-    layer = name.removeprefix(f"{config.spec.layers}.").partition(".")[0]
-    prefix = f"{config.spec.layers}.{layer}."
-    return prefix, name.removeprefix(prefix).removesuffix(".weight")
-
-
-def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
-    """Of the weights that config.json says are quantised, before there is a checkpoint to ask."""
-    stored = config.stored
-    if stored is None:
-        return {}
-
-    def is_left(module: str) -> bool:
-        return any(
-            re.match(pattern.removeprefix("re:"), module)
-            if pattern.startswith("re:")
-            else f".{pattern}." in f".{module}."
-            for pattern in stored.left
-        )
-
-    dimensions = 3 if stored.method == "mxfp4" else 2
-    weights = (name for name, shape in expected_shapes(config) if len(shape) == dimensions)
-    table = f"{config.spec.embedding}.weight"
-    return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
-
-
-def _head(config: ModelConfig) -> str:
-    """The tensor that the logits are computed with."""
-    return f"{config.spec.embedding if config.tie_word_embeddings else config.spec.lm_head}.weight"

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.config import Quantization, WeightForm
+from twostroke.model.sizes import INT4_GROUP
 
-INT4_GROUP = 64  # columns that share a scale
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of e2m1's codes 0 to 7; 8 more are the negative ones (Rouhani et al. 2023)."""
 
@@ -140,19 +139,6 @@ def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | N
     )
 
 
-def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
-    """What `one_below_the_other` makes of weights of these forms; None: none, as where one is not quantised."""
-    found = [form for form in forms if form is not None]
-    if len(found) < len(forms) or len({form.kind.startswith("fp") for form in found}) > 1:
-        return None
-    sizes = [form.group_size for form in found if form.group_size is not None]
-    return WeightForm(
-        kind=found[0].kind if len({form.kind for form in found}) == 1 else "fp8" if found[0].kind[0] == "f" else "int8",
-        group_size=math.gcd(*sizes) or None,
-        has_offsets=any(form.has_offsets for form in found),
-    )
-
-
 def two_byte_scales(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Factors fp32 [out], and fp16 scales and offsets [out, groups] whose products with them are the weight's.
 
@@ -187,34 +173,3 @@ def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
     steps = torch.where(steps != 0, steps, 1.0)  # zeros stay zeros with any step
     values = (groups / steps[:, :, None]).round_().clamp_(lowest, highest).to(torch.int8)
     return QuantizedWeight(values.view(rows, -1)[:, :columns].contiguous(), steps, group_size, bits)
-
-
-def of_lm_head(quantization: Quantization) -> Quantization:
-    """How the LM head is held, and with it a tied embedding: what decides between tokens gets no less than 8 bits."""
-    return "int8" if quantization == "int4" else quantization
-
-
-def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
-    """How a projection is held that the checkpoint has in the form `stored`; None: in the dtype of activations."""
-    match quantization:
-        case "auto":
-            return stored
-        case "none":
-            return None
-        case "int8":
-            return WeightForm("int8", None)
-        case "int4":
-            return WeightForm("int4", INT4_GROUP)
-
-
-def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, form: WeightForm | None) -> int:
-    """Of a weight (or, where `form` is None, of any tensor) of this shape, for activations of `dtype`."""
-    count = torch.Size(shape).numel()
-    if form is None:
-        return count * dtype.itemsize
-    rows, columns = shape
-    values = count * form.bits // 8
-    if form.group_size is None and not form.has_offsets and form.bits == 8:
-        return values + rows * torch.float32.itemsize
-    groups = rows * -(-columns // (form.group_size or columns))
-    return values + groups * (2 if form.has_offsets else 1) * torch.float16.itemsize + rows * torch.float32.itemsize

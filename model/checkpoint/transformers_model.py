@@ -34,12 +34,11 @@ from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
-from twostroke.model.checkpoint.decoder_weights import weights_as
-from twostroke.model.checkpoint.quantization import form_of, of_lm_head, tensor_bytes
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
 from twostroke.model.config import ModelShape, Quantization
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel, check_size
+from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
 
@@ -132,7 +131,7 @@ class TransformersModel:
                     shape[0] //= ranks
                 elif styles.get(owner) == "split" and kind == "weight":
                     shape[1] //= ranks
-            total += tensor_bytes(tuple(shape), dtype, form_of(held, None))
+            total += tensor_bytes(tuple(shape), dtype.itemsize, form_of(held, None))
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:

@@ -6,8 +6,7 @@ Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, 
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,8 @@ from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, stored_weight
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
-from twostroke.model.config import ExpertsSpec, ModelConfig, Projection, WeightForm
+from twostroke.model.config import ModelConfig, WeightForm
+from twostroke.model.sizes import expected_shapes, num_parameters
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -228,117 +228,9 @@ class Checkpoint:
         return name.endswith(".bias") and not self._files[name].tensor(name, WHOLE, WHOLE).any()
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """All of a model's, tied ones once."""
-    return sum(torch.Size(shape).numel() for _, shape in expected_shapes(config))
-
-
 def has_weights(folder: Path) -> bool:
     """Whether there are any, such as can be loaded or not: of a hub's model its configuration alone may be here."""
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", f"*{SUFFIX}", *_PICKLES))
-
-
-def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a checkpoint of this config holds."""
-    spec, hidden = config.spec, config.hidden_size
-    yield f"{spec.embedding}.weight", (config.vocab_size, hidden)
-    if not config.tie_word_embeddings:
-        yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
-    yield f"{spec.final_norm}.weight", (hidden,)
-    for index in range(config.num_layers):
-        shapes = _attention_shapes(config)
-        if (mlp := config.mlp_of(index)) is not None:
-            parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
-            shapes |= _shapes_of(parts)
-        if (experts := config.experts_of(index)) is not None:
-            shapes |= _shapes_of_experts(experts, hidden)
-        for name, shape in shapes.items():
-            yield f"{spec.layers}.{index}.{name}", shape
-
-
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """By names within a layer, with all of its norms."""
-    layer, hidden = config.spec.layer, config.hidden_size
-    norms = (
-        *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
-        *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
-        (layer.q_row_norm, config.q_size),
-        (layer.k_row_norm, config.kv_size),
-        *_latent_norms(config),
-    )
-    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
-    if layer.sinks is not None:
-        shapes[layer.sinks] = (config.num_heads,)
-    return shapes | _shapes_of(_attention_projections(config))
-
-
-def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
-    """Of each its rows and columns. Of those in one tensor the last one ends it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for projection, rows, columns in projections:
-        shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
-        if projection.has_bias:
-            shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
-    return shapes
-
-
-def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """With what chooses among them."""
-    count = spec.routing.num_experts
-    shapes = _shapes_of([(spec.router, count, hidden)])
-    if spec.correction is not None:
-        shapes[spec.correction] = (count,)
-    if spec.shared_gate is not None:
-        shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
-    return shapes | shapes_of_each_expert(spec, hidden)
-
-
-def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """By names within a layer, all of a layer's experts."""
-    count, size = spec.routing.num_experts, spec.size
-    shapes: dict[str, tuple[int, ...]] = {}
-    if spec.are_stacked:
-        for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}
-        return shapes
-    parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
-    for expert in range(count):
-        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts]
-        shapes |= _shapes_of(of_one)
-    return shapes
-
-
-def of_expert(part: Projection, expert: int) -> Projection:
-    """Of the experts' names that one's."""
-    return replace(part, name=part.name.replace("*", str(expert)))
-
-
-def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
-    """The attention's projections, with rows and columns."""
-    layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
-    if sizes is None or layer.latent is None:
-        return (
-            (layer.q, config.q_size, hidden),
-            (layer.k, config.kv_size, hidden),
-            (layer.v, config.kv_size, hidden),
-            (layer.output, hidden, config.q_size),
-        )
-    heads, down = config.num_heads, layer.latent.query_down
-    return (
-        (layer.latent.down, sizes.rank + sizes.rotary, hidden),
-        *(() if down is None else ((down, sizes.query_rank, hidden),)),
-        (layer.q, heads * sizes.query, sizes.query_rank or hidden),
-        (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
-        (layer.output, hidden, heads * sizes.value),
-    )
-
-
-def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
-    """Norms of latents, with their widths."""
-    latent, sizes = config.spec.layer.latent, config.latent
-    if latent is None or sizes is None:
-        return ()
-    return (latent.norm, sizes.rank), (latent.query_norm, sizes.query_rank)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from twostroke.model.config import ModelShape
-from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Address
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -136,26 +134,6 @@ class SingleRank:
 
     def leave(self) -> None:
         """There is no group."""
-
-
-def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> None:
-    """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
-    if expert_parallel and not config.num_experts:
-        raise ConfigError("expert_parallel: the model has no experts that ranks could share: leave it out")
-    cut_sizes = config.mlp_sizes(with_experts=not expert_parallel)
-    fault = None
-    if config.num_heads % size:
-        fault = f"its {config.num_heads} attention heads"
-    elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
-        fault = f"its {config.num_kv_heads} KV heads"
-    elif uneven := [features for features in sorted(cut_sizes) if features % size]:
-        fault = f"its MLP's {uneven[0]} features"
-    elif expert_parallel and config.num_experts < size:
-        fault = f"its {config.num_experts} experts"
-    elif Shard(size - 1, size).vocabulary(config.vocab_size).start >= config.vocab_size:
-        fault = f"its {config.vocab_size} tokens"
-    if fault is not None:
-        raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
 
 
 GROUP_TIMEOUT_S = 300.0

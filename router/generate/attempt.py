@@ -335,7 +335,9 @@ class Attempt:
             source.peer,
             target.peer,
             target.transfer_addresses,
-            source_ranks=source.layout.tp_size,
+            source_ranks=source.layout.num_ranks,
+            source_stages=source.layout.pp_size,
+            target_stages=target.layout.pp_size,
         )
 
 

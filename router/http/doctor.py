@@ -105,7 +105,15 @@ class Doctor:
     async def _trial(self, source: WorkerInfo, target: WorkerInfo, count: int, num_tokens: int) -> ProbeTimes:
         """Times of `count` transfers of so many tokens, after one that is not counted."""
         way = (self.secret, "doctor", source.peer, target.peer, target.transfer_addresses)
-        tickets = tuple(mint_ticket(*way, source_ranks=source.layout.tp_size) for _ in range(count + 1))
+        tickets = tuple(
+            mint_ticket(
+                *way,
+                source_ranks=source.layout.num_ranks,
+                source_stages=source.layout.pp_size,
+                target_stages=target.layout.pp_size,
+            )
+            for _ in range(count + 1)
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 # The target's call first, so that it expects the transfers as they come.

@@ -190,7 +190,7 @@ class RouterService:
                     "ejected": info.peer in ejected,
                     "kv_dtype": info.layout.dtype,
                     "weights": info.weights,
-                    "ranks": info.layout.tp_size,
+                    "ranks": info.layout.num_ranks,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,

@@ -28,11 +28,24 @@ def fake_layout(
     num_layers: int,
     block_size: int,
     tp_size: int = 1,
+    pp_size: int = 1,
     num_kv_heads: int = KV_HEADS,
     windows: tuple[int, ...] = (),
+    kinds: int = 2,
 ) -> KVLayout:
     """A layout of 2-byte values with a head dimension of 1."""
-    return KVLayout("fake", "bfloat16", num_layers, num_kv_heads, 1, block_size, tp_size, windows=windows)
+    return KVLayout(
+        "fake",
+        "bfloat16",
+        num_layers,
+        num_kv_heads,
+        1,
+        block_size,
+        tp_size,
+        windows=windows,
+        kinds=kinds,
+        pp_size=pp_size,
+    )
 
 
 class FakeStore:
@@ -46,8 +59,9 @@ class FakeStore:
         self.protected: set[int] = set()  # blocks whose KV is there already: nobody writes into them
         self.violations: list[str] = []
         shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.block_size, layout.head_dim)
-        self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(layout.num_tensors)]
-        self._groups = layout.groups
+        self._groups = layout.groups_of(rank)
+        self._first_layer = layout.layers_of(rank).start
+        self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(self._groups.num_tensors)]
         self._allocations = [0] * num_blocks  # how often each block has been allocated
         self._units: dict[Cut, list[Array]] = {}
 
@@ -106,7 +120,7 @@ class FakeStore:
         num_blocks = -(-num_positions // self.layout.block_size)
         memory, blocks_of = self._place(layer, block_ids)
         blocks = memory[list(blocks_of[:num_blocks])].transpose(0, 3, 1, 2, 4)
-        window = self._groups.layer_windows[layer]
+        window = self._groups.layer_windows[layer - self._first_layer]
         first = max(0, num_positions - window) if window else 0
         return blocks.reshape(-1, *blocks.shape[2:])[first:num_positions]
 
@@ -135,21 +149,24 @@ class FakeStore:
 
     def _place(self, layer: int, block_ids: Sequence[int]) -> tuple[Array, Sequence[int]]:
         """Where a layer's KV lies: its tensor, and its group's part of the block table."""
-        table = group_table(block_ids, self._groups.of_layer[layer], self._groups.count)
-        return self.layers[self._groups.tensor_of_layer[layer]], table
+        groups, place = self._groups, layer - self._first_layer
+        table = group_table(block_ids, groups.of_layer[place], groups.count)
+        return self.layers[groups.tensor_of_layer[place]], table
 
     # --- for links: units of a lane ---
 
     def read_units(self, layer: int, unit_ids: Sequence[int], cut: Cut) -> bytes:
         """Units as they travel, [2, heads of the lane, unit_tokens, head_dim] each."""
         ids = np.asarray(unit_ids)
-        units: bytes = self._cut(cut)[layer][ids // cut.units_per_block, ids % cut.units_per_block].tobytes()
+        units: bytes = self._cut(cut)[cut.tensor_of(layer)][
+            ids // cut.units_per_block, ids % cut.units_per_block
+        ].tobytes()
         return units
 
     def write_units(self, layer: int, unit_ids: Sequence[int], cut: Cut, data: bytes | bytearray) -> None:
         """The opposite of `read_units`."""
         ids = np.asarray(unit_ids)
-        target = self._cut(cut)[layer]
+        target = self._cut(cut)[cut.tensor_of(layer)]
         values = np.frombuffer(data, np.uint16).reshape(len(ids), *target.shape[2:])
         target[ids // cut.units_per_block, ids % cut.units_per_block] = values
 

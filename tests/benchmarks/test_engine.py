@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.benchmarks.engine import MODELS, Limits, Work, decode_work, prefill_work, write_random_model
+from twostroke.benchmarks.engine import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
-from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig
+from twostroke.model.sizes import expected_shapes
+from twostroke.planner.operations import Limits, Work, decode_work, prefill_work
 
 
 def config_of(name: str) -> ModelConfig:

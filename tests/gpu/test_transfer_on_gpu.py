@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
+from tests.rigs.kv_pair import lane_end
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
@@ -40,7 +41,7 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
     from twostroke.model.cuda.kernels.kv_units import digest_reference
 
     source, target = store_of(seed=1), store_of()
-    cut = Cut(source.layout, first, heads, tokens, encoding)
+    cut = lane_end(source.layout, first, heads, tokens, encoding)
     here, there = DeviceUnits(source, cut), DeviceUnits(target, cut)
     sent, received = chunk_of(1, cut), chunk_of(2, cut)
     packed = torch.full((here.buffer_bytes(60),), 0xAB, dtype=torch.uint8, device="cuda")
@@ -69,12 +70,12 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
 SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = [{root!r}]
-from twostroke.kvtransfer.rules.layout import Cut
+from tests.rigs.kv_pair import lane_end
 from tests.gpu.test_transfer_on_gpu import SEAL, chunk_of, store_of
 
 async def main():
     store = store_of(seed=1)
-    cut = Cut(store.layout, 2, 4, 16, "raw")
+    cut = lane_end(store.layout, 2, 4, 16, "raw")
     transport = {transport}(store, join_timeout_s=60)
     link = await transport.join(json.loads(sys.stdin.readline()), cut)
     for seed in (1, 3):
@@ -94,7 +95,7 @@ async def receive_from_process(module: str, name: str) -> None:
 
     made = getattr(importlib.import_module(module), name)
     reference, store = store_of(seed=1), store_of(32)
-    cut, own = Cut(reference.layout, 2, 4, 16, "raw"), Cut(store.layout, 2, 4, 16, "raw")
+    cut, own = lane_end(reference.layout, 2, 4, 16, "raw"), lane_end(store.layout, 2, 4, 16, "raw")
     transport = made(store, join_timeout_s=60)
     pending = await transport.prepare("127.0.0.1", own)
     script = f"from {module} import {name}\n" + SOURCE.format(root=str(ROOT), transport=name)

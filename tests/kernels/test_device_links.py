@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
+from tests.rigs.kv_pair import lane_end
 from twostroke.kvtransfer import transports
 from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
@@ -54,7 +55,7 @@ def test_a_chunk_is_unpacked_where_its_digest_holds_and_else_touches_nothing(
     encoding: Encoding, first: int, heads: int, tokens: int, head_dim: int
 ) -> None:
     layout = layout_of(head_dim)
-    cut = Cut(layout, first, heads, tokens, encoding)
+    cut = lane_end(layout, first, heads, tokens, encoding)
     source, target = store_of(layout, seed=0), store_of(layout)
     assert isinstance(source, DeviceStore)
     here, there = DeviceUnits(source, cut), DeviceUnits(target, cut)
@@ -95,7 +96,7 @@ def test_memory_of_another_stream_is_kept_until_this_ones_work_is_done() -> None
 
 
 def test_units_that_the_store_has_not_are_refused() -> None:
-    cut = Cut(layout_of(), 0, 4, 2, "raw")
+    cut = lane_end(layout_of(), 0, 4, 2, "raw")
     units = DeviceUnits(store_of(cut.layout), cut)
     for segment in (Segment(2, (0,)), Segment(-1, (0,)), Segment(0, (12,)), Segment(0, (-1,))):
         with pytest.raises(ValueError, match=r"layer|units"):
@@ -140,7 +141,7 @@ async def linked(
 
 async def test_the_target_reads_units_from_the_sources_memory(shared: None) -> None:
     source, target = store_of(layout_of(), seed=1), store_of(layout_of(block_size=8))
-    cut, own = Cut(source.layout, 1, 2, 4, "raw"), Cut(target.layout, 1, 2, 4, "raw")
+    cut, own = lane_end(source.layout, 1, 2, 4, "raw"), lane_end(target.layout, 1, 2, 4, "raw")
     async with linked(source, target, cut, own) as (sender, receiver):
         sent, received = chunk_of(1, cut), chunk_of(2, own)
         await sender.send(sent, SEAL)
@@ -157,7 +158,7 @@ async def test_the_target_reads_units_from_the_sources_memory(shared: None) -> N
 
 async def test_units_that_the_peer_has_not_are_a_breach_of_the_protocol(shared: None) -> None:
     source, target = store_of(layout_of(), num_blocks=9, seed=1), store_of(layout_of(), num_blocks=9)
-    cut = Cut(source.layout, 0, 4, 4, "raw")
+    cut = lane_end(source.layout, 0, 4, 4, "raw")
     async with linked(source, target, cut, cut) as (sender, receiver):
         receiver._num_peer_units = 5  # type: ignore[attr-defined]
         await sender.send([Segment(0, (5,))], SEAL)
@@ -176,7 +177,7 @@ async def test_a_pool_that_is_too_small_for_its_blocks_is_refused(
 
     monkeypatch.setattr(cuda_ipc, "share_layer", lying)
     store = store_of(layout_of())
-    cut = Cut(store.layout, 0, 4, 4, "raw")
+    cut = lane_end(store.layout, 0, 4, 4, "raw")
     transport = CudaIpcTransport(store, join_timeout_s=20)
     pending = await transport.prepare("127.0.0.1", cut)
     joining, waiting = await asyncio.gather(
@@ -190,7 +191,7 @@ async def test_a_pool_that_is_too_small_for_its_blocks_is_refused(
 
 async def test_an_error_of_cuda_breaks_the_link(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(layout_of())
-    cut = Cut(store.layout, 0, 4, 4, "raw")
+    cut = lane_end(store.layout, 0, 4, 4, "raw")
     async with linked(store, store, cut, cut) as (sender, _):
 
         def fails(*_: object) -> None:
@@ -228,7 +229,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 async def test_a_cuda_ipc_link_compiles_nothing_for_a_chunk_when_it_is_joined(shared: None, compiled: set[str]) -> None:
     source, target = store_of(layout_of(), seed=1), store_of(layout_of(block_size=8))
-    cut, own = Cut(source.layout, 1, 2, 4, "raw"), Cut(target.layout, 1, 2, 4, "raw")
+    cut, own = lane_end(source.layout, 1, 2, 4, "raw"), lane_end(target.layout, 1, 2, 4, "raw")
     async with linked(source, target, cut, own) as (sender, receiver):
         before = set(compiled)
         await sender.send(chunk_of(1, cut), SEAL)
@@ -242,7 +243,7 @@ async def test_a_cuda_ipc_link_compiles_nothing_for_a_chunk_when_it_is_joined(sh
 def test_staging_compiles_nothing_for_a_chunk_once_it_is_warm(
     encoding: Encoding, head_dim: int, compiled: set[str]
 ) -> None:
-    cut = Cut(layout_of(head_dim), 1, 2, 2, encoding)
+    cut = lane_end(layout_of(head_dim), 1, 2, 2, encoding)
     source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)
     source.warm_up()
     before = set(compiled)
@@ -259,7 +260,7 @@ def test_a_worker_compiles_at_its_start_what_lanes_with_its_peers_need(compiled:
     warm_up_lanes(("cuda_ipc", "torch_distributed"), store, peers, "raw")
     before = set(compiled)
     for peer in peers:
-        for own, theirs in [cut_lane(lane, store.layout, peer, "raw") for lane in plan_lanes(1, peer.tp_size, 4)]:
+        for own, theirs in [cut_lane(lane, store.layout, peer, "raw") for lane in plan_lanes(store.layout, peer)]:
             queue, device = DeviceQueue(torch.device("cpu")), torch.device("cpu")
             warm_up_source(own, queue, device)
             warm_up_target(theirs, own, queue, device)
@@ -275,7 +276,7 @@ def test_a_gpus_transports_are_there_once_their_kernels_are_compiled(
     make_transports("torch_distributed", store, peers=[store.layout], encoding="fp8")
     before = set(compiled)
     assert before
-    CudaStaging(store, Cut(store.layout, 0, 4, 4, "fp8")).warm_up()
+    CudaStaging(store, lane_end(store.layout, 0, 4, 4, "fp8")).warm_up()
     assert compiled == before
 
 
@@ -303,7 +304,7 @@ class NotedQueue:
 def test_staging_never_allocates_from_the_engines_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where freed activations may still be read and written by what the engine has queued."""
     monkeypatch.setattr(device_units, "DeviceQueue", NotedQueue)
-    cut = Cut(layout_of(), 0, 4, 4, "raw")
+    cut = lane_end(layout_of(), 0, 4, 4, "raw")
     source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)
     owners: list[NotedQueue | None] = []
     empty = torch.empty
@@ -342,7 +343,7 @@ async def test_a_cache_is_shared_once_and_unmapped_on_the_links_thread(
     monkeypatch.setattr(cuda_ipc, "share_layer", counted)
     monkeypatch.setattr(cuda_ipc, "open_layer", lambda handle, _: Mapped(struct.unpack("<Q", handle.handle)[0]))
     store = store_of(layout_of())
-    cut = Cut(store.layout, 0, 4, 4, "raw")
+    cut = lane_end(store.layout, 0, 4, 4, "raw")
     sending, receiving = CudaIpcTransport(store, join_timeout_s=20), CudaIpcTransport(store, join_timeout_s=20)
     for _ in range(3):
         pending = await receiving.prepare("127.0.0.1", cut)
@@ -358,9 +359,9 @@ async def test_a_cache_is_shared_once_and_unmapped_on_the_links_thread(
 async def test_lanes_that_cuda_ipc_cannot_move_are_refused() -> None:
     transport = CudaIpcTransport(store_of(layout_of(head_dim=5)))
     with pytest.raises(ConnectionLost, match="not made of"):
-        await transport.prepare("127.0.0.1", Cut(layout_of(head_dim=5), 0, 1, 1, "raw"))
+        await transport.prepare("127.0.0.1", lane_end(layout_of(head_dim=5), 0, 1, 1, "raw"))
     with pytest.raises(ConnectionLost, match="not encoded"):
-        await transport.join({}, Cut(layout_of(), 0, 4, 4, "int8"))
+        await transport.join({}, lane_end(layout_of(), 0, 4, 4, "int8"))
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from tests.rigs.device_store import TensorStore
-from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, settle
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import ON_GPUS, ON_HOSTS, pace_of, staged
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.kvtransfer.transports import Transports, cuda_ipc
@@ -214,7 +213,7 @@ async def test_a_links_chunks_are_no_larger_than_the_memory_that_it_has_for_them
 async def test_a_group_between_gpus_has_memory_for_each_chunk_under_way_of_the_size_that_it_is_told() -> None:
     store = TensorStore(LAYOUT, NUM_BLOCKS, "cpu")
     transport = TorchDistributedTransport(store, most_chunk_bytes=12345)
-    pending = await transport.prepare("127.0.0.1", Cut(LAYOUT, 0, 2, 4, "raw"))
+    pending = await transport.prepare("127.0.0.1", lane_end(LAYOUT, 0, 2, 4, "raw"))
     link = pending.link
     assert (link.most_chunk_bytes, link._free.qsize()) == (12345, ON_GPUS.chunks_under_way)
     await pending.close()

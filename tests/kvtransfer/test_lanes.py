@@ -2,8 +2,8 @@
 
 import asyncio
 
-from tests.rigs.kv_pair import TOKEN, D, P
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut
+from tests.rigs.kv_pair import TOKEN, D, P, lane_end
+from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
 from twostroke.protocol.kv_layout import KVLayout, group_layers
@@ -13,7 +13,7 @@ from twostroke.simulator.exact.virtual_loop import run_virtually
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
 LAYOUT = KVLayout("m", "bfloat16", num_layers=2, num_kv_heads=1, head_dim=6, block_size=4)
-CUT = Cut(LAYOUT, 0, 1, 4, "raw")
+CUT = lane_end(LAYOUT, 0, 1, 4, "raw")
 NUM_TOKENS = 16
 BLOCKS = (3, 1, 4, 5)
 
@@ -54,12 +54,13 @@ async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
         NUM_TOKENS,
         NUM_TOKENS,
         groups=LAYOUT.groups,
+        layers=range(2),
         on_ended=lambda _: None,
         clock=asyncio.get_running_loop().time,
         progress_s=progress_s,
     )
     ends.watch(transfer)
-    lane = transfer.add_lane(0, ends)
+    lane = transfer.add_lane(0, range(2), ends)
     lane.offered()
     return lane
 
@@ -136,7 +137,7 @@ def test_a_target_that_says_too_late_that_its_request_waits_for_room_has_not_all
 
 def chunks() -> list[Chunk]:
     """The two chunks of the prompt, as an outgoing lane makes them."""
-    plan = ChunkPlan(groups=group_layers((0, 0)), num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
+    plan = ChunkPlan(groups=group_layers((0, 0)), layers=range(2), num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
     plan.begin(4, 0)
     runs = [plan.next_runs(4), plan.next_runs(4)]
     return [Chunk(TICKET.transfer_id, sequence, part, 4 * CUT.unit_bytes) for sequence, part in enumerate(runs)]

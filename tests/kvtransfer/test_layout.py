@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.kv_layout import KVLayout, group_layers
+from twostroke.protocol.kv_layout import KVLayout, incompatibility
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.requests import SampledToken, mint_ticket
+from twostroke.protocol.requests import Address, SampledToken, Ticket, mint_ticket
 from twostroke.simulator.exact.memory_store import GARBAGE, Array, FakeStore
 
 UP_TO_8 = range(1, 9)
@@ -29,17 +29,17 @@ SIZES = [
     if all(max(tp, heads) % min(tp, heads) == 0 for tp in (source_tp, target_tp))
 ]
 NUM_BLOCKS = 48
-LAYERS = 2
+LAYERS = 3
 HEAD_DIM = 2
 
 
-def layout_of(tp_size: int, heads: int, block_size: int, kinds: int = 2) -> KVLayout:
-    return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size, kinds=kinds)
+def layout_of(tp_size: int, heads: int, block_size: int, kinds: int = 2, *, pp: int = 1) -> KVLayout:
+    return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size, kinds=kinds, pp_size=pp)
 
 
 def truth_of(layout: KVLayout, num_tokens: int) -> Array:
     """KV of a prompt, [layer, token, kinds, head of the model, HEAD_DIM]: numbers of which no two are the same."""
-    shape = (LAYERS, num_tokens, layout.kinds, layout.num_kv_heads, HEAD_DIM)
+    shape = (layout.num_layers, num_tokens, layout.kinds, layout.num_kv_heads, HEAD_DIM)
     return np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
 
 
@@ -48,30 +48,47 @@ def block_table(num_tokens: int, block_size: int, seed: int) -> tuple[int, ...]:
     return tuple(int(block) for block in np.random.default_rng(seed).permutation(NUM_BLOCKS)[:num_blocks])
 
 
+def stores_of(layout: KVLayout) -> list[FakeStore]:
+    """One for each rank."""
+    return [FakeStore(layout, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(layout.num_ranks)]
+
+
 def heads_of(store: FakeStore) -> slice:
     first = store.layout.first_head(store.rank)
     return slice(first, first + store.layout.heads_per_rank)
 
 
 def write_prompt(store: FakeStore, block_ids: tuple[int, ...], num_tokens: int) -> None:
-    for layer, truth in enumerate(truth_of(store.layout, num_tokens)):
-        store.write_values(layer, block_ids, 0, truth[:, :, heads_of(store)])
+    truth = truth_of(store.layout, num_tokens)
+    for layer in store.layout.layers_of(store.rank):
+        store.write_values(layer, block_ids, 0, truth[layer][:, :, heads_of(store)])
 
 
 def assert_prompt(store: FakeStore, block_ids: tuple[int, ...], tokens: range) -> None:
     """These tokens, to the prompt's last, are there; neither those before them nor other blocks were touched."""
     others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
-    for layer, truth in enumerate(truth_of(store.layout, tokens.stop)):
+    truth = truth_of(store.layout, tokens.stop)
+    for layer in store.layout.layers_of(store.rank):
         found = store.values(layer, block_ids, tokens.stop)
-        assert np.array_equal(found[tokens.start :], truth[tokens.start :, :, heads_of(store)])
+        assert np.array_equal(found[tokens.start :], truth[layer, tokens.start :, :, heads_of(store)])
         assert (found[: tokens.start] == GARBAGE).all()
-        assert (store.layers[layer][others] == GARBAGE).all()
+    for tensor in store.layers:
+        assert (tensor[others] == GARBAGE).all()
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 8), (1, 3, 8), (0, 1, 1), (1, 1, 0), (-2, 1, 2), (16, 1, 6)])
 def test_sizes_that_can_not_share_the_heads_raise(sizes: tuple[int, int, int]) -> None:
+    source_tp, target_tp, heads = sizes
     with pytest.raises(ValueError, match="can't share"):
-        plan_lanes(*sizes)
+        plan_lanes(layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4))
+
+
+@pytest.mark.parametrize("pp", [0, LAYERS + 1])
+def test_stages_that_can_not_share_the_layers_raise(pp: int) -> None:
+    with pytest.raises(ValueError, match=f"{pp} stages can't share {LAYERS} layers"):
+        plan_lanes(layout_of(1, 1, 4), layout_of(1, 1, 4, pp=pp))
+    with pytest.raises(ValueError, match="2 stages can't share 3 ranks"):
+        layout_of(1, 1, 4).over(3, 2)
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp", "heads"), SIZES)
@@ -81,9 +98,9 @@ def test_every_byte_arrives_once_where_it_belongs(
     source_tp: int, target_tp: int, heads: int, data: st.DataObject
 ) -> None:
     """Lanes, cuts, plans and segments, on arrays instead of links."""
-    kinds = data.draw(st.integers(1, 2))
-    source_layout = layout_of(source_tp, heads, data.draw(st.integers(1, 8)), kinds)
-    target_layout = layout_of(target_tp, heads, data.draw(st.integers(1, 8)), kinds)
+    kinds, stages = data.draw(st.integers(1, 2)), st.integers(1, LAYERS)
+    source_layout = layout_of(source_tp, heads, data.draw(st.integers(1, 8)), kinds, pp=data.draw(stages))
+    target_layout = layout_of(target_tp, heads, data.draw(st.integers(1, 8)), kinds, pp=data.draw(stages))
     num_tokens = data.draw(st.integers(1, 24))
     num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
     if data.draw(st.booleans()) and num_tokens - num_skipped < target_layout.block_size:
@@ -91,22 +108,56 @@ def test_every_byte_arrives_once_where_it_belongs(
     max_units = data.draw(st.integers(1, 9))
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    sources = [FakeStore(source_layout, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(source_tp)]
-    targets = [FakeStore(target_layout, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(target_tp)]
-    written: Counter[tuple[int, int, int, int]] = Counter()  # target rank, layer, unit, head
+    lanes = plan_lanes(source_layout, target_layout)
+    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
+    assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
+    for stage in range(source_layout.pp_size):
+        ranks = {lane.source_rank for lane in lanes if lane.source_rank // source_tp == stage}
+        assert len(ranks) >= min(source_tp, target_tp), "copies share the work"
+        assert source_tp % target_tp or len(ranks) == source_tp, "no rank idles"
+    sources, targets = stores_of(source_layout), stores_of(target_layout)
     for store in sources:
         write_prompt(store, source_ids, num_tokens)
-    lanes = plan_lanes(source_tp, target_tp, heads)
-    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
-    assert len({lane.source_rank for lane in lanes}) >= min(source_tp, target_tp), "copies share the work"
-    if source_tp % target_tp == 0:
-        assert {lane.source_rank for lane in lanes} == set(range(source_tp)), "no rank idles"
-    for lane in lanes:
+    _move(sources, targets, (source_ids, target_ids), range(num_skipped, num_tokens), max_units)
+    for target in targets:
+        assert_prompt(target, target_ids, range(num_skipped, num_tokens))
+
+
+@pytest.mark.parametrize(("source_pp", "target_pp"), [(1, 2), (2, 1), (2, 2)])
+def test_layers_with_windows_lie_in_other_groups_and_tensors_where_there_are_other_stages(
+    source_pp: int, target_pp: int
+) -> None:
+    """Of the whole model, layer 2 is in the second group's second tensor; of its first half alone, in a third group."""
+    whole = KVLayout("m", "bfloat16", 6, 2, HEAD_DIM, 4, windows=(0, 6, 6) * 2)
+    source_layout, target_layout = whole.over(source_pp, source_pp), whole.over(target_pp, target_pp)
+    assert incompatibility(source_layout, target_layout) is None
+    tables = tuple(tuple(range(at, at + 3 * 4)) for at in (5, 20))
+    sources, targets = stores_of(source_layout), stores_of(target_layout)
+    for store in sources:
+        write_prompt(store, tables[0], 15)
+    _move(sources, targets, tables, range(15), 4)
+    truth = truth_of(whole, 15)
+    for store in targets:
+        for layer in store.layout.layers_of(store.rank):
+            kept = slice(10 if layer % 3 else 0, 15)  # the one after them attends to 5 of them and itself
+            found = store.values(layer, tables[1], 15)[-5:] if layer % 3 else store.values(layer, tables[1], 15)
+            assert np.array_equal(found, truth[layer, kept])
+
+
+def _move(
+    sources: list[FakeStore], targets: list[FakeStore], tables: tuple[tuple[int, ...], ...], tokens: range, at_once: int
+) -> None:
+    """Everything over all lanes, each unit once: the KV of these tokens, of which there are `tokens.stop`."""
+    source_layout, target_layout = sources[0].layout, targets[0].layout
+    written: Counter[tuple[int, int, int, int]] = Counter()  # target rank, layer, unit, head
+    for lane in plan_lanes(source_layout, target_layout):
         from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
-        plan = ChunkPlan(groups=group_layers((0,) * LAYERS), num_tokens=num_tokens, num_ready_tokens=num_tokens)
-        plan.begin(from_cut.unit_tokens, num_skipped, from_cut.share)
-        while runs := plan.next_runs(max_units):
-            places = zip(_units(from_cut, runs, source_ids), _units(to_cut, runs, target_ids), strict=True)
+        plan = ChunkPlan(
+            groups=source_layout.groups, layers=lane.layers, num_tokens=tokens.stop, num_ready_tokens=tokens.stop
+        )
+        plan.begin(from_cut.unit_tokens, tokens.start, from_cut.share)
+        while runs := plan.next_runs(at_once):
+            places = zip(_units(from_cut, runs, tables[0]), _units(to_cut, runs, tables[1]), strict=True)
             for (layer, from_unit), (_, to_unit) in places:
                 unit = sources[lane.source_rank].read_units(layer, (from_unit,), from_cut)
                 assert len(unit) == from_cut.unit_bytes == to_cut.unit_bytes
@@ -114,8 +165,6 @@ def test_every_byte_arrives_once_where_it_belongs(
                 heads_there = range(to_cut.first_head, to_cut.first_head + to_cut.num_heads)
                 written.update((lane.target_rank, layer, to_unit, head) for head in heads_there)
         assert plan.all_taken
-    for target in targets:
-        assert_prompt(target, target_ids, range(num_skipped, num_tokens))
     assert set(written.values()) <= {1}, "nothing is sent twice"
 
 
@@ -125,7 +174,7 @@ def _units(cut: Cut, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[
 
 @pytest.mark.parametrize(("encoding", "num_bytes"), [("raw", 2 * 2 * 4 * 2 * 2), ("int8", 2 * 2 * 4 * (2 + 2))])
 def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None:
-    assert Cut(layout_of(1, 2, 4), 0, 2, 4, encoding).unit_bytes == num_bytes
+    assert lane_end(layout_of(1, 2, 4), 0, 2, 4, encoding).unit_bytes == num_bytes
 
 
 # --- the same with real senders and receivers, one for each rank ---
@@ -135,8 +184,7 @@ class Fleet:
     """All ranks of a source and of a target."""
 
     def __init__(self, source: KVLayout, target: KVLayout, transport: str = "tcp"):
-        self.sources = [FakeStore(source, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(source.tp_size)]
-        self.targets = [FakeStore(target, num_blocks=NUM_BLOCKS, rank=rank) for rank in range(target.tp_size)]
+        self.sources, self.targets = stores_of(source), stores_of(target)
         network = TcpNetwork(SECRET)
         common: dict[str, Any] = {"network": network, "config": FAST, "clock": time.monotonic}
         self._transports: list[Transports] = []
@@ -153,8 +201,13 @@ class Fleet:
 
     async def __aenter__(self) -> "Fleet":
         addresses = [address for receiver in self.receivers for address in await receiver.start("127.0.0.1")]
-        self.ticket = mint_ticket(SECRET, "r", P, D, tuple(addresses), source_ranks=len(self.senders))
+        self.ticket = self.mint(tuple(addresses))
         return self
+
+    def mint(self, addresses: tuple[Address, ...]) -> Ticket:
+        source, target = self.sources[0].layout, self.targets[0].layout
+        stages = {"source_stages": source.pp_size, "target_stages": target.pp_size}
+        return mint_ticket(SECRET, "r", P, D, addresses, source_ranks=source.num_ranks, **stages)
 
     async def __aexit__(self, *_: object) -> None:
         ends: list[Any] = [*self.senders, *self.receivers]
@@ -163,57 +216,70 @@ class Fleet:
 
 
 @pytest.mark.parametrize(
-    ("source_tp", "target_tp", "heads", "source_block", "target_block", "kinds"),
+    ("source_tp", "target_tp", "heads", "source_block", "target_block", "kinds", "stages"),
     [
-        (1, 1, 2, 4, 4, 2),
-        (1, 4, 4, 4, 4, 2),
-        (4, 1, 4, 4, 8, 2),
-        (2, 4, 4, 6, 4, 2),
-        (4, 2, 2, 3, 2, 2),
-        (8, 8, 2, 4, 4, 2),
-        (4, 8, 8, 8, 2, 2),
-        # Latents, which all ranks hold.
-        (1, 2, 1, 4, 4, 1),
-        (4, 2, 1, 4, 6, 1),
-        (2, 1, 1, 4, 4, 1),
-        (2, 4, 1, 4, 2, 1),
-        (3, 1, 1, 8, 4, 1),
-        (4, 2, 2, 4, 2, 2),
+        (1, 1, 2, 4, 4, 2, (1, 1)),
+        (1, 4, 4, 4, 4, 2, (1, 1)),
+        (4, 1, 4, 4, 8, 2, (1, 1)),
+        (2, 4, 4, 6, 4, 2, (1, 1)),
+        (4, 2, 2, 3, 2, 2, (1, 1)),
+        (8, 8, 2, 4, 4, 2, (1, 1)),
+        (4, 8, 8, 8, 2, 2, (1, 1)),
+        # Stages: of 3 layers they have 1 and 2, or 1 each.
+        (1, 1, 2, 4, 4, 2, (2, 1)),
+        (1, 2, 2, 4, 8, 2, (2, 3)),
+        (2, 1, 2, 4, 6, 2, (1, 2)),
+        # Latents, which all ranks of a stage hold.
+        (1, 2, 1, 4, 4, 1, (1, 1)),
+        (4, 2, 1, 4, 6, 1, (1, 1)),
+        (2, 1, 1, 4, 4, 1, (2, 1)),
+        (2, 4, 1, 4, 2, 1, (1, 2)),
+        (3, 1, 1, 8, 4, 1, (1, 1)),
+        (4, 2, 2, 4, 2, 2, (1, 1)),
     ],
 )
 async def test_ranks_of_unequal_workers_exchange_a_prompt(
-    source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int, kinds: int
+    source_tp: int,
+    target_tp: int,
+    heads: int,
+    source_block: int,
+    target_block: int,
+    kinds: int,
+    stages: tuple[int, int],
 ) -> None:
     num_tokens, num_skipped = 21, target_block
-    source = layout_of(source_tp, heads, source_block, kinds)
-    target = layout_of(target_tp, heads, target_block, kinds)
+    source = layout_of(source_tp, heads, source_block, kinds, pp=stages[0])
+    target = layout_of(target_tp, heads, target_block, kinds, pp=stages[1])
     source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
         outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
         incomings = [receiver.expect(fleet.ticket, target_ids, num_tokens, num_skipped) for receiver in fleet.receivers]
-        for tokens, layer, out in itertools.product((10, num_tokens), range(LAYERS), outs):
-            out.layer_ready(layer, tokens)
+        for tokens, (rank, out) in itertools.product((10, num_tokens), enumerate(outs)):
+            for layer in source.layers_of(rank):
+                out.layer_ready(layer, tokens)
         for out in outs:
             out.commit(TOKEN)
-        assert await asyncio.gather(*(incoming.verified() for incoming in incomings)) == [TOKEN] * target_tp
+        assert await asyncio.gather(*(incoming.verified() for incoming in incomings)) == [TOKEN] * target.num_ranks
         await asyncio.gather(*(out.done() for out in outs))
         for store in fleet.targets:
             assert_prompt(store, target_ids, range(num_skipped, num_tokens))
         for stats in (end.stats for ends in (fleet.senders, fleet.receivers) for end in ends):
             assert (stats.done, stats.failed, stats.in_flight) == (1, 0, 0)
         used = sum(len(sender.links()) for sender in fleet.senders)
-        assert used == len(plan_lanes(source_tp, target_tp, heads))
+        assert used == len(plan_lanes(source, target))
 
 
+@pytest.mark.parametrize("pp", [1, 3])
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1), (2, 2), (2, 4), (3, 1), (4, 2)])
 async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_equally_much(
-    source_tp: int, target_tp: int
+    source_tp: int, target_tp: int, pp: int
 ) -> None:
-    """What one end of every link counts, of a prompt of 13 blocks of which the target has the first."""
+    """What one end of every link counts, of a prompt of 13 blocks of which the target has the first, over as many
+    stages on both sides."""
     block_size, num_tokens = 4, 52
-    source, target = (layout_of(tp, 1, block_size, kinds=1) for tp in (source_tp, target_tp))
+    source, target = (layout_of(tp, 1, block_size, kinds=1, pp=pp) for tp in (source_tp, target_tp))
     blocks = block_table(num_tokens, block_size, 1)
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
@@ -223,9 +289,9 @@ async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_
         for out in outs:
             out.commit(TOKEN)
         await asyncio.gather(*(end.end() for end in (*outs, *incomings)))
-        latents = 48 * source.token_bytes
-        assert [receiver.stats.bytes for receiver in fleet.receivers] == [latents] * target_tp
-        assert [sender.stats.bytes for sender in fleet.senders] == [latents * target_tp // source_tp] * source_tp
+        latents = 48 * source.token_bytes // pp  # of a stage
+        assert [receiver.stats.bytes for receiver in fleet.receivers] == [latents] * target.num_ranks
+        assert [sender.stats.bytes for sender in fleet.senders] == [latents * target_tp // source_tp] * source.num_ranks
 
 
 async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches() -> None:
@@ -260,7 +326,10 @@ async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None
 async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
     async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
         odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
-        await fails(fleet.senders[0].open(odd, 8, (0, 1), 8).done(), match="counts 2 ranks, and this worker has 1")
+        await fails(
+            fleet.senders[0].open(odd, 8, (0, 1), 8).done(),
+            match="counts 2 ranks in 1 stages, and this worker has 1 in 1",
+        )
 
 
 async def test_a_rank_whose_heads_copies_send_is_done_with_its_commit() -> None:

@@ -29,9 +29,9 @@ NETWORK = TcpNetwork(SECRET)
 class OtherRank:
     """A rank other than 0: its connection and its part of the transfers. It has no engine."""
 
-    def __init__(self, connection: Connection, sender: KVSender, receiver: KVReceiver):
+    def __init__(self, connection: Connection, sender: KVSender, receiver: KVReceiver, layers: range = range(LAYERS)):
         self.connection = connection
-        self.transfers = RankTransfers(sender=sender, receiver=receiver, num_layers=LAYERS, tell=connection.send)
+        self.transfers = RankTransfers(sender=sender, receiver=receiver, layers=layers, tell=connection.send)
         self.task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:

@@ -83,7 +83,9 @@ def test_blocks_under_a_chunk_are_never_let_go_before_it_ends_unless_the_link_is
 
 
 def make(num_tokens: int = 10, *, layers: int = 2, ready: int = 0, skip: int = 0) -> ChunkPlan:
-    plan = ChunkPlan(groups=group_layers((0,) * layers), num_tokens=num_tokens, num_ready_tokens=ready)
+    plan = ChunkPlan(
+        groups=group_layers((0,) * layers), layers=range(layers), num_tokens=num_tokens, num_ready_tokens=ready
+    )
     plan.begin(4, skip)
     return plan
 
@@ -132,7 +134,9 @@ def test_every_unit_of_every_layer_is_taken_exactly_once_in_any_order_of_events(
     unit_tokens = data.draw(st.integers(1, 8))
     max_units = data.draw(st.integers(1, 5))
     ready = [data.draw(st.integers(0, num_tokens))] * layers
-    plan = ChunkPlan(groups=group_layers((0,) * layers), num_tokens=num_tokens, num_ready_tokens=ready[0])
+    plan = ChunkPlan(
+        groups=group_layers((0,) * layers), layers=range(layers), num_tokens=num_tokens, num_ready_tokens=ready[0]
+    )
     num_units = -(-num_tokens // unit_tokens)
     skipped = data.draw(st.integers(0, num_units))
     begins_after = data.draw(st.integers(0, 5))

@@ -9,7 +9,8 @@ from twostroke.protocol.verdicts import Verdict
 
 _SOURCE, _TARGET = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 TRANSFER_ID = _ID = bytes(range(200, 216))
-_TICKET = Ticket(_ID, "request", _SOURCE, _TARGET, (Address("127.0.0.1", 65535), Address("::1", 1)), 2, b"m" * 16)
+_ENDS = Address("127.0.0.1", 65535), Address("::1", 1)
+_TICKET = Ticket(_ID, "request", _SOURCE, _TARGET, _ENDS, 2, 2, 1, b"m" * 16)
 _LAYOUT = KVLayout("0123abcd", "bfloat16", 32, 8, 128, 16, 2)
 _PARAMS: dict[str, str | int] = {"host": "127.0.0.1", "port": 65535, "token": "ff" * 16}
 _TOKEN = SampledToken(151935, -0.5, ((42, -0.5), (7, -1.5)))

@@ -88,13 +88,24 @@ def test_ranks_share_the_heads_in_order_and_hold_copies_where_there_are_more_of_
     assert [many.first_head(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+def test_stages_share_the_layers_in_order_and_their_ranks_the_heads():
+    staged = changed(num_layers=7, tp_size=2, pp_size=3)
+    assert staged.num_ranks == 6
+    assert [staged.layers_of(rank) for rank in range(0, 6, 2)] == [range(0, 2), range(2, 4), range(4, 7)]
+    assert [staged.layers_of(rank) for rank in range(1, 6, 2)] == [staged.layers_of(rank) for rank in range(0, 6, 2)]
+    assert [staged.first_head(rank) for rank in range(6)] == [0, 4] * 3
+    alike = changed(num_layers=8, windows=(0, 4) * 4, pp_size=2)
+    assert [alike.groups_of(rank).windows for rank in range(4)] == [alike.groups.windows] * 4
+    assert {alike.groups_of(rank).num_tensors for rank in range(4)} == {2}
+
+
 def test_a_block_holds_keys_and_values_of_a_ranks_heads():
     assert LAYOUT.block_bytes == 2 * 4 * 16 * 64 * 2
     assert changed(dtype="float32").block_bytes == 2 * LAYOUT.block_bytes
 
 
 def test_block_sizes_and_tensor_parallel_sizes_may_differ():
-    assert incompatibility(LAYOUT, changed(block_size=64, tp_size=8)) is None
+    assert incompatibility(LAYOUT, changed(block_size=64, tp_size=8, pp_size=2)) is None
     assert incompatibility(LAYOUT, LAYOUT) is None
 
 
@@ -109,11 +120,20 @@ def test_block_sizes_and_tensor_parallel_sizes_may_differ():
         ({"dtype": "float16"}, "the KV dtype differs: bfloat16 at the source, float16 at the target"),
         ({"tp_size": 3}, "the target's layout can't be: 3 tensor-parallel ranks can't share 8 KV heads evenly"),
         ({"tp_size": 0}, "the target's layout can't be: a size is not positive"),
+        ({"pp_size": 0}, "the target's layout can't be: a size is not positive"),
+        ({"pp_size": 3}, "the target's layout can't be: 3 pipeline stages can't share 2 layers"),
         ({"block_size": 0}, "the target's layout can't be: a size is not positive"),
     ],
 )
 def test_what_can_not_go_is_told_with_both_sides_values(fields: dict[str, Any], text: str):
     assert str(incompatibility(LAYOUT, changed(**fields))).startswith(text)
+
+
+def test_every_stage_has_each_kind_of_layer_in_the_models_proportion():
+    uneven = changed(num_layers=4, windows=(0, 0, 4, 4), pp_size=2)
+    assert str(incompatibility(uneven, uneven)).startswith(
+        "the source's layout can't be: 2 pipeline stages do not each"
+    )
 
 
 def test_dtypes_may_differ_where_the_kv_is_encoded_on_its_way():
@@ -189,6 +209,8 @@ def test_no_two_tickets_share_a_transfer_id():
         {"target_addresses": (Address("127.0.0.1", 10),)},
         {"target_addresses": (*HOME, *HOME)},
         {"source_ranks": 2},
+        {"source_stages": 2},
+        {"target_stages": 2},
         {"mac": b""},
     ],
 )

@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.kv_pair import BytesStore, link_threads, make_transport, open_descriptors, settle, warm_up_torch
+from tests.rigs.kv_pair import (
+    BytesStore,
+    lane_end,
+    link_threads,
+    make_transport,
+    open_descriptors,
+    settle,
+    warm_up_torch,
+)
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import sockets
 from twostroke.protocol.kv_layout import Encoding
@@ -70,7 +78,7 @@ async def two(name: str, source: BytesStore, target: BytesStore, **options: Any)
 
 def blocks(store: BytesStore, encoding: Encoding = "raw") -> Cut:
     """Whole blocks as units."""
-    return Cut(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
+    return lane_end(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
 
 
 async def join(sending: Any, receiving: Any, source_cut: Cut, target_cut: Cut | None = None) -> tuple[Any, Any]:

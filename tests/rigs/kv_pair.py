@@ -22,7 +22,7 @@ from twostroke.kvtransfer.transports import Transports
 from twostroke.kvtransfer.transports.shm import ShmTransport
 from twostroke.kvtransfer.transports.tcp import TcpTransport
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.messages import Reach
 from twostroke.protocol.network import Network, TcpNetwork
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
@@ -48,17 +48,27 @@ class BytesStore:
         num_kv_heads: int = 1,
         block_size: int = BLOCK_SIZE,
         tp_size: int = 1,
+        pp_size: int = 1,
         rank: int = 0,
         windows: tuple[int, ...] = (),
         kinds: int = 2,
     ):
         self.layout = KVLayout(
-            model, dtype, num_layers, num_kv_heads, head_dim, block_size, tp_size, windows=windows, kinds=kinds
+            model,
+            dtype,
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            tp_size,
+            windows=windows,
+            kinds=kinds,
+            pp_size=pp_size,
         )
         self.rank = rank
         self.num_blocks = num_blocks
         self.block_bytes = self.layout.block_bytes
-        self.layers = [bytearray(num_blocks * self.block_bytes) for _ in range(self.layout.num_tensors)]
+        self.layers = [bytearray(num_blocks * self.block_bytes) for _ in range(self.layout.groups_of(rank).num_tensors)]
 
     def layer_bytes(self, layer: int) -> memoryview:
         return memoryview(self.layers[layer])
@@ -82,6 +92,13 @@ FAST = TransferConfig(lease_s=20.0, progress_s=20.0)
 
 LIMIT_S = 60.0
 """A test that waits for what never comes fails, instead of holding up the others."""
+
+
+def lane_end(
+    layout: KVLayout, first_head: int, num_heads: int, unit_tokens: int, encoding: Encoding, rank: int = 0
+) -> Cut:
+    """Of all the layers that this rank has."""
+    return Cut(layout, rank, layout.layers_of(rank), first_head, num_heads, unit_tokens, encoding)
 
 
 @dataclass
@@ -113,7 +130,7 @@ class Pair:
     def target_cut(self) -> Cut:
         """The target's end of the one lane."""
         layout = self.target.layout
-        return Cut(layout, 0, layout.heads_per_rank, layout.block_size, "raw")
+        return lane_end(layout, 0, layout.heads_per_rank, layout.block_size, "raw")
 
 
 Wrap = Callable[[Transport], Transport]
@@ -196,7 +213,7 @@ async def warm_up_torch() -> None:
     """Let torch and gloo open what they keep for the process's life, so that it does not look like a leak."""
     if not _torch_warmth():
         store = BytesStore()
-        cut = Cut(store.layout, 0, 1, BLOCK_SIZE, "raw")
+        cut = lane_end(store.layout, 0, 1, BLOCK_SIZE, "raw")
         source, target = make_transport("torch_distributed", store), make_transport("torch_distributed", store)
         pending = await target.prepare("127.0.0.1", cut)
         await asyncio.gather(source.join(pending.params, cut), pending.established())

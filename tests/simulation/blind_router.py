@@ -60,7 +60,9 @@ class BlindPulls(Delegate):
             source.peer,
             target.peer,
             target.transfer_addresses,
-            source_ranks=source.layout.tp_size,
+            source_ranks=source.layout.num_ranks,
+            source_stages=source.layout.pp_size,
+            target_stages=target.layout.pp_size,
         )
         self._channels.send(source.peer, SendPrefix(ticket, request.token_ids, request.cache_salt))
         return ticket

@@ -57,7 +57,7 @@ def test_with_windows_a_quarter_of_the_bytes_is_enough_at_32k_tokens_in_memory_a
     most, held = hold_prompt(groups, num_tokens, block_size, 2048)
     assert held * groups.num_tensors * block_size / whole <= 0.20
     assert most * groups.num_tensors * block_size / whole <= 0.25
-    plan = ChunkPlan(groups=groups, num_tokens=num_tokens, num_ready_tokens=num_tokens)
+    plan = ChunkPlan(groups=groups, layers=range(24), num_tokens=num_tokens, num_ready_tokens=num_tokens)
     plan.begin(block_size, 0)
     sent = sum(run.num_units for run in iter(lambda: plan.next_runs(1 << 20), ()) for run in run) * block_size
     assert plan.all_taken

@@ -43,10 +43,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
 from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
+from twostroke.model.sizes import INT4_GROUP
 
 Bits = Literal[16, 8, 4]
 """Of a weight: 16 for any float type, fp32 too."""

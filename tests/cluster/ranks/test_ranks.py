@@ -21,6 +21,7 @@ from twostroke.cluster.ranks.worker_parts import check_step_size
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     OpenTransfer,
     RankCopy,
@@ -47,7 +48,7 @@ class FakeParts:
         self.gate = asyncio.Event()
         self.notes: list[str] = []
         self.noted = asyncio.Event()
-        self.store = SimpleNamespace(layout=SimpleNamespace(num_layers=2))
+        self.store = SimpleNamespace(rank=1, layout=KVLayout("m", "bfloat16", 2, 2, 8, 4, tp_size=2))
         self.loaded = SimpleNamespace(engine=self)
         self.sender = self.receiver = self
         self.stats = TransferStats()

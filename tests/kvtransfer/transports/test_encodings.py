@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.rigs.kv_pair import lane_end
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.transports.host_units import decode, encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
@@ -19,7 +20,7 @@ ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 def cut_of(dtype: str, encoding: Encoding, *, heads: int = 2, unit_tokens: int = 4, head_dim: int = 24) -> Cut:
     layout = KVLayout("m", dtype, num_layers=1, num_kv_heads=4, head_dim=head_dim, block_size=8)
-    return Cut(layout, first_head=1, num_heads=heads, unit_tokens=unit_tokens, encoding=encoding)
+    return lane_end(layout, first_head=1, num_heads=heads, unit_tokens=unit_tokens, encoding=encoding)
 
 
 def there_and_back(values: Tensor, encoding: Encoding, dtype: str) -> Tensor:

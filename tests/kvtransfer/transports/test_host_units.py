@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.rigs.kv_pair import BytesStore
+from tests.rigs.kv_pair import BytesStore, lane_end
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import (
     BATCH_BYTES,
@@ -38,7 +38,7 @@ def cases(draw: st.DrawFn) -> tuple[BytesStore, Cut, list[Segment]]:
         kinds=draw(st.integers(1, 2)),
     )
     store.fill(draw(st.integers(0, 9)))
-    cut = Cut(store.layout, first_head, draw(st.integers(1, heads - first_head)), unit_tokens, "raw")
+    cut = lane_end(store.layout, first_head, draw(st.integers(1, heads - first_head)), unit_tokens, "raw")
     unit_ids = st.integers(0, store.num_blocks * parts - 1)
     segments = st.builds(Segment, st.integers(0, 2), st.lists(unit_ids, max_size=9, unique=True).map(tuple))
     return store, cut, draw(st.lists(segments, max_size=4))
@@ -104,7 +104,7 @@ def test_unpacked_units_land_where_they_belong_and_nothing_else_changes(
 
 def test_adjacent_blocks_are_one_view() -> None:
     store = BytesStore(2, 16)
-    units = HostUnits(store, Cut(store.layout, 0, 1, 4, "raw"))
+    units = HostUnits(store, lane_end(store.layout, 0, 1, 4, "raw"))
     views = units.views([Segment(0, (3, 4, 5, 9, 8)), Segment(1, (9,))])
     assert [view.nbytes // store.block_bytes for view in views] == [3, 1, 1, 1]
 
@@ -112,7 +112,7 @@ def test_adjacent_blocks_are_one_view() -> None:
 @pytest.mark.parametrize("segment", [Segment(0, (16,)), Segment(0, (3, -1)), Segment(2, (0,)), Segment(-1, (0,))])
 def test_units_that_a_store_has_not_are_refused(segment: Segment) -> None:
     store = BytesStore(2, 8, num_kv_heads=2)
-    whole, part = Cut(store.layout, 0, 2, 4, "raw"), Cut(store.layout, 0, 1, 2, "raw")
+    whole, part = lane_end(store.layout, 0, 2, 4, "raw"), lane_end(store.layout, 0, 1, 2, "raw")
     if segment.unit_ids == (16,):
         assert HostUnits(store, part).pack([Segment(0, (15,))], np.empty(10**4, np.uint8)) is None
     buffer = np.zeros(10**4, np.uint8)
@@ -160,7 +160,7 @@ def test_what_goes_out_comes_in_at_a_store_with_other_blocks(encoding: Encoding,
     target = BytesStore(1, 160, 128, num_kv_heads=4, block_size=4) if unit_tokens == 4 else make_like(source.layout)
     values = np.random.default_rng(3).standard_normal(source.num_blocks * source.block_bytes // 2).astype(np.float32)
     source.layers[0][:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # bf16
-    cuts = [Cut(store.layout, 1, 2, unit_tokens, encoding) for store in (source, target)]
+    cuts = [lane_end(store.layout, 1, 2, unit_tokens, encoding) for store in (source, target)]
     num_units = source.num_blocks * cuts[0].units_per_block
     from_ids, to_ids = (tuple(random.Random(seed).sample(range(num_units), num_units)) for seed in (1, 2))
     out, into = HostWire(source, cuts[0]), HostWire(target, cuts[1])

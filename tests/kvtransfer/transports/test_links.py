@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.rigs.kv_links import NAMES, SharedBytesStore, blocks, linked, move, two
-from tests.rigs.kv_pair import BytesStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from tests.rigs.kv_pair import BytesStore, lane_end
+from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.protocol.errors import ConfigError, ConnectionLost
 
@@ -42,7 +42,7 @@ async def test_heads_and_blocks_of_other_sizes_are_filled_where_they_belong(name
     source = SharedBytesStore(1, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
     target = SharedBytesStore(1, 160, 512, num_kv_heads=4, block_size=4)
     source.fill(1)
-    source_cut, target_cut = Cut(source.layout, 1, 1, 4, "raw"), Cut(target.layout, 3, 1, 4, "raw")
+    source_cut, target_cut = lane_end(source.layout, 1, 1, 4, "raw"), lane_end(target.layout, 3, 1, 4, "raw")
     order = tuple(random.Random(1).sample(range(160), 160))
     async with linked(name, source, target, source_cut, target_cut) as ends:
         assert await move(ends, [Segment(0, order)], [Segment(0, tuple(range(160)))])

@@ -20,11 +20,12 @@ import msgspec
 import pytest
 
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, mappings, two
-from tests.rigs.kv_pair import open_descriptors
-from twostroke.kvtransfer.rules.layout import Segment
+from tests.rigs.kv_pair import BLOCK_SIZE, open_descriptors
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import local, shm, sockets
 from twostroke.kvtransfer.transports.shm import ShmPool, receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.messages import Run
 
 
 def filled(*sizes: int) -> SharedBytesStore:
@@ -53,6 +54,23 @@ async def test_units_that_the_source_has_not_break_the_link_before_anything_is_r
         with pytest.raises(ConnectionLost, match="closed"):
             await receiver.receive([Segment(0, (5, 6))], 1)
         assert not any(target.layers[0])
+
+
+async def test_a_target_with_other_stages_reads_each_layer_from_the_tensor_that_holds_it_there() -> None:
+    """Of six layers in three groups, the target's stage has the last three: one tensor, the source's second."""
+    source, windows = SharedBytesStore(6, 16, windows=(0, 8, 8) * 2), (0, 8, 8) * 2
+    target = SharedBytesStore(6, 16, windows=windows, pp_size=2, rank=1)
+    source.fill(1)
+    layers, table = range(3, 6), tuple(range(6))
+    cuts = [Cut(store.layout, store.rank, layers, 0, 1, BLOCK_SIZE, "raw") for store in (source, target)]
+    async with linked("shm", source, target, *cuts) as (sender, receiver):
+        runs = tuple(Run(layer, 0, 2) for layer in layers)
+        sent, received = (cut.segments(runs, table) for cut in cuts)
+        await asyncio.gather(sender.send(sent, 9), receiver.receive(received, 9))
+    for layer, (there, here) in zip(layers, ((0, 0), (2, 1), (2, 2)), strict=True):  # groups of table rows
+        tensor = source.layout.groups.tensor_of_layer[layer]
+        for row in range(2):
+            assert target.block(0, 3 * row + here) == source.block(tensor, 3 * row + there), (layer, row)
 
 
 async def test_a_source_runs_only_a_few_chunks_ahead_of_its_target() -> None:
@@ -213,7 +231,7 @@ STORE = SharedBytesStore(3, 16, num_kv_heads=2)
 
 def described(**changes: Any) -> bytes:
     offsets = tuple(STORE.layer_offset(layer) for layer in range(3))
-    pool = ShmPool(STORE.layout, STORE.num_blocks, 0, 2, 4, offsets)
+    pool = ShmPool(STORE.layout, 0, STORE.num_blocks, 0, 2, 4, offsets)
     return msgspec.msgpack.encode(msgspec.structs.replace(pool, **changes))
 
 
@@ -233,6 +251,9 @@ def hand_over(end: socket.socket, descriptor: int, payload: bytes) -> None:
         (described(layer_offsets=(0,)), "places 1 of its 3 layers"),
         (described(first_head=1), "heads that its cache has not"),
         (described(first_head=-1), "heads that its cache has not"),
+        (described(rank=1), "layers that its cache has not"),
+        (described(rank=-1), "layers that its cache has not"),
+        (described(layout=msgspec.structs.replace(STORE.layout, pp_size=3)), "layers that its cache has not"),
         (described(num_heads=1), "other units"),
         (described(unit_tokens=2), "other units"),
         (described(layout=msgspec.structs.replace(STORE.layout, model="other")), "doesn't fit"),

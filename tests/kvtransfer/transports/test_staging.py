@@ -7,7 +7,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.rigs.kv_pair import BytesStore
+from tests.rigs.kv_pair import BytesStore, lane_end
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import staging as staging_buffers
 from twostroke.kvtransfer.transports.host_units import HostUnits, encode
@@ -33,7 +33,7 @@ def segments_of(seed: int, cut: Cut, num_blocks: int = 20) -> list[Segment]:
 
 
 def raw_units(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
-    raw = Cut(cut.layout, cut.first_head, cut.num_heads, cut.unit_tokens, "raw")
+    raw = lane_end(cut.layout, cut.first_head, cut.num_heads, cut.unit_tokens, "raw")
     out = np.zeros(sum(len(segment.unit_ids) for segment in segments) * raw.unit_bytes, np.uint8)
     HostUnits(store, raw).pack(segments, out)
     return out.tobytes()
@@ -45,7 +45,7 @@ def test_a_buffer_holds_the_units_as_on_the_wire_and_is_unpacked_where_the_table
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
     source, target = store_of(1), store_of()
-    cut = Cut(source.layout, first, heads, tokens, encoding)
+    cut = lane_end(source.layout, first, heads, tokens, encoding)
     packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
     sent, received = segments_of(1, cut), segments_of(2, cut)
     packed = packing.buffer(1, 18)
@@ -69,7 +69,7 @@ def test_a_buffer_holds_the_units_as_on_the_wire_and_is_unpacked_where_the_table
 @pytest.mark.parametrize("encoding", ["raw", "int8"])
 def test_a_damaged_chunk_touches_no_block(encoding: Encoding) -> None:
     source, target = store_of(1), store_of()
-    cut = Cut(source.layout, 0, 4, 4, encoding)
+    cut = lane_end(source.layout, 0, 4, 4, encoding)
     packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
     packed = packing.buffer(0, 18)
     packing.pack(segments_of(1, cut), 7, packed)
@@ -83,7 +83,7 @@ def test_a_damaged_chunk_touches_no_block(encoding: Encoding) -> None:
 
 def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
     store = store_of()
-    cut = Cut(store.layout, 0, 4, 4, "raw")
+    cut = lane_end(store.layout, 0, 4, 4, "raw")
     staging = HostStaging(store, cut)
     for index in range(HostStaging.num_buffers):
         large = staging.buffer(index, 18)
@@ -97,7 +97,7 @@ def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = store_of()
-    cut = Cut(store.layout, 0, 4, 4, "raw")
+    cut = lane_end(store.layout, 0, 4, 4, "raw")
     for max_chunk_bytes, room in ((10 * cut.unit_bytes, 10), (1, 2)):
         monkeypatch.setattr(staging_buffers, "MAX_CHUNK_BYTES", max_chunk_bytes)
         staging = HostStaging(store, cut)

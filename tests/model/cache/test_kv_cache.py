@@ -15,8 +15,9 @@ import torch
 
 from tests.model.conftest import TINY
 from twostroke.kvtransfer.link import DeviceStore, HostStore, SharedStore
-from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
+from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import parse_model_config
+from twostroke.model.sizes import kv_block_bytes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -54,7 +55,7 @@ def mapped() -> int:
 def test_a_block_of_a_layer_is_one_piece_of_bytes() -> None:
     cache = shared_cache()
     assert (len(cache.tensors), cache.num_blocks, cache.block_size) == (3, 5, 4)
-    assert cache.block_bytes * len(cache.tensors) == kv_block_bytes(CONFIG, 4, torch.bfloat16)
+    assert cache.block_bytes * len(cache.tensors) == kv_block_bytes(CONFIG, 4, 2)
     view = cache.layer_bytes(1)
     assert view.nbytes == cache.num_blocks * cache.block_bytes
     assert not view.readonly
@@ -202,7 +203,7 @@ def test_of_latents_a_token_takes_what_the_papers_count(layers: int, name: str, 
     dense = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "num_attention_heads": 128}
     raw = {**TINY, **sizes, **dense, "num_key_value_heads": 128, "architectures": [f"{name}ForCausalLM"]}
     config = parse_model_config(raw, "test")
-    assert kv_block_bytes(config, 1, torch.bfloat16) == kv_block_bytes(config, 1, torch.bfloat16, 8) == of_token
+    assert kv_block_bytes(config, 1, 2) == kv_block_bytes(config, 1, 2, 8) == of_token
     layout = KVLayout("", "bfloat16", layers, config.num_kv_heads, config.head_dim, 16, kinds=config.kv_kinds)
     assert layout.token_bytes == of_token
     assert round(2 * 128 * 128 * layers * 2 / of_token) == 57

@@ -8,10 +8,8 @@ import torch
 from twostroke.model.batch import check_batch
 from twostroke.model.cache import memory
 from twostroke.model.cache.memory import (
-    CUDA_CONTEXT_BYTES,
     GpuMemory,
     MemoryNeed,
-    StepBounds,
     cache_bytes_on_gpu,
     cache_bytes_on_host,
     check_memory,
@@ -19,6 +17,7 @@ from twostroke.model.cache.memory import (
     describe_cache,
 )
 from twostroke.model.load import largest_batch
+from twostroke.model.sizes import CUDA_CONTEXT_BYTES, StepBounds
 from twostroke.protocol.errors import ConfigError
 
 GIB = 2**30

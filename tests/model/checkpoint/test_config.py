@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
-from twostroke.model.checkpoint.weights import num_parameters
 from twostroke.model.config import RopeConfig
+from twostroke.model.sizes import num_parameters
 from twostroke.protocol.errors import ConfigError
 
 LLAMA: dict[str, Any] = {

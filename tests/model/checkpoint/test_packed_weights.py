@@ -22,7 +22,7 @@ from tests.model.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, 
 from tests.model.test_experts import choices
 from twostroke.model.backend import Experts, LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights, stored_forms
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
@@ -33,6 +33,7 @@ from twostroke.model.cpu.linears import CpuQuantizedLinear
 from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.sizes import stored_forms
 from twostroke.protocol.errors import ConfigError
 
 Packed = tuple[dict[str, Tensor], Tensor]

@@ -7,16 +7,9 @@ import pytest
 import torch
 
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.checkpoint.decoder_weights import weight_bytes
-from twostroke.model.checkpoint.quantization import (
-    QuantizedWeight,
-    common_form,
-    one_below_the_other,
-    quantize,
-    two_byte_scales,
-)
-from twostroke.model.checkpoint.weights import expected_shapes
+from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other, quantize, two_byte_scales
 from twostroke.model.config import WeightForm
+from twostroke.model.sizes import common_form, expected_shapes, weight_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -59,11 +52,11 @@ def test_the_bytes_of_quantised_weights_are_those_that_their_parts_take(is_tied:
     norms_and_biases = (7 * 128 + 3 * (2 * 192 + 128)) * 2
     rows = {128: 3 * (128 + 64 + 64 + 128 + 2 * 192), 192: 3 * 128}  # of projections, by their columns
     plain = sum(torch.Size(shape).numel() for _, shape in expected_shapes(config)) * 2
-    assert weight_bytes(config, torch.bfloat16, "none") == plain
+    assert weight_bytes(config, 2, "none") == plain
     int8 = sum(count * (columns + 4) for columns, count in rows.items())
     int4 = sum(count * (columns // 2 + columns // 64 * 2 + 4) for columns, count in rows.items())
-    assert weight_bytes(config, torch.bfloat16, "int8") == norms_and_biases + table + head + int8
-    assert weight_bytes(config, torch.bfloat16, "int4") == norms_and_biases + table + head + int4
+    assert weight_bytes(config, 2, "int8") == norms_and_biases + table + head + int8
+    assert weight_bytes(config, 2, "int4") == norms_and_biases + table + head + int4
 
 
 def random_weight(bits: Literal[8, 4], group: int, offsets: bool, rows: int = 5) -> QuantizedWeight:

@@ -4,12 +4,11 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 from tests.model.conftest import TINY
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.checkpoint.decoder_weights import stored_forms, weight_bytes, weights_as
 from twostroke.model.config import ModelConfig, StoredQuantization, WeightForm
+from twostroke.model.sizes import stored_forms, weight_bytes, weights_as
 from twostroke.protocol.errors import ConfigError
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -99,12 +98,12 @@ def test_the_bytes_are_those_of_the_form_that_they_are_held_in() -> None:
     weights, rows = 2 * (4 * 256 * 256 + 3 * 256 * 512), 2 * (4 * 256 + 2 * 512 + 256)
     others = (2 * 96 * 256 + 5 * 256) * 2
     awq = weights // 2 + weights // 128 * 4 + rows * 4
-    assert weight_bytes(config, torch.bfloat16, "auto") == others + awq
-    assert weight_bytes(config, torch.bfloat16, "none") == others + 2 * weights
+    assert weight_bytes(config, 2, "auto") == others + awq
+    assert weight_bytes(config, 2, "none") == others + 2 * weights
     assert weights_as("auto", stored_forms(config)) == "int4 (groups of 128)"
     # What is computed by one projection is held in one form: keys that are left leave queries and values, too.
     mixed = parsed({"quant_method": "awq", "modules_to_not_convert": ["k_proj", "gate_proj"]}, **sizes)
     plain = 2 * (3 * 256 * 256 + 2 * 256 * 512)
     held = weights - plain
     expected = 2 * plain + held // 2 + held // 128 * 4 + 2 * (256 + 256) * 4
-    assert weight_bytes(mixed, torch.bfloat16, "auto") == others + expected
+    assert weight_bytes(mixed, 2, "auto") == others + expected

@@ -18,7 +18,7 @@ from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
+from twostroke.model.cache.memory import GpuMemory
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
@@ -35,10 +35,10 @@ from twostroke.model.parallel.tensor_parallel import (
     Shard,
     SingleRank,
     TensorParallel,
-    check_size,
 )
 from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.sizes import CUDA_CONTEXT_BYTES, StepBounds, check_size
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams

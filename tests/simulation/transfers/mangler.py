@@ -213,6 +213,7 @@ def _altered_ticket(draw: random.Random, ticket: Ticket) -> Ticket:
             replace(ticket, target=_other_epoch(ticket.target)),
             replace(ticket, request_id="another"),
             replace(ticket, source_ranks=ticket.source_ranks + 1),
+            replace(ticket, source_stages=ticket.source_stages + 1),
         )
     )
 
@@ -258,6 +259,7 @@ def _altered_hello(draw: random.Random, hello: Hello) -> Hello:
             replace(kv.layout, block_size=kv.layout.block_size * 2),
             replace(kv.layout, num_layers=kv.layout.num_layers + 1),
             replace(kv.layout, tp_size=0),
+            replace(kv.layout, pp_size=kv.layout.pp_size + 1),
             replace(kv.layout, dtype="float99"),
         )
     )

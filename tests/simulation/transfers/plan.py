@@ -49,10 +49,11 @@ noticed before its next transfer, which fails.)"""
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One worker; its ranks share everything but their KV heads."""
+    """One worker; its ranks share everything but their layers and KV heads."""
 
     block_size: int
     tp_size: int
+    pp_size: int
     max_chunk_bytes: int
 
 
@@ -140,7 +141,12 @@ def make_plan(seed: int) -> Plan:
     ranks = (min(ranks[0], heads), min(ranks[1], heads))
     num_workers = draw.choice((2, 2, 2, 3))
     chunk_bytes = draw.choice((1, 24, 48, 96, 65536))
-    workers = tuple(WorkerPlan(sizes[number % 2], ranks[number % 2], chunk_bytes) for number in range(num_workers))
+    stages = draw.choice(((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)))
+    stages = (min(stages[0], num_layers), min(stages[1], num_layers))
+    workers = tuple(
+        WorkerPlan(sizes[number % 2], ranks[number % 2], stages[number % 2], chunk_bytes)
+        for number in range(num_workers)
+    )
     faulty = draw.random() < 0.8
     num_transfers = draw.choice((1, 1, 2, 2, 3)) if max(ranks) == 1 else 1
     transfers = tuple(_make_transfer(draw, number, workers, num_layers) for number in range(num_transfers))

@@ -39,6 +39,7 @@ class Process(VirtualProcess):
             num_layers=plan.num_layers,
             block_size=worker.block_size,
             tp_size=worker.tp_size,
+            pp_size=worker.pp_size,
             num_kv_heads=plan.num_kv_heads,
         )
         config = TransferConfig(
@@ -58,7 +59,7 @@ class Process(VirtualProcess):
                 SECRET,
                 plan.links_from,
             )
-            for rank in range(worker.tp_size)
+            for rank in range(layout.num_ranks)
         )
 
     async def start(self) -> None:
@@ -140,8 +141,9 @@ class Sides:
             for layer in range(self.plan.num_layers):
                 await asyncio.sleep(one.layer_s)
                 for rank, table, transfer in zip(process.ranks, tables, transfers, strict=True):
-                    _write(rank, table, truth, ready, step, layer)
-                    transfer.layer_ready(layer, step)
+                    if layer in _layers(rank.store):
+                        _write(rank, table, truth, ready, step, layer)
+                        transfer.layer_ready(layer, step)
             ready = step
         if one.source_act == "fall silent":
             asyncio.get_running_loop().call_later(3 * PROGRESS_S, _abort_all, transfers, "the source wakes up")
@@ -191,7 +193,7 @@ class Sides:
                 process.peer,
                 target.peer,
                 target.addresses,
-                source_ranks=len(process.ranks),
+                **stages_of(process, target),
             )
             floods.append(rank.sender.open(ticket, 1, table, 1))
         await asyncio.sleep(one.source_act_after_s)
@@ -207,7 +209,8 @@ class Sides:
         """Let another worker send on a ticket that nobody has signed for it."""
         forger = next(other for other in self.processes if other.number not in (one.source, one.target))
         if not forger.is_dead:
-            forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
+            shape = stages_of(forger, self.processes[one.target])
+            forged = replace(ticket, source=forger.peer, mac=bytes(16), **shape)
             problem = f"a forged ticket was good for transfer {one.number}"
             forger.spawn(self._send_in_vain(forger, one, forged, problem), f"forger of transfer {one.number}")
             await asyncio.sleep(one.source_act_after_s)
@@ -305,7 +308,7 @@ class Sides:
     ) -> None:
         for rank, table in zip(process.ranks, tables, strict=True):
             heads = _heads(rank.store)
-            for layer in range(self.plan.num_layers):
+            for layer in _layers(rank.store):
                 found = rank.store.values(layer, table, one.num_tokens)
                 if not np.array_equal(found, truth[layer, :, :, heads]):
                     self.problems.append(f"layer {layer} of transfer {one.number} is wrong {when}")
@@ -328,6 +331,16 @@ def _token(one: TransferPlan) -> SampledToken | None:
     return SampledToken(1000 + one.number) if one.has_token else None
 
 
+def stages_of(source: Process, target: Process) -> dict[str, int]:
+    """What a ticket says of both workers' ranks."""
+    ours, theirs = source.ranks[0].store.layout, target.ranks[0].store.layout
+    return {"source_ranks": ours.num_ranks, "source_stages": ours.pp_size, "target_stages": theirs.pp_size}
+
+
+def _layers(store: FakeStore) -> range:
+    return store.layout.layers_of(store.rank)
+
+
 def _heads(store: FakeStore) -> slice:
     first = store.layout.first_head(store.rank)
     return slice(first, first + store.layout.heads_per_rank)
@@ -346,7 +359,7 @@ def _free(rank: Parts, table: list[int]) -> None:
 def _write(rank: Parts, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
     """Put the true KV of some tokens into blocks, in one layer or all."""
     if start < end:
-        for at in range(len(truth)) if layer is None else (layer,):
+        for at in _layers(rank.store) if layer is None else (layer,):
             rank.store.write_values(at, table, start, truth[at, start:end, :, _heads(rank.store)])
 
 

@@ -1,0 +1,337 @@
+"""What tensors a decoder has, and what it takes of a memory: arithmetic over its config alone. No torch here.
+
+Bytes are of weights, of KV and of the largest step, on each of the ranks that share the model.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from twostroke.model.config import (
+    ExpertsSpec,
+    ModelConfig,
+    ModelShape,
+    Projection,
+    Quantization,
+    WeightForm,
+)
+from twostroke.protocol.errors import ConfigError
+
+FP32_BYTES, FP16_BYTES = 4, 2
+
+INT4_GROUP = 64  # columns that share a scale
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """All of a model's, tied ones once."""
+    return sum(math.prod(shape) for _, shape in expected_shapes(config))
+
+
+def num_active_parameters(config: ModelConfig) -> int:
+    """Those that one token is computed with."""
+    experts = config.spec.layer.experts
+    if experts is None:
+        return num_parameters(config)
+    idle = experts.routing.num_experts - experts.routing.top_k
+    each = 3 * experts.size * config.hidden_size
+    if experts.gate.has_bias:
+        each += 2 * experts.size + config.hidden_size
+    return num_parameters(config) - config.num_routed_layers * idle * each
+
+
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a checkpoint of this config holds."""
+    spec, hidden = config.spec, config.hidden_size
+    yield f"{spec.embedding}.weight", (config.vocab_size, hidden)
+    if not config.tie_word_embeddings:
+        yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
+    yield f"{spec.final_norm}.weight", (hidden,)
+    for index in range(config.num_layers):
+        shapes = _attention_shapes(config)
+        if (mlp := config.mlp_of(index)) is not None:
+            parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
+            shapes |= _shapes_of(parts)
+        if (experts := config.experts_of(index)) is not None:
+            shapes |= _shapes_of_experts(experts, hidden)
+        for name, shape in shapes.items():
+            yield f"{spec.layers}.{index}.{name}", shape
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """By names within a layer, with all of its norms."""
+    layer, hidden = config.spec.layer, config.hidden_size
+    norms = (
+        *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
+        *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
+        (layer.q_row_norm, config.q_size),
+        (layer.k_row_norm, config.kv_size),
+        *_latent_norms(config),
+    )
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
+    if layer.sinks is not None:
+        shapes[layer.sinks] = (config.num_heads,)
+    return shapes | _shapes_of(_attention_projections(config))
+
+
+def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
+    """Of each its rows and columns. Of those in one tensor the last one ends it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for projection, rows, columns in projections:
+        shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
+        if projection.has_bias:
+            shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
+    return shapes
+
+
+def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """With what chooses among them."""
+    count = spec.routing.num_experts
+    shapes = _shapes_of([(spec.router, count, hidden)])
+    if spec.correction is not None:
+        shapes[spec.correction] = (count,)
+    if spec.shared_gate is not None:
+        shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
+    return shapes | shapes_of_each_expert(spec, hidden)
+
+
+def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """By names within a layer, all of a layer's experts."""
+    count, size = spec.routing.num_experts, spec.size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.are_stacked:
+        for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
+            shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}
+        return shapes
+    parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
+    for expert in range(count):
+        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts]
+        shapes |= _shapes_of(of_one)
+    return shapes
+
+
+def of_expert(part: Projection, expert: int) -> Projection:
+    """Of the experts' names that one's."""
+    return replace(part, name=part.name.replace("*", str(expert)))
+
+
+def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
+    """The attention's projections, with rows and columns."""
+    layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
+    if sizes is None or layer.latent is None:
+        return (
+            (layer.q, config.q_size, hidden),
+            (layer.k, config.kv_size, hidden),
+            (layer.v, config.kv_size, hidden),
+            (layer.output, hidden, config.q_size),
+        )
+    heads, down = config.num_heads, layer.latent.query_down
+    return (
+        (layer.latent.down, sizes.rank + sizes.rotary, hidden),
+        *(() if down is None else ((down, sizes.query_rank, hidden),)),
+        (layer.q, heads * sizes.query, sizes.query_rank or hidden),
+        (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
+        (layer.output, hidden, heads * sizes.value),
+    )
+
+
+def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
+    """Norms of latents, with their widths."""
+    latent, sizes = config.spec.layer.latent, config.latent
+    if latent is None or sizes is None:
+        return ()
+    return (latent.norm, sizes.rank), (latent.query_norm, sizes.query_rank)
+
+
+# --- how weights are held ---
+
+
+def of_lm_head(quantization: Quantization) -> Quantization:
+    """How the LM head is held, and with it a tied embedding: what decides between tokens gets no less than 8 bits."""
+    return "int8" if quantization == "int4" else quantization
+
+
+def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
+    """How a projection is held that the checkpoint has in the form `stored`; None: in the dtype of activations."""
+    match quantization:
+        case "auto":
+            return stored
+        case "none":
+            return None
+        case "int8":
+            return WeightForm("int8", None)
+        case "int4":
+            return WeightForm("int4", INT4_GROUP)
+
+
+def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
+    """What `one_below_the_other` makes of weights of these forms; None: none, as where one is not quantised."""
+    found = [form for form in forms if form is not None]
+    if len(found) < len(forms) or len({form.kind.startswith("fp") for form in found}) > 1:
+        return None
+    sizes = [form.group_size for form in found if form.group_size is not None]
+    return WeightForm(
+        kind=found[0].kind if len({form.kind for form in found}) == 1 else "fp8" if found[0].kind[0] == "f" else "int8",
+        group_size=math.gcd(*sizes) or None,
+        has_offsets=any(form.has_offsets for form in found),
+    )
+
+
+def tensor_bytes(shape: tuple[int, ...], itemsize: int, form: WeightForm | None) -> int:
+    """Of a weight (or, where `form` is None, of any tensor) of this shape, for activations of `dtype`."""
+    count = math.prod(shape)
+    if form is None:
+        return count * itemsize
+    rows, columns = shape
+    values = count * form.bits // 8
+    if form.group_size is None and not form.has_offsets and form.bits == 8:
+        return values + rows * FP32_BYTES
+    groups = rows * -(-columns // (form.group_size or columns))
+    return values + groups * (2 if form.has_offsets else 1) * FP16_BYTES + rows * FP32_BYTES
+
+
+def weight_bytes(
+    config: ModelConfig,
+    itemsize: int,
+    quantization: Quantization,
+    forms: Mapping[str, WeightForm] | None = None,
+    ranks: int = 1,
+    expert_parallel: bool = False,
+) -> int:
+    """Of one of so many ranks, that with the most, once the model is loaded in `dtype`; that norms are fp32 is nothing
+    beside the rest, nor is what each rank has whole.
+
+    `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
+    """
+    stored = stored_forms(config) if forms is None else forms
+    layer, total, of_experts = config.spec.layer, 0, 0
+    # What is computed by one projection is held in one form.
+    together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
+    fused = {part.name: parts for parts in together for part in parts}
+    experts = layer.experts
+    whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
+    for name, shape in expected_shapes(config):
+        is_expert = name.removeprefix(f"{config.spec.layers}.").partition(".")[2] in each
+        is_table = name == f"{config.spec.embedding}.weight"
+        form = stored.get(name)
+        if name == head_name(config):
+            form = form_of(of_lm_head(quantization), form)
+        elif is_table:
+            form = form_of("auto" if quantization == "auto" else "none", form)
+        elif len(shape) == 2:
+            prefix, part = _layer_and_name(config, name)
+            if layer.latent is not None and part == layer.k.name:  # what makes keys and values of latents is never
+                total += tensor_bytes(shape, itemsize, None)
+                continue
+            parts = fused.get(part, ())
+            form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
+            form = form_of("none" if part in whole else quantization, form)
+        elif len(shape) == 3:
+            form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
+        found = tensor_bytes(shape, itemsize, form)
+        total += found
+        of_experts += found if is_expert else 0
+    if not expert_parallel or experts is None:
+        return -(-total // ranks)
+    number = experts.routing.num_experts
+    most = -(-number // ranks)
+    return -(-(total - of_experts) // ranks) + of_experts * most // number
+
+
+def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
+    """A weight's layer, as its prefix, and its projection's name there."""
+    layer = name.removeprefix(f"{config.spec.layers}.").partition(".")[0]
+    prefix = f"{config.spec.layers}.{layer}."
+    return prefix, name.removeprefix(prefix).removesuffix(".weight")
+
+
+def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
+    """Of the weights that config.json says are quantised, before there is a checkpoint to ask."""
+    stored = config.stored
+    if stored is None:
+        return {}
+
+    def is_left(module: str) -> bool:
+        return any(
+            re.match(pattern.removeprefix("re:"), module)
+            if pattern.startswith("re:")
+            else f".{pattern}." in f".{module}."
+            for pattern in stored.left
+        )
+
+    dimensions = 3 if stored.method == "mxfp4" else 2
+    weights = (name for name, shape in expected_shapes(config) if len(shape) == dimensions)
+    table = f"{config.spec.embedding}.weight"
+    return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
+
+
+def head_name(config: ModelConfig) -> str:
+    """The tensor that the logits are computed with."""
+    return f"{config.spec.embedding if config.tie_word_embeddings else config.spec.lm_head}.weight"
+
+
+def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
+    """How quantised weights are held, for people; None: as all others."""
+    if quantization != "auto":
+        return None if quantization == "none" else quantization
+    kinds = {_described(form) for form in forms.values()}
+    return " and ".join(sorted(kinds)) or None
+
+
+def _described(form: WeightForm) -> str:
+    kind = "FP8" if form.kind == "fp8" else form.kind
+    return kind if form.group_size is None else f"{kind} (groups of {form.group_size})"
+
+
+def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> None:
+    """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
+    if expert_parallel and not config.num_experts:
+        raise ConfigError("expert_parallel: the model has no experts that ranks could share: leave it out")
+    cut_sizes = config.mlp_sizes(with_experts=not expert_parallel)
+    fault = None
+    if config.num_heads % size:
+        fault = f"its {config.num_heads} attention heads"
+    elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
+        fault = f"its {config.num_kv_heads} KV heads"
+    elif uneven := [features for features in sorted(cut_sizes) if features % size]:
+        fault = f"its MLP's {uneven[0]} features"
+    elif expert_parallel and config.num_experts < size:
+        fault = f"its {config.num_experts} experts"
+    elif -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
+        fault = f"its {config.vocab_size} tokens"
+    if fault is not None:
+        raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
+
+
+# --- beside the weights ---
+
+
+WORKER_BYTES = 600 * 2**20
+"""What a rank's process takes of the host beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
+CUDA_CONTEXT_BYTES = 600 * 2**20
+"""What a process holds on a GPU beside torch's memory: the driver's context, loaded kernels, libraries' workspaces."""
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """The largest step that an engine is given."""
+
+    max_tokens: int
+    max_sequences: int
+
+
+DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
+
+
+def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
+    """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
+    widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
+    activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
+    return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
+
+
+def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1) -> int:
+    """Bytes that one block takes on a rank, in all tensors together."""
+    heads = max(1, config.num_kv_heads // tp_size)
+    return config.kv_kinds * config.kv_groups.num_tensors * heads * config.head_dim * block_size * itemsize

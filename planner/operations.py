@@ -1,0 +1,239 @@
+"""What the operations of a step take: FLOPs and bytes of each, by phase, tokens and context.
+
+A product of n rows with a weight [out, in] takes 2 n out in operations and reads the weight once (Kaplan et al. 2020,
+table 1; Pope et al., Efficiently Scaling Transformer Inference, MLSys 2023). Attention adds 2 operations for each
+number of a query and key, and of a weight and value. Sums over all layers; an element-wise operation between two
+products is taken to be in one of their kernels, so that norms alone stand for themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
+from twostroke.model.sizes import INT4_GROUP, of_lm_head
+
+NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a machine can do."""
+
+    gemm: float  # bf16 operations a second
+    read: float  # bytes a second
+
+    def mean(self, other: "Limits") -> "Limits":
+        return Limits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step can't do without."""
+
+    tokens: int  # tokens that count
+    operations: float
+    bytes: float  # weights and cached KV that must be read
+
+    def floor_s(self, limits: Limits) -> float:
+        """Seconds that the step takes at least."""
+        return max(self.operations / limits.gemm, self.bytes / limits.read)
+
+
+@dataclass(frozen=True)
+class Held:
+    """In how many bytes numbers are held."""
+
+    quantization: Quantization = "none"
+    itemsize: float = 2.0  # of activations, and of weights that are not quantised
+    kv_itemsize: float = 2.0
+
+    def weight(self, shape: ModelShape) -> float:
+        """Bytes of a projection's weight, its part of scales with it."""
+        return self._of(self.quantization, shape)
+
+    def head_weight(self, shape: ModelShape) -> float:
+        """Of the LM head. Checkpoints that are quantised have it as it was."""
+        return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
+
+    def _of(self, quantization: Quantization, shape: ModelShape) -> float:
+        stored = shape.stored if isinstance(shape, ModelConfig) else None
+        if quantization == "auto" and stored is not None:
+            scale = 0.0 if stored.form.group_size is None else 2.0 / stored.form.group_size
+            return stored.form.bits / 8 + scale * (2 if stored.form.has_offsets else 1)
+        return {"int8": 1.0, "int4": 0.5 + 2.0 / INT4_GROUP}.get(quantization, self.itemsize)
+
+
+AS_BF16 = Held()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation, all of a step's layers together."""
+
+    name: str
+    kind: Literal["product", "attention", "norm"]
+    flops: float
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0  # read of the cache
+    activation_bytes: float = 0.0  # read and written
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte (Williams et al., Roofline, CACM 2009)."""
+        return self.flops / self.bytes
+
+
+def prefill_operations(
+    shape: ModelShape, tokens: int, before: int = 0, held: Held = AS_BF16, *, is_last: bool = True
+) -> list[Operation]:
+    """A chunk of `tokens` prompt tokens after `before` cached ones.
+
+    The last chunk draws one token: only one row needs the last layer's output and the logits.
+    """
+    layers = range(shape.num_layers)
+    rows = [tokens] * shape.num_layers
+    if is_last:
+        rows[-1] = 1
+    end = before + tokens
+    pairs = sum(
+        _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in layers
+    )
+    read = sum(min(before, shape.window(layer) or before) for layer in layers)
+    _, _, of_pair = input_sizes(shape)
+    return _operations(shape, held, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
+
+
+def decode_operations(shape: ModelShape, batch: int, context: float, held: Held = AS_BF16) -> list[Operation]:
+    """A step of `batch` sequences with `context` tokens each, the one that is computed among them.
+
+    Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
+    """
+    keys = batch * sum(min(context, shape.window(layer) or context) for layer in range(shape.num_layers))
+    rotary = 0 if shape.latent is None else shape.latent.rotary
+    scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
+    return _operations(shape, held, batch, [batch] * shape.num_layers, scores, keys, batch)
+
+
+def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> Work:
+    """A prompt in one chunk that draws one token."""
+    return _work(tokens, prefill_operations(shape, tokens, held=Held(quantization)))
+
+
+def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
+    """One decode step of `batch` sequences with `context` tokens each."""
+    return _work(batch, decode_operations(shape, batch, context, Held(quantization)))
+
+
+def _work(tokens: int, operations: Sequence[Operation]) -> Work:
+    needed = [one for one in operations if one.kind != "norm"]
+    return Work(tokens, sum(one.flops for one in needed), sum(one.weight_bytes + one.kv_bytes for one in needed))
+
+
+def _operations(
+    shape: ModelShape,
+    held: Held,
+    tokens: int,
+    rows: Sequence[int],
+    attention_flops: float,
+    kv_tokens: float,
+    logit_rows: int,
+) -> list[Operation]:
+    """`rows`: of each layer behind its keys and values; `kv_tokens`: that all layers read of their caches."""
+    queries, kv, _ = input_sizes(shape)
+    attention, head = matrix_sizes(shape)
+    output = attention - queries - kv
+    hidden, layers = shape.hidden_size, shape.num_layers
+    row_sum, each = sum(rows), held.weight(shape)
+    inputs = shape.q_size + shape.kv_kinds * shape.kv_size
+    # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
+    found = [
+        Operation(
+            "queries, keys, values",
+            "product",
+            2.0 * tokens * layers * (queries + kv),
+            weight_bytes=each * layers * (queries + kv),
+            activation_bytes=held.itemsize * tokens * layers * (hidden + inputs),
+        ),
+        Operation(
+            "attention",
+            "attention",
+            attention_flops,
+            kv_bytes=held.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
+            activation_bytes=held.itemsize * tokens * layers * (inputs + shape.q_size),
+        ),
+        Operation(
+            "attention output",
+            "product",
+            2.0 * row_sum * output,
+            weight_bytes=each * layers * output,
+            activation_bytes=held.itemsize * row_sum * 2 * hidden,
+        ),
+    ]
+    mlp_flops = mlp_bytes = width = 0.0
+    for layer, count in enumerate(rows):
+        mlp_flops += 2.0 * count * mlp_size(shape, layer, 1)
+        mlp_bytes += each * mlp_size(shape, layer, tokens)
+        width += count * mlp_size(shape, layer, 1) / hidden  # numbers that its products read and write, about
+    found.append(
+        Operation(
+            "experts" if shape.num_experts else "MLP",
+            "product",
+            mlp_flops,
+            weight_bytes=mlp_bytes,
+            activation_bytes=held.itemsize * (2 * hidden * row_sum + width),
+        )
+    )
+    norms = (2 * layers + 1) * tokens * hidden
+    found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * held.itemsize * norms))
+    if logit_rows:
+        found.append(
+            Operation(
+                "LM head",
+                "product",
+                2.0 * logit_rows * head,
+                weight_bytes=held.head_weight(shape) * head,
+                activation_bytes=logit_rows * (held.itemsize * hidden + 4 * shape.vocab_size),
+            )
+        )
+    return found
+
+
+def _causal_pairs(tokens: int, window: int) -> float:
+    """Of a token and one that it attends to; halves of what is on the diagonal, which kernels compute whole."""
+    beyond = max(0, tokens - window) if window else 0
+    return (tokens * tokens - beyond * beyond) / 2
+
+
+def matrix_sizes(shape: ModelShape) -> tuple[int, int]:
+    """Weights of a layer's attention, and of the LM head."""
+    queries, kv, _ = input_sizes(shape)
+    if (sizes := shape.latent) is None:
+        attention = queries + kv + shape.hidden_size * shape.q_size
+    else:
+        made, mixed = sizes.key + sizes.value, shape.hidden_size * sizes.value
+        attention = queries + kv + shape.num_heads * (made * sizes.rank + mixed)
+    return attention, shape.hidden_size * shape.vocab_size
+
+
+def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
+    """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
+    hidden, heads, sizes = shape.hidden_size, shape.num_heads, shape.latent
+    if sizes is None:
+        return hidden * shape.q_size, hidden * 2 * shape.kv_size, 2 * shape.q_size
+    down = hidden * sizes.query_rank
+    queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)
+
+
+def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
+    """Weights of a layer's MLP that so many tokens take: of experts, so many as they are expected to hit."""
+    experts = shape.experts_of(layer) if isinstance(shape, ModelConfig) else None
+    if experts is None:
+        return 3 * shape.hidden_size * shape.intermediate_size
+    features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
+    return shape.hidden_size * (3 * features + experts.routing.num_experts)
