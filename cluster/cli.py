@@ -67,6 +67,10 @@ _COMMANDS = {
         "benchmarks.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
+    "bench simulation": (
+        "advisor.agreement",
+        "this machine's server beside its simulation: three modes, workloads and rates",
+    ),
     "simulate": (
         "simulator.command",
         "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",

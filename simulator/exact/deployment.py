@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ ANSWER = 7
 """The one token that simulated engines draw."""
 STANDARD = Promise()
 LIMIT_S = 1e6  # of virtual time
+WARM_PROMPTS, WARM_ANSWER, WARM_AT_A_TIME = (16, 400, 64, 200, 30, 128), 16, 3  # tokens, and requests
 UNANSWERED_S = 1.0  # for which a user pauses who was refused, as the load test's do
 FAKE_LAYERS = 2
 FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/exact/memory_store.py
@@ -206,12 +208,15 @@ def serve(
     progress: Callable[[int], None] | None = None,
     max_context: int = 8192,
     until_s: float = math.inf,
+    warm: int = 0,
 ) -> Run:
     """Run the trace to its end; with classes that promise something, some requests are refused.
 
     Without prefill workers the fleet is aggregated; with them, decode workers read prompts where that is quicker,
     unless not `decodes_alone`. With `users` each takes the next of `trace`, whenever that was to come; what is to be
-    asked after `until_s` in a conversation is not. `progress` is told how many requests have ended.
+    asked after `until_s` in a conversation is not. Before the trace begins, `warm` requests of many lengths teach the
+    workers what their steps cost, as a server that has been used knows. `progress` is told how many requests have
+    ended.
     """
     plan = FleetPlan(
         seed=seed,
@@ -228,7 +233,7 @@ def serve(
         max_context=max_context,
     )
     pipeline = PipelineConfig(policy=policy, request_timeout_s=10_000.0, decodes_alone=decodes_alone)
-    deployment = _Deployment(trace, plan, kind, pipeline, slo, users, until_s)
+    deployment = _Deployment(trace, plan, kind, pipeline, slo, users, until_s, warm)
     deployment.progress = progress
     return run_virtually(deployment.run(prefill, decode, faults), limit_s=LIMIT_S)
 
@@ -243,10 +248,12 @@ class _Deployment:
         slo: SLOConfig,
         users: Users | None,
         until_s: float,
+        warm: int,
     ):
         self._trace = iter(trace)
         self._users = users
         self._until_s = until_s
+        self._warm = warm
         self._served: list[Served] = []
         self._plan = plan
         self._kind = kind
@@ -263,9 +270,11 @@ class _Deployment:
         decodes: list[Role] = ["decode"] * decode
         processes = [await fleet.start(role) for role in (*prefills, *decodes)]
         router = SimRouter(0, fleet, fabric, self._pipeline, self._slo)
+        await self._warm_up(router)
         began_s = self._clock()
         striking = [asyncio.create_task(_strike(fault, fleet)) for fault in faults]
         self._began_s = began_s
+        self._served.clear()
         if self._users is None:
             clients = [self._converse(one, one.at_s, router) for one in self._trace]
         else:
@@ -283,6 +292,16 @@ class _Deployment:
         await fleet.close()
         prefill_busy = sum(busy[:prefill]) / prefill if prefill else 0.0
         return Run(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
+
+    async def _warm_up(self, router: SimRouter) -> None:
+        self._began_s = self._clock()
+        lengths = [WARM_PROMPTS[number % len(WARM_PROMPTS)] for number in range(self._warm)]
+        for number in range(0, len(lengths), WARM_AT_A_TIME):
+            asked = [
+                TracedRequest(0.0, tuple(random.Random(number + index).choices(range(10_000), k=tokens)), WARM_ANSWER)
+                for index, tokens in enumerate(lengths[number : number + WARM_AT_A_TIME])
+            ]
+            await asyncio.gather(*(self._converse(one, 0.0, router) for one in asked))
 
     async def _use(self, users: Users, router: SimRouter) -> None:
         at_s = 0.0

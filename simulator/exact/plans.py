@@ -28,8 +28,9 @@ def simulate_plan(
     most: int | None = None,
     faults: Sequence[Fault] = (),
     progress: Callable[[int], None] | None = None,
+    warm: int = 0,
 ) -> list[Record]:
-    """In the order of their arrivals; `most`: so many sessions at most. Raises ConfigError where none comes."""
+    """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`. Raises ConfigError where none comes."""
     one = slo.default_class
     promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
     arrivals, users = plan.arrivals, None
@@ -51,6 +52,7 @@ def simulate_plan(
         progress=progress,
         max_context=plan.max_context,
         until_s=plan.seconds,
+        warm=warm,
     )
     if not run.served:
         raise ConfigError("no request comes in that time")
