@@ -1,13 +1,16 @@
 """`twostroke bench simulation`: this machine's server beside its simulation, cell by cell.
 
 A cell is one workload at one rate in one mode: the same plan goes to the server and into the simulator, whose costs
-were learnt on that server minutes before. Ratios are simulated over measured.
+were learnt on that server minutes before. Ratios are simulated over measured. A machine that others use changes from
+minute to minute: a probe before and after each cell tells its pace, costs are scaled to the mean of both, and where
+the two differ by much the cell is kept but judged by nobody.
 """
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from twostroke.advisor.modes import MODES, Counts, Mode, counts_of, learn_kind, server_in, write_kind
+from twostroke.advisor.modes import MODES, Fleet, Mode, at_pace, counts_of, learn_kind, pace_of, server_in, write_kind
 from twostroke.benchmarks.console import positive, say
+from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import at_rate
 from twostroke.loadtests.commands.arguments import above_zero
@@ -35,6 +39,7 @@ from twostroke.simulator.kinds import Kind
 WARM_REQUESTS = 36  # of a simulated server, before a plan begins
 NEAR = 0.1  # a figure within so much of what was measured is near
 FIGURES = ("ttft_mean_s", "ttft_p90_s", "tpot_mean_s", "tpot_p90_s")
+STEADY = 1.25  # how much the machine's pace may change over a cell
 LEAST_ANSWERS = 10
 """A cell with fewer says nothing."""
 WORKLOADS: dict[str, Workload] = {
@@ -54,6 +59,12 @@ class Cell(msgspec.Struct, frozen=True):
     failed: int  # or refused
     measured: dict[str, float]
     simulated: dict[str, float]
+    pace: tuple[float, float] = (1.0, 1.0)  # of the machine before and after, against when costs were learnt
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the machine was the same before and after."""
+        return max(self.pace) / min(self.pace) <= STEADY
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -78,23 +89,28 @@ def figures_of(records: Iterable[Record], warm_up_s: float) -> tuple[dict[str, f
     return found, int(whole.sum()), int(inside.sum() - whole.sum())
 
 
-def simulated(plan: Plan, kind: Kind, mode: Mode, counts: Counts) -> list[Record]:
+def simulated(plan: Plan, fleet: Fleet) -> list[Record]:
     """What the load test would have recorded of this plan."""
     return simulate_plan(
         plan,
-        kind,
-        counts.prefill,
-        counts.decode,
-        decodes_alone=mode != "disaggregated",
+        fleet.kind,
+        fleet.counts.prefill,
+        fleet.counts.decode,
+        decodes_alone=fleet.mode != "disaggregated",
         warm=WARM_REQUESTS,
     )
 
 
-def compare(plan: Plan, name: str, kind: Kind, mode: Mode, counts: Counts, folder: Path) -> Cell:
-    """Put the plan on the server, and into the simulator. Raises LoadTestError."""
-    measured, answers, failed = figures_of(run_plan(plan, folder, show=False).records(), plan.warm_up_s)
-    expected, _, _ = figures_of(simulated(plan, kind, mode, counts), plan.warm_up_s)
-    return Cell(mode, name, getattr(plan.arrivals, "rate", 0.0), answers, failed, measured, expected)
+def compare(plan: Plan, name: str, fleet: Fleet, folder: Path) -> tuple[Cell, list[Record]]:
+    """Put the plan on the server, and into the simulator; also the server's records. Raises LoadTestError."""
+    before = pace_of(plan.url, plan.model, fleet.kind, seed=plan.seed)
+    records = list(run_plan(plan, folder, show=False).records())
+    after = pace_of(plan.url, plan.model, fleet.kind, seed=plan.seed + 1)
+    measured, answers, failed = figures_of(records, plan.warm_up_s)
+    at_its_pace = msgspec.structs.replace(fleet, kind=at_pace(fleet.kind, math.sqrt(before * after)))
+    expected, _, _ = figures_of(simulated(plan, at_its_pace), plan.warm_up_s)
+    rate = getattr(plan.arrivals, "rate", 0.0)
+    return Cell(fleet.mode, name, rate, answers, failed, measured, expected, (before, after)), records
 
 
 def plan_for(url: str, workload: Workload, seconds: float, warm_up_s: float, seed: int, longest: int | None) -> Plan:
@@ -144,6 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         make_folder(folder)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
+    interrupt_once()
     deadline = time.monotonic() + arguments.budget
     cells: list[Cell] = []
     failures: list[str] = []
@@ -159,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
             failures.append(f"{mode}: {error}")
             say(f"{mode} is given up: {error}")
     print("\n".join(table(cells)))
-    told = [cell for cell in cells if cell.answers >= LEAST_ANSWERS]
+    told = [cell for cell in cells if cell.answers >= LEAST_ANSWERS and cell.is_steady]
     near = {name: sum(abs(cell.ratios.get(name, 9.0) - 1) <= NEAR for cell in told) for name in FIGURES}
     print(json.dumps({"folder": str(folder), "cells": len(cells), "told": len(told), "near": near, "failed": failures}))
     return 0 if cells else 1
@@ -180,7 +197,8 @@ def _mode(
                 raise ConfigError("the budget is spent")
             seed = arguments.seed + 1 + number  # prompts of their own
             plan = plan_for(url, WORKLOADS[name], arguments.seconds, 3.0, seed, arguments.max_context)
-            yield compare(at_rate(plan, rate), name, kind, mode, counts, folder / f"{mode}-{name}-{rate:g}"), kind
+            of_cell = folder / f"{mode}-{name}-{rate:g}"
+            yield compare(at_rate(plan, rate), name, Fleet(mode, counts, kind), of_cell)[0], kind
 
 
 def line_of(cell: Cell) -> str:
@@ -190,22 +208,26 @@ def line_of(cell: Cell) -> str:
         for name in FIGURES
     ]
     far = f" FAR: {', '.join(cell.far)}" if cell.far else ""
+    far += "" if cell.is_steady else f" (the machine's pace went from {cell.pace[0]:.2f} to {cell.pace[1]:.2f})"
     return f"{cell.mode} {cell.workload} {cell.rate:g}/s, {cell.answers} answers: {'; '.join(parts)}{far}"
 
 
-def table(cells: Sequence[Cell], note: Callable[[Cell], str] = lambda cell: "") -> list[str]:
+def table(cells: Sequence[Cell]) -> list[str]:
     """Markdown; a figure is measured / simulated, in milliseconds, in bold where it is not near."""
     lines = [
-        "| mode | workload | rate | answers | TTFT mean | TTFT P90 | TPOT mean | TPOT P90 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| mode | workload | rate | answers | TTFT mean | TTFT P90 | TPOT mean | TPOT P90 | pace |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
         shown: list[str] = []
         for name in FIGURES:
             text = f"{cell.measured.get(name, 0) * 1e3:.4g} / {cell.simulated.get(name, 0) * 1e3:.4g}"
             shown.append(f"**{text}**" if name in cell.far else text)
+        figures, (before, after) = " | ".join(shown), cell.pace
+        changed = "" if cell.is_steady else ", not judged"
         lines.append(
-            f"| {cell.mode} | {cell.workload} | {cell.rate:g} | {cell.answers} | {' | '.join(shown)} |{note(cell)}"
+            f"| {cell.mode} | {cell.workload} | {cell.rate:g} | {cell.answers} | {figures} "
+            f"| {before:.2f}, {after:.2f}{changed} |"
         )
     return lines
 
@@ -214,7 +236,7 @@ def summary_of(cells: Sequence[Cell]) -> dict[str, Any]:
     """How far apart simulation and measurement are: by figure the median and the largest distance of a ratio from 1."""
     found: dict[str, Any] = {}
     for name in FIGURES:
-        off = sorted(abs(cell.ratios[name] - 1) for cell in cells if name in cell.ratios)
+        off = sorted(abs(cell.ratios[name] - 1) for cell in cells if name in cell.ratios and cell.is_steady)
         if off:
             found[name] = {"median": off[len(off) // 2], "most": off[-1]}
     return found

@@ -55,6 +55,14 @@ class Counts:
     decode: int
 
 
+class Fleet(msgspec.Struct, frozen=True):
+    """A mode's workers, and what they are like."""
+
+    mode: Mode
+    counts: Counts
+    kind: Kind
+
+
 def counts_of(mode: Mode, prefill: int, decode: int, aggregated: int) -> Counts:
     """`aggregated`: how many workers take the place of the others."""
     return Counts(0, aggregated) if mode == "aggregated" else Counts(prefill, decode)
@@ -198,11 +206,7 @@ async def _beside(learner: Learner, longest: int, alone: StepCosts) -> list[Time
         await learner.prompt(tokens)  # behind those of the streams
         began, left = time.perf_counter(), iter(asked)
 
-        async def client(left: Iterator[int] = left) -> None:
-            for one in left:
-                timed.append(await learner.prompt(one))
-
-        await asyncio.gather(client(), client())
+        await asyncio.gather(*(_read_all(learner, left, timed) for _ in range(2)))
         ended = time.perf_counter()
         records = await streaming
         if min(one.token_s[-1] for one in records) < ended:  # the last prompts had nobody beside them
@@ -210,6 +214,11 @@ async def _beside(learner: Learner, longest: int, alone: StepCosts) -> list[Time
         step = steps_of(records, began, ended)
         timed += [] if step is None else [step] * ROUNDS
     return timed
+
+
+async def _read_all(learner: Learner, left: Iterator[int], timed: list[Timed]) -> None:
+    for tokens in left:
+        timed.append(await learner.prompt(tokens))
 
 
 def learn_kind(url: str, mode: Mode, *, seed: int) -> Kind:
@@ -250,6 +259,45 @@ def learn_kind(url: str, mode: Mode, *, seed: int) -> Kind:
         http_s=statistics.median(learner.http_s),
         admit_s=statistics.median(learner.admit_s),
         call_s=call_s,
+    )
+
+
+PACE_PROMPT, PACE_STREAMS, PACE_ROUNDS = 128, 3, 3
+
+
+def pace_of(url: str, model: str, kind: Kind, *, seed: int) -> float:
+    """How much longer, or shorter, than was learnt the same takes now: a shared machine changes from minute to minute.
+
+    The mean of prompts' and of steps' ratios. Raises ConfigError where the server doesn't answer.
+    """
+    learner = Learner(url, model, seed)
+
+    async def probe() -> float:
+        prompts = [await learner.prompt(PACE_PROMPT) for _ in range(PACE_ROUNDS)]
+        step = steps_of(await learner.streams(PACE_STREAMS, 32, STREAMED))
+        expected_s = (kind.call_s or 0.0) + prompts[0].content.expected_s(kind.costs)
+        ratios = [statistics.median(one.seconds for one in prompts) / expected_s]
+        if step is not None:
+            ratios.append(step.seconds / step.content.expected_s(kind.costs))
+        return statistics.geometric_mean(ratios)
+
+    return asyncio.run(probe())
+
+
+def at_pace(kind: Kind, pace: float) -> Kind:
+    """The same workers where all takes `pace` times as long."""
+
+    def slowed(costs: StepCosts) -> StepCosts:
+        scaled = (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s)
+        return StepCosts(*(one * pace for one in scaled), costs.num_samples)
+
+    return msgspec.structs.replace(
+        kind,
+        costs=slowed(kind.costs),
+        beside=None if kind.beside is None else slowed(kind.beside),
+        http_s=kind.http_s * pace,
+        admit_s=kind.admit_s * pace,
+        call_s=None if kind.call_s is None else kind.call_s * pace,
     )
 
 

@@ -29,7 +29,7 @@ from twostroke.loadtests.commands.arguments import (
     slo_of,
     workload_of,
 )
-from twostroke.loadtests.plan import SLO, Chat, Closed, Plan
+from twostroke.loadtests.plan import SLO, Chat, Closed, Plan, Poisson
 from twostroke.loadtests.report.figures import Observations, judged_rows, read_observations, summary_of
 from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, line_of, make_folder, write_json
 from twostroke.loadtests.workloads.sessions import sessions
@@ -40,6 +40,7 @@ from twostroke.simulator.coarse.fleet import CALL_S, Fleet
 from twostroke.simulator.coarse.fleet import run as run_coarse
 from twostroke.simulator.coarse.live_router import LiveRouter
 from twostroke.simulator.coarse.workers import Request
+from twostroke.simulator.day import DAY_S, day_of, scaling_of
 from twostroke.simulator.exact.deployment import Fault
 from twostroke.simulator.exact.plans import VOCABULARY, record_of, simulate_plan
 from twostroke.simulator.kinds import KINDS, Kind, kind_of
@@ -61,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument("--faults", type=Path, metavar="FILE", help="JSON: [{at_s, role, which}], workers that crash")
     fleet.add_argument("--startup", type=above_zero, default=STARTUP_S, metavar="S", help="of a worker that is added")
-    add_arrivals(parser.add_argument_group("when requests arrive"))
+    arrivals = parser.add_argument_group("when requests arrive")
+    add_arrivals(arrivals)
+    arrivals.add_argument(
+        "--day", metavar="FILE[:NAME]", help="a day's rates (t_s, rate_rps), scaled to a mean of --rate"
+    )
     add_workload(parser.add_argument_group("what is sent"))
     of_run = parser.add_argument_group("the run")
     of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
@@ -117,6 +122,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             _nothing if arguments.json else print,
         )
     say = Progress(arguments)
+    scaling: dict[str, float] = {}
     slo = _slo(config, plan.slo, is_asked=arguments.config is not None)
     if is_exact:
         records: Iterable[Record] = simulate_plan(
@@ -134,19 +140,24 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
-        coarse = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
+        coarse, scaling = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
         seen = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
     # With --requests arrivals end with the last of them, whenever that is.
     plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, float(seen.scheduled_s.max()) + 1e-6))
     if arguments.report is not None:
         _report(arguments.report, plan, records)
-    return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json)
+    return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     arrivals = arrivals_of(arguments)
     seconds = arguments.seconds
+    if arguments.day is not None:
+        if not isinstance(arrivals, Poisson):
+            raise ConfigError("--day says itself when requests arrive: leave --arrivals away, and give --rate")
+        arrivals = day_of(arguments.day, arrivals.rate)
+        seconds = DAY_S if seconds is None else seconds
     if seconds is None:
         seconds = 300.0
         if arguments.requests is not None:  # enough for them all, however bursts fall
@@ -246,7 +257,7 @@ def _coarse(
     autoscaling: AutoscalingConfig,
     arguments: argparse.Namespace,
     progress: Callable[[int], None],
-) -> list[Request]:
+) -> tuple[list[Request], dict[str, float]]:
     requests = [Request(*one[:3]) for one in _lengths(plan, arguments.requests)]
     if not requests:
         raise ConfigError("no request comes in that time")
@@ -262,8 +273,9 @@ def _coarse(
         return decision.prefill, decision.decode
 
     look_s = autoscaling.interval_s if autoscaling.enabled else 1.0
-    run_coarse(fleet, requests, scaler, (prefill, decode), requests[-1].at_s, look_s, progress)
-    return requests
+    ends_s = requests[-1].at_s
+    run_coarse(fleet, requests, scaler, (prefill, decode), ends_s, look_s, progress)
+    return requests, scaling_of(fleet, (prefill, decode), ends_s)
 
 
 def _coarse_records(requests: Sequence[Request]) -> Iterator[Record]:

@@ -30,7 +30,10 @@ def simulate_plan(
     progress: Callable[[int], None] | None = None,
     warm: int = 0,
 ) -> list[Record]:
-    """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`. Raises ConfigError where none comes."""
+    """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`.
+
+    Raises ConfigError where none comes.
+    """
     one = slo.default_class
     promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
     arrivals, users = plan.arrivals, None
