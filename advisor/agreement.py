@@ -33,6 +33,7 @@ from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.run_folder import Record, make_folder
 from twostroke.protocol.errors import ConfigError
+from twostroke.simulator.exact.deployment import Watch
 from twostroke.simulator.exact.plans import simulate_plan
 from twostroke.simulator.kinds import Kind
 
@@ -89,8 +90,8 @@ def figures_of(records: Iterable[Record], warm_up_s: float) -> tuple[dict[str, f
     return found, int(whole.sum()), int(inside.sum() - whole.sum())
 
 
-def simulated(plan: Plan, fleet: Fleet) -> list[Record]:
-    """What the load test would have recorded of this plan."""
+def simulated(plan: Plan, fleet: Fleet, watch: Watch | None = None) -> list[Record]:
+    """What the load test would have recorded of this plan; `watch` as `serve` has it."""
     return simulate_plan(
         plan,
         fleet.kind,
@@ -98,6 +99,7 @@ def simulated(plan: Plan, fleet: Fleet) -> list[Record]:
         fleet.counts.decode,
         decodes_alone=fleet.mode != "disaggregated",
         warm=WARM_REQUESTS,
+        watch=watch,
     )
 
 
@@ -166,6 +168,9 @@ def run(arguments: argparse.Namespace) -> int:
     failures: list[str] = []
     paired: Kind | None = None
     for mode in arguments.modes:
+        if time.monotonic() + arguments.seconds > deadline:
+            failures.append(f"{mode}: the budget is spent")
+            break
         try:
             for cell, kind in _mode(mode, arguments, folder, paired, deadline):
                 cells.append(cell)

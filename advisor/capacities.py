@@ -9,12 +9,13 @@ from itertools import pairwise
 import msgspec
 
 from twostroke.advisor.agreement import simulated
-from twostroke.advisor.modes import Fleet, Mode
+from twostroke.advisor.modes import Counts, Fleet, Mode
 from twostroke.loadtests.capacity import at_rate
-from twostroke.loadtests.plan import Fixed, Plan
+from twostroke.loadtests.plan import SLO, Fixed, Plan
 from twostroke.loadtests.report.estimates import Estimate, share
 from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.run_folder import Record
+from twostroke.simulator.kinds import Kind
 
 TARGET = 0.9
 REQUESTS = 120  # of a simulated run
@@ -163,3 +164,33 @@ def by_rate(
         swept.append((rate, found))
         say(f"{rate:.3g}/s: " + ", ".join(f"{mode} {value:.0%} met" for mode, value in found.items()))
     return swept
+
+
+SLO_SCALES = (0.5, 1.0, 2.0, 4.0)
+HOUR_S = 3600.0
+
+
+def by_ratio(plan: Plan, kind: Kind, workers: int, first: float) -> tuple[list[tuple[int, int, float]], float]:
+    """Simulated capacity of every split of so many workers, each on a machine of its own, and of all aggregated."""
+    own = msgspec.structs.replace(kind, beside=None)
+    split: list[tuple[int, int, float]] = []
+    for prefill in range(1, workers):
+        counts = Counts(prefill, workers - prefill)
+        rate = simulated_capacity(plan, Fleet("disaggregated", counts, own), first)
+        split.append((counts.prefill, counts.decode, rate))
+        first = rate or first
+    return split, simulated_capacity(plan, Fleet("aggregated", Counts(0, workers), own), first)
+
+
+def cost_by_slo(plan: Plan, fleet: Fleet, answer_tokens: int, first: float) -> list[tuple[float, float]]:
+    """Worker-hours of a million tokens of answers at the mode's capacity, by the SLO's scale; scales held by no rate
+    are left out."""
+    found: list[tuple[float, float]] = []
+    workers = fleet.counts.prefill + fleet.counts.decode
+    for scale in reversed(SLO_SCALES):  # the laxest first: what holds there bounds what holds elsewhere
+        times = (None if one is None else one * scale for one in (plan.slo.ttft_s, plan.slo.tpot_s))
+        rate = simulated_capacity(msgspec.structs.replace(plan, slo=SLO(*times)), fleet, first, REQUESTS // 2)
+        if rate > 0:
+            found.append((scale, workers / (rate * answer_tokens * HOUR_S) * 1e6))
+            first = rate
+    return found[::-1]

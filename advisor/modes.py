@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -115,10 +116,13 @@ class Timed:
 def fit(timed: Sequence[Timed]) -> tuple[StepCosts, float]:
     """The costs, and seconds of a call: least squares of the relative error, none below 0.
 
-    What comes out negative is taken for 0, and the others are fitted again. Raises ValueError for too few steps.
+    Of steps alike the mean counts: errors relative to each alone would believe the quick ones. What comes out negative is taken for 0, and the others are fitted again. Raises ValueError for too few steps.
     """
-    rows = np.array([[float(one.is_called), 1.0, *one.content] for one in timed])
-    seconds = np.array([one.seconds for one in timed])
+    alike: dict[tuple[StepContent, bool], list[float]] = defaultdict(list)
+    for one in timed:
+        alike[one.content, one.is_called].append(one.seconds)
+    rows = np.array([[float(is_called), 1.0, *content] for content, is_called in alike])
+    seconds = np.array([statistics.fmean(values) for values in alike.values()])
     if len(rows) < 4:
         raise ValueError(f"{len(rows)} measured steps are too few to learn costs from")
     shares, found = rows / seconds[:, None], np.zeros(rows.shape[1])
@@ -177,7 +181,7 @@ def steps_of(records: Sequence[Record], begin_s: float = -math.inf, end_s: float
         (after - before, number)
         for one in records
         for number, (before, after) in enumerate(zip(one.token_s, one.token_s[1:], strict=False))
-        if begin_s <= before and after <= end_s
+        if begin_s < before and after <= end_s
     ]
     if len(gaps) < 2:
         return None

@@ -19,13 +19,16 @@ from typing import Any
 
 import msgspec
 
-from twostroke.advisor.agreement import Cell, add_server, compare, line_of, plan_for, summary_of
+from twostroke.advisor import report
+from twostroke.advisor.agreement import Cell, add_server, compare, line_of, plan_for, simulated, summary_of
 from twostroke.advisor.capacities import (
     TARGET,
     Flip,
     Point,
     by_length,
     by_rate,
+    by_ratio,
+    cost_by_slo,
     flips_of,
     measured_capacity,
     point_of,
@@ -75,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run.add_argument("--max-context", type=positive_count, metavar="TOKENS", help="longer requests are rescaled")
     of_run.add_argument("--seed", type=int, default=0)
     of_run.add_argument("--no-sweep", action="store_true", help="don't look for where the answer flips")
+    of_run.add_argument("--report", action="store_true", help="pictures, and one HTML file; more is simulated for it")
+    of_run.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of a worker, for --report")
     of_run.add_argument("--output", type=Path, metavar="DIR", help="default: verdict-<time>")
     of_run.add_argument("--json", action="store_true", help="nothing but the last line")
 
@@ -105,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
     found, exit_code = Found(), 0
+    plan: Plan | None = None
     try:
         plan = (
             _by_simulation(arguments, found) if _is_unmeasured(arguments) else _measure(arguments, folder, found, say)
@@ -114,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         found.failed["the rest"] = "it was interrupted"
         exit_code = INTERRUPTED_EXIT
+    if arguments.report and plan is not None and exit_code == 0:
+        _draw(arguments, plan, found, folder, say)
     told = tell(found, is_measured=not _is_unmeasured(arguments))
     (folder / "verdict.json").write_text(json.dumps(told, indent=1) + "\n")
     if not arguments.json:
@@ -277,6 +285,50 @@ def mean_answer(plan: Plan) -> int:
     """Tokens, of the workload's first requests."""
     asked = msgspec.structs.replace(plan, seconds=1e9)
     return round(statistics.fmean(one.turns[0].output_tokens for one in islice(sessions(asked), MEAN_OF)))
+
+
+# --- pictures ---
+
+SPLIT_WORKERS = 4
+WATCHED_REQUESTS = 200
+
+
+def _draw(arguments: argparse.Namespace, plan: Plan, found: Found, folder: Path, say: Callable[[str], None]) -> None:
+    told = tell(found, is_measured=not _is_unmeasured(arguments))
+    first = max((statistics.median(rates) for rates in found.simulated.values()), default=1.0) or 1.0
+    plots = [report.capacities(told["modes"])]
+    plots += [report.by_length(found.lengths)] if found.lengths else []
+    plots += [report.by_rate(found.rates)] if found.rates else []
+    shown = found.fleets.get("disaggregated") or next(iter(found.fleets.values()))
+    workers = max(SPLIT_WORKERS, shown.counts.prefill + shown.counts.decode)
+    say(f"pictures: every split of {workers} workers")
+    split, aggregated = by_ratio(plan, shown.kind, workers, first)
+    plots.append(report.by_ratio(split, aggregated))
+    say("pictures: KV memory, cost by SLO")
+    plots.append(report.memory(_watched(plan, shown, 0.8 * first)))
+    price = 1.0 if arguments.usd_per_hour is None else arguments.usd_per_hour
+    answer = mean_answer(plan)
+    curves = {
+        mode: [(scale, hours * price) for scale, hours in cost_by_slo(plan, fleet, answer, first)]
+        for mode, fleet in found.fleets.items()
+    }
+    plots.append(report.cost(curves, plan.slo, "worker-hours" if arguments.usd_per_hour is None else "USD"))
+    say(f"report: {report.write_page(folder, words_of(told), plots)}")
+
+
+def _watched(plan: Plan, fleet: Fleet, rate: float) -> list[report.Memory]:
+    seen: dict[str, list[tuple[float, float]]] = {}
+
+    def watch(worker: str, at_s: float, held: float) -> None:
+        if at_s >= 0:
+            seen.setdefault(worker, []).append((at_s, held))
+
+    asked = msgspec.structs.replace(at_rate(plan, rate), seconds=WATCHED_REQUESTS / rate, warm_up_s=0.0)
+    simulated(asked, fleet, watch)
+    return [
+        report.Memory(worker, tuple(at_s for at_s, _ in samples), tuple(held for _, held in samples))
+        for worker, samples in seen.items()
+    ]
 
 
 # --- the answer ---

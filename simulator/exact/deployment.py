@@ -34,6 +34,9 @@ ANSWER = 7
 STANDARD = Promise()
 LIMIT_S = 1e6  # of virtual time
 WARM_PROMPTS, WARM_ANSWER, WARM_AT_A_TIME = (16, 400, 64, 200, 30, 128), 16, 3  # tokens, and requests
+WATCH_S = 0.1
+Watch = Callable[[str, float, float], None]
+"""Told of a worker, seconds after the beginning, and a share of its KV blocks."""
 UNANSWERED_S = 1.0  # for which a user pauses who was refused, as the load test's do
 FAKE_LAYERS = 2
 FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/exact/memory_store.py
@@ -209,6 +212,7 @@ def serve(
     max_context: int = 8192,
     until_s: float = math.inf,
     warm: int = 0,
+    watch: Watch | None = None,
 ) -> Run:
     """Run the trace to its end; with classes that promise something, some requests are refused.
 
@@ -216,7 +220,7 @@ def serve(
     unless not `decodes_alone`. With `users` each takes the next of `trace`, whenever that was to come; what is to be
     asked after `until_s` in a conversation is not. Before the trace begins, `warm` requests of many lengths teach the
     workers what their steps cost, as a server that has been used knows. `progress` is told how many requests have
-    ended.
+    ended, and `watch` every WATCH_S which share of its KV each worker's requests hold.
     """
     plan = FleetPlan(
         seed=seed,
@@ -235,6 +239,7 @@ def serve(
     pipeline = PipelineConfig(policy=policy, request_timeout_s=10_000.0, decodes_alone=decodes_alone)
     deployment = _Deployment(trace, plan, kind, pipeline, slo, users, until_s, warm)
     deployment.progress = progress
+    deployment.watch = watch
     return run_virtually(deployment.run(prefill, decode, faults), limit_s=LIMIT_S)
 
 
@@ -261,6 +266,7 @@ class _Deployment:
         self._slo = slo
         self._num_ended = 0
         self.progress: Callable[[int], None] | None = None
+        self.watch: Watch | None = None
 
     async def run(self, prefill: int, decode: int, faults: Sequence[Fault]) -> Run:
         self._clock = asyncio.get_running_loop().time
@@ -272,6 +278,7 @@ class _Deployment:
         router = SimRouter(0, fleet, fabric, self._pipeline, self._slo)
         await self._warm_up(router)
         began_s = self._clock()
+        watching = asyncio.create_task(self._watch_all(fleet))
         striking = [asyncio.create_task(_strike(fault, fleet)) for fault in faults]
         self._began_s = began_s
         self._served.clear()
@@ -282,9 +289,9 @@ class _Deployment:
         await asyncio.gather(*map(asyncio.create_task, clients))
         served = sorted(self._served, key=lambda one: one.at_s)
         seconds = self._clock() - began_s
-        for task in striking:
+        for task in (watching, *striking):
             task.cancel()
-        await asyncio.gather(*striking, return_exceptions=True)
+        await asyncio.gather(watching, *striking, return_exceptions=True)
         busy = [process.engine.busy_s / seconds for process in processes]
         await router.close()
         for process in list(fleet.processes.values()):
@@ -292,6 +299,14 @@ class _Deployment:
         await fleet.close()
         prefill_busy = sum(busy[:prefill]) / prefill if prefill else 0.0
         return Run(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
+
+    async def _watch_all(self, fleet: SimFleet[TimedEngine]) -> None:
+        while self.watch is not None:
+            for process in fleet.processes.values():
+                self.watch(
+                    process.host, self._clock() - self._began_s, process.pool.owned_blocks / process.pool.num_blocks
+                )
+            await asyncio.sleep(WATCH_S)
 
     async def _warm_up(self, router: SimRouter) -> None:
         self._began_s = self._clock()

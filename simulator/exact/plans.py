@@ -10,7 +10,7 @@ from twostroke.loadtests.workloads.sessions import TEMPLATE_TOKENS, sessions
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
-from twostroke.simulator.exact.deployment import Fault, TracedRequest, Users, serve
+from twostroke.simulator.exact.deployment import Fault, TracedRequest, Users, Watch, serve
 from twostroke.simulator.exact.sim_router import PROMISE_NOTHING
 from twostroke.simulator.kinds import Kind
 
@@ -29,6 +29,7 @@ def simulate_plan(
     faults: Sequence[Fault] = (),
     progress: Callable[[int], None] | None = None,
     warm: int = 0,
+    watch: Watch | None = None,
 ) -> list[Record]:
     """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`.
 
@@ -56,6 +57,7 @@ def simulate_plan(
         max_context=plan.max_context,
         until_s=plan.seconds,
         warm=warm,
+        watch=watch,
     )
     if not run.served:
         raise ConfigError("no request comes in that time")

@@ -56,3 +56,12 @@ def test_a_server_that_can_not_start_says_why() -> None:
     settings = {"model": {"path": "/no-such-folder"}}
     with pytest.raises(ConfigError, match="no-such-folder"), server_in("aggregated", Counts(0, 1), settings):
         raise AssertionError("it has started")
+
+
+def test_held_up_steps_count_as_the_mean_has_them() -> None:
+    steady = timed()
+    shaken = [*steady, *(Timed(one.content, 3 * one.seconds, one.is_called) for one in steady)]
+    found, _ = fit(shaken)
+    assert StepContent(0, 0.0, 4, 400).expected_s(found) == pytest.approx(
+        2 * StepContent(0, 0.0, 4, 400).expected_s(COSTS), rel=0.02
+    )
