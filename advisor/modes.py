@@ -116,7 +116,8 @@ class Timed:
 def fit(timed: Sequence[Timed]) -> tuple[StepCosts, float]:
     """The costs, and seconds of a call: least squares of the relative error, none below 0.
 
-    Of steps alike the mean counts: errors relative to each alone would believe the quick ones. What comes out negative is taken for 0, and the others are fitted again. Raises ValueError for too few steps.
+    Of steps alike the mean counts: errors relative to each alone would believe the quick ones. What comes out negative
+    is taken for 0, and the others are fitted again. Raises ValueError for too few steps.
     """
     alike: dict[tuple[StepContent, bool], list[float]] = defaultdict(list)
     for one in timed:
