@@ -1,8 +1,9 @@
 # make serve      a server on this machine, until Ctrl-C
-# make tools      nginx, HAProxy, Prometheus and Redis from Debian, for the tests of deploy/; `make test` asks for them itself
+# make tools      nginx, HAProxy, Prometheus and Redis from Debian, for the tests of deploy/, and NIXL; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
 # make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
+# make test-nixl  links by NIXL, and processes harmed while KV goes over them
 # make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
@@ -28,7 +29,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-wide bench constraints clean
+.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -51,10 +52,12 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP)
 	@exec $(BIN)/twostroke serve $(ARGS)
 
-# Only tests of the files in deploy/ need them, and are skipped without.
+# Only tests of the files in deploy/ and of nixl links need them, and are skipped without.
 tools: $(STAMP)
-	@echo "--> nginx, HAProxy, Prometheus and Redis"
+	@echo "--> nginx, HAProxy, Prometheus, Redis and NIXL"
 	@$(BIN)/python -m tests.deploy.programs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'nixl>=1.5,<2' \
+		|| echo "    NIXL can't be had: its tests will be skipped"
 
 # In this order, each only if those before it went well.
 test: $(STAMP)
@@ -131,6 +134,10 @@ $(CLIENTS)/.set-up: $(STAMP) tests/clients/requirements.txt
 	@{ test -x $(BIN)/uv && $(BIN)/uv pip install --quiet --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt; } \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	@touch $@
+
+test-nixl: tools
+	@echo "--> Links by NIXL, and processes harmed while KV goes over them"
+	@$(PYTEST) tests/kvtransfer tests/faults -m "wide or not wide" -k nixl
 
 test-wide: $(STAMP)
 	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read"

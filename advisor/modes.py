@@ -293,8 +293,14 @@ def at_pace(kind: Kind, pace: float) -> Kind:
     """The same workers where all takes `pace` times as long."""
 
     def slowed(costs: StepCosts) -> StepCosts:
-        scaled = (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s)
-        return StepCosts(*(one * pace for one in scaled), costs.num_samples)
+        return msgspec.structs.replace(
+            costs,
+            base_s=costs.base_s * pace,
+            token_s=costs.token_s * pace,
+            pair_s=costs.pair_s * pace,
+            row_s=costs.row_s * pace,
+            context_s=costs.context_s * pace,
+        )
 
     return msgspec.structs.replace(
         kind,

@@ -51,6 +51,10 @@ from twostroke.loadtests.plan import Chat, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.run_folder import make_folder
 from twostroke.loadtests.workloads.sessions import sessions
+from twostroke.model.sizes import num_parameters
+from twostroke.planner.floors import Machine, step_costs
+from twostroke.planner.hardware import hardware_of
+from twostroke.planner.models import published_model
 from twostroke.protocol.errors import ConfigError
 from twostroke.simulator.exact.plans import VOCABULARY
 from twostroke.simulator.kinds import KINDS, Kind, kind_of
@@ -240,13 +244,9 @@ def _by_simulation(arguments: argparse.Namespace, found: Found) -> Plan:
 
 def gpu_kind(gpu: str, model: str) -> Kind:
     """A worker of one such GPU, by the planner's roofline. Raises ConfigError for a GPU or model it does not know."""
-    from twostroke.planner.floors import Machine, step_costs
-    from twostroke.planner.hardware import hardware_of
-    from twostroke.planner.models import published_model
-
     hardware, config = hardware_of(gpu), published_model(model)
     kv_bytes = float(config.kv_kinds * config.kv_size * config.num_layers * 2)
-    room = 0.9 * hardware.memory_bytes - 2 * config.num_parameters
+    room = 0.9 * hardware.memory_bytes - 2 * num_parameters(config)
     if room < kv_bytes * 4096:
         raise ConfigError(f"--gpu {gpu}: {model} leaves no room for KV in one; name a larger GPU or a smaller model")
     return Kind(

@@ -75,6 +75,7 @@ _COMMANDS = {
         "advisor.agreement",
         "this machine's server beside its simulation: three modes, workloads and rates",
     ),
+    "plan": ("advisor.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
     "simulate": (
         "simulator.command",
         "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",

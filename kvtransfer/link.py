@@ -4,9 +4,8 @@ A link carries units, in order, from one rank of one worker to one rank of anoth
 on the control connection (messages.Chunk), so a link has no headers, and the receiving side alone decides where bytes
 go. A link that breaks, or damages what it carries, is given up with everything on it: no transport mends anything.
 
-`tcp`, `shm`, `cuda_ipc` and `torch_distributed` (NCCL, gloo) stand behind it, in transports/. This is also where an
-RDMA library (NIXL) will be put: its registered memory and descriptors are a Transport's own business, its remote reads
-a ReceivingEnd's `receive`, as in shm, and its notifications what `send` returns on.
+`tcp`, `shm`, `cuda_ipc`, `torch_distributed` (NCCL, gloo) and `nixl` stand behind it, in transports/. Registered memory
+and descriptors are a Transport's own business, and remote reads a ReceivingEnd's `receive`.
 
 Digests of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seal. They find damage, not malice: who
 may send at all is settled by tickets and by the link's one-time token.
@@ -148,6 +147,10 @@ class SendingEnd(LinkEnd, Protocol):
     def most_chunk_bytes(self) -> int | None:
         """That the link has memory for; None: it needs none."""
 
+    @property
+    def shortfall(self) -> str | None:
+        """What makes the link slower than its transport can be, for people; None: nothing that it knows of."""
+
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         """Send these units, in this order, and their digest.
 
@@ -188,7 +191,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the configuration: `tcp`, `shm`, `torch_distributed`, `cuda_ipc`."""
+        """As in the configuration: `tcp`, `shm`, `torch_distributed`, `cuda_ipc`, `nixl`."""
 
     async def prepare(self, host: str, cut: Cut) -> PendingLink:
         """Receiving side: make ready for one peer to join, reachable at `host`. Raises ConnectionLost."""

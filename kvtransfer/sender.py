@@ -354,7 +354,8 @@ class SenderConnection:
         except ConnectionLost as lost:
             raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
         self.unfit_transport = None
-        self.report = LinkReport(self.target, welcome.transport, welcome.why, welcome.missing)
+        missing = welcome.missing if link.shortfall is None else (*welcome.missing, link.shortfall)
+        self.report = LinkReport(self.target, welcome.transport, welcome.why, missing)
         pace = pace_of(self._sender.store)
         chunk_bytes = self._sender.config.max_chunk_bytes or pace.chunk_bytes
         max_units = max(1, min(chunk_bytes, link.most_chunk_bytes or chunk_bytes) // cut.unit_bytes)

@@ -137,7 +137,8 @@ class Routing:
 
     def expected_hit(self, tokens: float) -> float:
         """How many experts so many tokens take together, if each took any with the same probability."""
-        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
+        missed: float = (1 - self.top_k / self.num_experts) ** tokens
+        return self.num_experts * (1 - missed)
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,11 @@ class ModelShape:
     @property
     def kv_groups(self) -> KVGroups:
         """Which layers share block tables."""
-        return group_layers(self.windows or (0,) * self.num_layers)
+        return self.groups_of(range(self.num_layers))
+
+    def groups_of(self, layers: range) -> KVGroups:
+        """As `kv_groups`, of some layers, the first of which is 0 there. As `KVLayout.groups_of`."""
+        return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
 
     @property
     def expert_share(self) -> float:

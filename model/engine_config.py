@@ -31,7 +31,8 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     quantization: Quantization = "auto"  # of the projections' weights
-    tensor_parallel: int = 1  # ranks that share the model
+    tensor_parallel: int = 1  # ranks that share each stage of the model
+    pipeline_parallel: int = 1  # stages that share its layers
     expert_parallel: bool = False  # each has some experts whole, and not a part of each
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
@@ -112,7 +113,7 @@ def resolve_num_blocks(
     if size is None:
         if config.device == "cuda":
             return None
-        one = kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel)
+        one = block_bytes(config, model, kv_dtype)
         longest = config.max_context or model.max_position
         context = model.kv_groups.blocks_of(longest, config.block_size, config.bounds.max_tokens) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
@@ -144,7 +145,12 @@ def resolve_max_context(config: EngineConfig, model: ModelShape, num_blocks: int
 
 def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
     """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
-    one = kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel)
+    one = block_bytes(config, model, kv_dtype)
     if size < one:
         raise ConfigError(f"a KV cache of {size} bytes does not hold one block, which takes {one}")
     return size // one
+
+
+def block_bytes(config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
+    """As kv_block_bytes, of this engine's ranks and stages."""
+    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel, config.pipeline_parallel)

@@ -39,17 +39,18 @@ def fit(
     kv_itemsize: int,
     memory: int,
     ranks: int = 1,
+    stages: int = 1,
     is_gpu: bool = False,
     bounds: StepBounds = DEFAULT_BOUNDS,
 ) -> Fit:
-    """On one worker of `ranks`, each of which has `weights` bytes and may take `memory` bytes.
+    """On one worker of so many stages of `ranks`, each of which has at most `weights` bytes and may take `memory`.
 
     `itemsize` is a number's of activations, `kv_itemsize` of keys and values. The step is estimated as it is on CPUs:
     on a GPU it is measured when the engine is loaded, and takes no more.
     """
     step = step_bytes_on_cpu(shape, bounds, itemsize)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
-    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, ranks)
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, ranks, stages)
     rows = max(0, cache // of_row)
     context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(

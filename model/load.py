@@ -27,6 +27,7 @@ from twostroke.model.cuda.prompt_graphs import MOST_ANNOUNCED_ROWS, MOST_ROWS, P
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
     EngineConfig,
+    block_bytes,
     blocks_in,
     check_cores,
     resolve_device,
@@ -35,6 +36,7 @@ from twostroke.model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
+from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import (
     GroupRanks,
     RankPlace,
@@ -45,7 +47,7 @@ from twostroke.model.parallel.tensor_parallel import (
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
-from twostroke.model.sizes import StepBounds, kv_block_bytes, step_bytes_on_cpu
+from twostroke.model.sizes import StepBounds, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -58,8 +60,9 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> "Loaded
 
     `place` is for an engine of several ranks, and for them alone; all have to load at the same time.
     """
-    if (place is None) != (config.tensor_parallel == 1):
-        raise ValueError(f"{place} is no place among {config.tensor_parallel} ranks")
+    ranks = config.tensor_parallel * config.pipeline_parallel
+    if (place is None) != (ranks == 1):
+        raise ValueError(f"{place} is no place among {ranks} ranks")
     return LoadedEngine(config, place)
 
 
@@ -79,7 +82,10 @@ class LoadedEngine:
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
         self._config = config
         self._place = place
-        self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel, config.expert_parallel)
+        self._rank = 0 if place is None else place.rank
+        stage, rank = divmod(self._rank, config.tensor_parallel)
+        self._shard = Shard(rank, config.tensor_parallel, config.expert_parallel)
+        self._stage = Stage(stage, config.pipeline_parallel)
         found = open_model(config.model_dir, config.way)
         model = self.model_config = found.shape
         check_cores(config)
@@ -87,10 +93,10 @@ class LoadedEngine:
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
         self.weights = found.weights_as(config.quantization)
-        ranks = config.tensor_parallel, config.expert_parallel
+        ranks = config.tensor_parallel, config.expert_parallel, config.pipeline_parallel
         found.check_ranks(*ranks)
         weights = found.weight_bytes(self._dtype, config.quantization, *ranks)
-        block = kv_block_bytes(model, config.block_size, self._kv_dtype.itemsize, config.tensor_parallel)
+        block = block_bytes(config, model, self._kv_dtype)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype.itemsize) if self._device.type == "cpu" else 0
         blocks = resolve_num_blocks(config, model, self._kv_dtype, weights + step)
@@ -120,14 +126,15 @@ class LoadedEngine:
 
     def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
         """On the engine's thread. Raises ConfigError."""
-        config, device, model, rank = self._config, self._device, self.model_config, self._shard.rank
+        config, device, model, rank = self._config, self._device, self.model_config, self._rank
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where this thread's kernels go
         if self._place is None:
             self.parallel = SingleRank()
         else:
-            group = self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
-            if device.type == "cuda":
+            place = self._place
+            group = self.parallel = GroupRanks(self._shard, place.rendezvous, device, self._stage, place.host)
+            if device.type == "cuda" and self._shard.size > 1:
                 from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
 
                 group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
@@ -142,6 +149,7 @@ class LoadedEngine:
             dtype=self._kv_dtype,
             device=device,
             tp_size=self._shard.size,
+            pp_size=self._stage.count,
             rank=rank,
         )
         if blocks is None:
@@ -152,7 +160,7 @@ class LoadedEngine:
         digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
         blocks = min(map(int, self.parallel.exchange(str(blocks))))
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
-        self.swap_space = _swap_space(config, self.kv_cache)
+        self.swap_space = _swap_space(config, self.kv_cache, block_bytes(config, model, self._kv_dtype))
         self.max_context = resolve_max_context(config, model, blocks)
         captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         hits = self.expert_hits = _expert_hits(decoder)
@@ -197,7 +205,9 @@ def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
 def _captured_steps(
     config: EngineConfig, backend: Backend, decoder: StepDecoder, kv_cache: KVCache, max_context: int
 ) -> tuple[CapturedSteps | None, PromptGraphs | None]:
-    """What replays decode steps, and what replays small steps with prompts."""
+    """What replays decode steps, and what replays small steps with prompts: nothing of one of several stages."""
+    if config.pipeline_parallel > 1:
+        return None, None
     if config.device == "cuda":
         return _graphs(config, decoder, kv_cache, max_context)
     if config.announces_layers:
@@ -232,9 +242,10 @@ def _graphs(
 def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
     """For which steps with prompts there are graphs; none where the host must know how long contexts are.
 
-    Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more.
+    Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more. Nor are there
+    any of one of several stages.
     """
-    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1:
+    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.pipeline_parallel > 1:
         return []
     most_rows = MOST_ANNOUNCED_ROWS if config.announces_layers else MOST_ROWS
     return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most_rows)
@@ -245,8 +256,8 @@ def _expert_hits(decoder: StepDecoder) -> ExpertHits | None:
     return ExpertHits(hits) if any(layer is not None for layer in hits) else None
 
 
-def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
-    num_blocks = config.swap_bytes // (kv_cache.block_bytes * len(kv_cache.tensors))
+def _swap_space(config: EngineConfig, kv_cache: KVCache, block: int) -> SwapSpace | None:
+    num_blocks = config.swap_bytes // block  # on each stage as many as on that with the most layers
     if num_blocks == 0:
         return None
     free = available_bytes(torch.device("cpu"))
@@ -295,7 +306,7 @@ def measure_gpu(
         logits = sequences * decoder.logits_width * torch.float32.itemsize
         return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
 
-    if not config.announces_layers:
+    if not config.announces_layers and config.pipeline_parallel == 1:
         most = bounds.max_sequences
         graphs += captured_bytes(most, most, len(batch_sizes(most)))
     if shapes := prompt_shapes(config, decoder, kv_cache):

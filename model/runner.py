@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
 from twostroke.model.cache.kv_cache import KVCache, layer_announcing
@@ -20,6 +21,7 @@ from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
+from twostroke.model.pipeline import PipelinedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
 from twostroke.model.step import (
@@ -166,6 +168,11 @@ class ModelRunner:
         self._expert_hits = expert_hits
         self._prompt_graphs = prompt_graphs
         self._parallel = SingleRank() if parallel is None else parallel
+        self._pipeline: PipelinedSteps | None = None
+        if self._parallel.link is not None:
+            if not isinstance(decoder, Decoder):
+                raise ValueError("only a decoder of ours can be one of several stages")
+            self._pipeline = PipelinedSteps(decoder, kv_cache, self._parallel.link)
         self._masks = MaskFiller(decoder.vocab_size)
         self._device = kv_cache.tensors[0].device
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
@@ -201,7 +208,8 @@ class ModelRunner:
         """
         if self._expert_hits is not None:
             self._expert_hits.copy()
-        follows = any(step.follows is not None for step in batch)
+        # Who has no embedding needs no tokens.
+        follows = self._parallel.stage.is_first and any(step.follows is not None for step in batch)
         drawn = None
         if follows and self._parallel.shard.size > 1:
             drawn = self._drawn_by_rank_0(earlier)
@@ -226,6 +234,8 @@ class ModelRunner:
         """What is no captured decode step: by another graph where one fits, else eagerly."""
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
+        if self._pipeline is not None:
+            return self._run_over_stages(self._pipeline, batch, steps, order, on_layer, drawn, earlier)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         if self._prompt_graphs is not None and all(step.reading is None for step in steps):
             logits = self._prompt_graphs.logits(steps, drawing, drawn)
@@ -246,6 +256,29 @@ class ModelRunner:
         if logits is None:
             return self._silent(len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing], earlier)
+
+    def _run_over_stages(
+        self,
+        pipeline: PipelinedSteps,
+        batch: Sequence[SequenceStep],
+        steps: Sequence[SequenceStep],
+        order: Sequence[int],
+        on_layer: OnLayer | None,
+        drawn: Tensor | None,
+        earlier: LaunchedStep | None,
+    ) -> LaunchedStep:
+        """As `_run_with_prompts`, of which `order` says where `steps` stand in the batch."""
+        entries: list[int] = []
+        rows: list[Tensor] = []
+        for found in pipeline.run(steps, lambda some: self._token_ids(some, drawn), on_layer):
+            read_all = self._reader(found.batch.steps)
+            if read_all is not None:
+                read_all(found.hidden)
+            rows.append(found.drawn)
+            entries += [order[found.batch.entries[i]] for i in found.batch.drawing]
+        if not entries:
+            return self._silent(len(batch))
+        return self._sample(self._decoder.logits(torch.cat(rows)), batch, entries, earlier)
 
     def _announce_all(self, on_layer: OnLayer | None) -> None:
         """Tell of all layers once what was launched has run."""

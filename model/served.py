@@ -17,6 +17,7 @@ from twostroke.model.config import ModelShape, Quantization, WeightForm
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.sizes import (
     check_size,
+    check_stages,
     num_active_parameters,
     num_parameters,
     stored_forms,
@@ -53,15 +54,22 @@ class ServedModel(Protocol):
         """Those that one token is computed with."""
 
     def weight_bytes(
-        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+        self,
+        dtype: torch.dtype,
+        quantization: Quantization,
+        ranks: int,
+        expert_parallel: bool = False,
+        stages: int = 1,
     ) -> int:
-        """Of one of so many ranks that can share the model, the largest, once it is loaded in `dtype`."""
+        """Of one of so many ranks of each stage, that can share the model, the largest, once it is loaded in
+        `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
         """How quantised weights are held, for people; None: as all others."""
 
-    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
-        """Raises ConfigError where `size` ranks can't share the model, or not its experts as they are asked to."""
+    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
+        """Raises ConfigError where so many stages of `size` ranks can't share the model, or not its experts as they are
+        asked to."""
 
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
@@ -111,19 +119,25 @@ class NativeModel:
         return self._checkpoint.dtype
 
     def weight_bytes(
-        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+        self,
+        dtype: torch.dtype,
+        quantization: Quantization,
+        ranks: int,
+        expert_parallel: bool = False,
+        stages: int = 1,
     ) -> int:
-        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, ranks, expert_parallel)
+        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, ranks, expert_parallel, stages)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)
 
-    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
+    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
         check_size(self.shape, size, expert_parallel)
+        check_stages(self.shape, stages)
 
     def digest(self) -> str:
         return self._checkpoint.digest()
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
-        weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, parallel.shard)
+        weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, parallel.shard, parallel.stage)
         return Decoder(self.shape, weights, backend, parallel)

@@ -17,6 +17,7 @@ from twostroke.model.config import (
     WeightForm,
 )
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import stage_layers
 
 FP32_BYTES, FP16_BYTES = 4, 2
 
@@ -197,14 +198,18 @@ def weight_bytes(
     forms: Mapping[str, WeightForm] | None = None,
     ranks: int = 1,
     expert_parallel: bool = False,
+    stages: int = 1,
 ) -> int:
-    """Of one of so many ranks, that with the most, once the model is loaded in `dtype`; that norms are fp32 is nothing
-    beside the rest, nor is what each rank has whole.
+    """Of one of so many ranks of each stage, that with the most, once the model is loaded in `dtype`; that norms are
+    fp32 is nothing beside the rest, nor is what each rank has whole.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
     stored = stored_forms(config) if forms is None else forms
-    layer, total, of_experts = config.spec.layer, 0, 0
+    layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
+    stage_of = {
+        str(index): stage for stage in range(stages) for index in stage_layers(config.num_layers, stages, stage)
+    }
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
     fused = {part.name: parts for parts in together for part in parts}
@@ -212,7 +217,8 @@ def weight_bytes(
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
-        is_expert = name.removeprefix(f"{config.spec.layers}.").partition(".")[2] in each
+        number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
+        stage = stage_of.get(number, 0)
         is_table = name == f"{config.spec.embedding}.weight"
         form = stored.get(name)
         if name == head_name(config):
@@ -222,7 +228,7 @@ def weight_bytes(
         elif len(shape) == 2:
             prefix, part = _layer_and_name(config, name)
             if layer.latent is not None and part == layer.k.name:  # what makes keys and values of latents is never
-                total += tensor_bytes(shape, itemsize, None)
+                total[stage] += tensor_bytes(shape, itemsize, None)
                 continue
             parts = fused.get(part, ())
             form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
@@ -230,13 +236,16 @@ def weight_bytes(
         elif len(shape) == 3:
             form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
         found = tensor_bytes(shape, itemsize, form)
-        total += found
-        of_experts += found if is_expert else 0
+        total[stage] += found
+        of_experts[stage] += found if name_in_layer in each else 0
     if not expert_parallel or experts is None:
-        return -(-total // ranks)
-    number = experts.routing.num_experts
-    most = -(-number // ranks)
-    return -(-(total - of_experts) // ranks) + of_experts * most // number
+        return -(-max(total) // ranks)
+    count = experts.routing.num_experts
+    most = -(-count // ranks)
+    return max(
+        -(-(of_stage - of_its_experts) // ranks) + of_its_experts * most // count
+        for of_stage, of_its_experts in zip(total, of_experts, strict=True)
+    )
 
 
 def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
@@ -304,6 +313,26 @@ def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> 
         raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
 
 
+def check_stages(config: ModelShape, count: int) -> None:
+    """Raises ConfigError where so many stages can't share the model's layers, with the numbers that can."""
+    if count > config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
+        )
+    fitting = [number for number in range(1, count + 1) if _have_the_windows(config, number)]
+    if fitting[-1] != count:
+        raise ConfigError(
+            f"pipeline_parallel: {count} stages of the model's {config.num_layers} layers don't each have layers with "
+            f"a window and without in the same proportion: use {' or '.join(map(str, fitting))}"
+        )
+
+
+def _have_the_windows(config: ModelShape, count: int) -> bool:
+    """Whether each of so many stages has the groups of layers that the model has: they share each request's table."""
+    stages = (stage_layers(config.num_layers, count, stage) for stage in range(count))
+    return all(config.groups_of(layers).windows == config.kv_groups.windows for layers in stages)
+
+
 # --- beside the weights ---
 
 
@@ -331,7 +360,9 @@ def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> 
     return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
 
 
-def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1) -> int:
-    """Bytes that one block takes on a rank, in all tensors together."""
+def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1, pp_size: int = 1) -> int:
+    """Bytes that one block takes on a rank, in all tensors together; of several stages, where the most layers are."""
     heads = max(1, config.num_kv_heads // tp_size)
-    return config.kv_kinds * config.kv_groups.num_tensors * heads * config.head_dim * block_size * itemsize
+    stages = (stage_layers(config.num_layers, pp_size, stage) for stage in range(pp_size))
+    num_tensors = max(config.groups_of(layers).num_tensors for layers in stages)
+    return config.kv_kinds * num_tensors * heads * config.head_dim * block_size * itemsize

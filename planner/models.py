@@ -69,14 +69,23 @@ def _gemma3(*sizes: int, head: int, window: int = 1024) -> dict[str, Any]:
     return _dense("Gemma3ForCausalLM", *sizes, head_dim=head, sliding_window=window) | {"tie_word_embeddings": True}
 
 
+_NOT_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    more = {"head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128}
+    more: dict[str, Any] = {
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    }
+    more["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": _NOT_EXPERTS}
     return _dense("GptOssForCausalLM", 2880, 2880, layers, 64, 8, 201088, 131072, **more)
 
 
 def _deepseek(architecture: str, *sizes: int, query_rank: int | None, **more: Any) -> dict[str, Any]:
     latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    return _dense(architecture, *sizes, q_lora_rank=query_rank, **latents, **more)
+    return {**_dense(architecture, *sizes), "q_lora_rank": query_rank, **latents, **more}
 
 
 _LLAMA2, _LLAMA3 = "Touvron et al., arXiv:2307.09288", "Grattafiori et al., arXiv:2407.21783"
@@ -166,6 +175,7 @@ MODELS: Mapping[str, Published] = {
                 first_k_dense_replace=3,
                 n_group=8,
                 topk_group=4,
+                quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
             ),
         ),
         ("gpt-oss-20b", _GPT_OSS, _gpt_oss(24, 32)),

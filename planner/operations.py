@@ -52,6 +52,12 @@ class Held:
         """Bytes of a projection's weight, its part of scales with it."""
         return self._of(self.quantization, shape)
 
+    def attention_weight(self, shape: ModelShape) -> float:
+        """Of a projection around attention: MXFP4 checkpoints have experts alone in it."""
+        stored = shape.stored if isinstance(shape, ModelConfig) else None
+        is_left = self.quantization == "auto" and stored is not None and stored.method == "mxfp4"
+        return self.itemsize if is_left else self.weight(shape)
+
     def head_weight(self, shape: ModelShape) -> float:
         """Of the LM head. Checkpoints that are quantised have it as it was."""
         return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
@@ -86,6 +92,11 @@ class Operation:
     def intensity(self) -> float:
         """Operations a byte (Williams et al., Roofline, CACM 2009)."""
         return self.flops / self.bytes
+
+
+def product_intensity(rows: float, inner: int, outer: int, itemsize: float = 2.0) -> float:
+    """Operations a byte of rows [rows, inner] times a weight [outer, inner], each read or written once."""
+    return 2.0 * rows * inner * outer / (itemsize * (rows * inner + inner * outer + rows * outer))
 
 
 def prefill_operations(
@@ -148,7 +159,7 @@ def _operations(
     attention, head = matrix_sizes(shape)
     output = attention - queries - kv
     hidden, layers = shape.hidden_size, shape.num_layers
-    row_sum, each = sum(rows), held.weight(shape)
+    row_sum, each, around = sum(rows), held.weight(shape), held.attention_weight(shape)
     inputs = shape.q_size + shape.kv_kinds * shape.kv_size
     # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
     found = [
@@ -156,7 +167,7 @@ def _operations(
             "queries, keys, values",
             "product",
             2.0 * tokens * layers * (queries + kv),
-            weight_bytes=each * layers * (queries + kv),
+            weight_bytes=around * layers * (queries + kv),
             activation_bytes=held.itemsize * tokens * layers * (hidden + inputs),
         ),
         Operation(
@@ -170,7 +181,7 @@ def _operations(
             "attention output",
             "product",
             2.0 * row_sum * output,
-            weight_bytes=each * layers * output,
+            weight_bytes=around * layers * output,
             activation_bytes=held.itemsize * row_sum * 2 * hidden,
         ),
     ]

@@ -262,7 +262,7 @@ def _coarse(
     if not requests:
         raise ConfigError("no request comes in that time")
     one = slo.default_class
-    fleet = Fleet(kind, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=LiveRouter(kind, slo))
+    fleet = Fleet(kind, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=LiveRouter(slo))
     memory = Memory()
 
     def scaler(fleet: Fleet) -> tuple[int, int]:

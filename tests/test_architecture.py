@@ -85,7 +85,7 @@ INNER_ORDER = {
         {"engine"},
         {"runner", "engine_config"},
         {"cpu", "cuda"},
-        {"captured_steps"},
+        {"captured_steps", "pipeline"},
         {"sampling"},
         {"fit"},
         {"served"},

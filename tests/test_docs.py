@@ -12,7 +12,7 @@ from twostroke.cluster.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(
-    r"(?<![\w./-])(?:protocol|model|kvtransfer|worker|benchmarks|tools|prefill_worker|decode_worker|router|cluster|deploy|loadtests|tests|docs)"
+    r"(?<![\w./-])(?:protocol|model|kvtransfer|worker|benchmarks|tools|prefill_worker|decode_worker|router|cluster|deploy|loadtests|planner|advisor|tests|docs)"
     r"/(?:[\w./*-]*(?:\.\w+|/))?(?![\w/])"
 )
 COMMAND = re.compile(r"(?:^|bin/|\(|: )twostroke ((?:bench |loadtest |key |config )?[a-z][a-z-]*)([^|#;&)]*)")

@@ -40,7 +40,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,*]+)$", max_length=256)]
 """As a browser sends it: scheme, host and, unless it is the scheme's own, port; no path. `*` is any."""
-TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
+TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc", "nixl"]
 
 
 class ModelSection(Section):

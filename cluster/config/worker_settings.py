@@ -78,7 +78,7 @@ class WorkerSettings:
     @property
     def staged(self) -> Staged:
         """What links with staging memory take of each rank's GPU."""
-        stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed")
+        stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
         return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":

@@ -15,7 +15,7 @@ from twostroke.protocol.messages import Reach
 _JOIN_S = 5.0
 _JOIN_ON_GPUS_S = 30.0  # NCCL may need seconds to connect, and a peer of an unforeseen layout has kernels to compile
 
-NAMES = ("cuda_ipc", "shm", "tcp", "torch_distributed")
+NAMES = ("cuda_ipc", "nixl", "shm", "tcp", "torch_distributed")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def _automatic(store: KVStore) -> tuple[str, ...]:
         return ("cuda_ipc", "torch_distributed") if missing() is None else ("torch_distributed",)
     if isinstance(store, SharedStore):
         return ("shm", "tcp")
-    return ("tcp",)  # torch_distributed on a CPU is gloo, which is slower than tcp everywhere: one has to ask for it
+    # torch_distributed on a CPU is gloo, which is slower than tcp everywhere, and nixl no RDMA hardware has confirmed
+    # yet: one has to ask for either.
+    return ("tcp",)
 
 
 def _make(
@@ -105,6 +107,15 @@ def _make(
         if lacking is not None:
             raise ConfigError(f"cuda_ipc needs {lacking}, or set the transport to auto")
         return CudaIpcTransport(store, join_timeout_s=join_timeout_s)
+    if name == "nixl":
+        from twostroke.kvtransfer.transports import nixl
+
+        lacking = nixl.missing()
+        if lacking is not None:
+            raise ConfigError(f"nixl needs {lacking}; or set the transport to auto")
+        return nixl.NixlTransport(
+            store, machine=_machine(), join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes
+        )
     if name == "torch_distributed":
         from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 

@@ -14,12 +14,14 @@ _WHY = {
     "cuda_ipc": "both workers run on the same machine, and the target reads the source's GPU memory",
     "shm": "both workers run on the same machine, and their caches are in shared memory",
     "tcp": "it joins any two workers, and is the fastest that does",
+    "nixl": "the target reads what the source has packed, over RDMA between machines",
 }
 _NOT_OFFERED = {
     "cuda_ipc": "its GPU memory can't be shared",
     "shm": "its cache is not in shared memory",
     "tcp": "its cache is not in host memory",
     "torch_distributed": "on CPUs kv_transfer.transport has to ask for it",
+    "nixl": "kv_transfer.transport has to ask for it",
 }
 _SETTING = "kv_transfer.transport"
 
@@ -56,7 +58,7 @@ def _is_too_far(name: str, source: Reach, target: Reach) -> bool:
 def _order(source: Reach, target: Reach) -> list[str]:
     """All transports that come into question, best first; those that we have no opinion of by the target's."""
     known = _ON_GPUS if "cpu" not in (source.device, target.device) else _ELSEWHERE
-    others = [name for name in target.transports if name in source.transports]
+    others = dict.fromkeys((*target.transports, *source.transports))
     return [*known, *(name for name in others if name not in {*_ON_GPUS, *_ELSEWHERE})]
 
 
@@ -64,7 +66,7 @@ def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> st
     """Why this pair can't use a transport, as a sentence; None where it can."""
     if _is_too_far(name, source, target):
         return f"{name}: the workers run on different machines ({source.machine} and {target.machine})"
-    if name == "torch_distributed" and (source.device == "cpu") != (target.device == "cpu"):
+    if name in ("torch_distributed", "nixl") and (source.device == "cpu") != (target.device == "cpu"):
         return f"{name}: one worker is on a CPU and the other on a GPU"
     reasons = _not_offered(name, source, target)
     if name in _SAME_MACHINE and encoding != "raw":

@@ -227,7 +227,7 @@ def warm_up_lanes(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLa
                 warm_up_source(cut, queue, device)
             for theirs, own in incoming:
                 warm_up_target(theirs, own, queue, device)
-        if "torch_distributed" in names:
+        if {"torch_distributed", "nixl"} & set(names):
             for cut in (*outgoing, *(own for _, own in incoming)):
                 CudaStaging(store, cut).warm_up()
 

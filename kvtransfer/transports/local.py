@@ -142,6 +142,7 @@ class LocalSource:
     """The sending end: says which units to read, and what they must amount to."""
 
     most_chunk_bytes = None
+    shortfall = None
 
     def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[["LocalEnd"], None]):
         self._thread = thread

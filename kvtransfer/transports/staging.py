@@ -1,4 +1,4 @@
-"""The way between a store's units and contiguous buffers that a process group can send.
+"""The way between a store's units and contiguous buffers that a process group can send, or NIXL read.
 
 A buffer holds a chunk as it is on the wire: its units one after the other, encoded where that was agreed, and their
 digest. So a chunk is one message, however many blocks and layers it spans.
@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.link import DIGEST_BYTES, ON_HOSTS, HostStore
+from twostroke.kvtransfer.link import DIGEST_BYTES, ON_HOSTS, DeviceStore, HostStore, KVStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import HostWire
 
@@ -112,3 +112,15 @@ class HostStaging:
         if self._memory[index].numel() < num_bytes:
             self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._memory[index]
+
+
+def make_staging(store: KVStore, cut: Cut) -> Staging:
+    """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
+    if isinstance(store, HostStore):
+        return HostStaging(store, cut)
+    if isinstance(store, DeviceStore):
+        from twostroke.kvtransfer.transports.device_units import CudaStaging  # loads Triton
+
+        staging: Staging = CudaStaging(store, cut)
+        return staging
+    raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")

@@ -78,7 +78,7 @@ class TcpTransport(SocketTransport["TcpLink"]):
     async def prepare(self, host: str, cut: Cut) -> "Door[TcpLink]":
         """Raises ConnectionLost where `host` is not an address of this machine."""
         try:
-            family, address = await _resolve(host, 0)
+            family, address = await resolve(host, 0)
             listener = socket.create_server(address, family=family)
         except OSError as error:
             raise ConnectionLost(f"can't listen on {host}: {error}") from error
@@ -92,7 +92,7 @@ class TcpTransport(SocketTransport["TcpLink"]):
     async def join(self, params: LinkParams, cut: Cut) -> "TcpLink":
         theirs = read_params(params, _Params, self.name)
         try:
-            family, address = await _resolve(theirs.host, theirs.port)
+            family, address = await resolve(theirs.host, theirs.port)
         except OSError as error:
             raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
         most = min(theirs.streams, self._streams)
@@ -112,6 +112,7 @@ class TcpLink:
     """A DataLink over connected sockets, which it owns."""
 
     most_chunk_bytes = None
+    shortfall = None
 
     def __init__(
         self, connected: Sequence[socket.socket], store: HostStore, cut: Cut, on_close: Callable[["TcpLink"], None]
@@ -237,7 +238,7 @@ class TcpStream:
         return received
 
 
-async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+async def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Raises OSError."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = infos[0]

@@ -31,11 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
+from twostroke.kvtransfer.fabric import in_the_way, rdma_ports
+from twostroke.kvtransfer.link import KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.staging import HostStaging, Staging
+from twostroke.kvtransfer.transports.staging import HostStaging, make_staging
+from twostroke.model.parallel.nccl_log import NCCL_LOG, SOCKETS
 from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 from twostroke.protocol.errors import ConnectionLost
 
@@ -164,6 +166,7 @@ class GroupLink:
         most_chunk_bytes: int | None = None,
     ):
         self.most_chunk_bytes = most_chunk_bytes
+        self.shortfall: str | None = None  # known once the group is formed
         self._staging = make_staging(store, cut)
         self._own_rank = own_rank
         self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
@@ -216,6 +219,7 @@ class GroupLink:
         if self._rendezvous is None:
             raise ConnectionLost("there is no rendezvous")
         self._staging.warm_up()
+        log_bytes = NCCL_LOG.num_bytes
         # A client of its own: groups that are formed by several threads over one client deadlock.
         rendezvous = PrefixStore(prefix, self._rendezvous.clone())
         gloo_host = own_host if isinstance(self._staging, HostStaging) else None
@@ -224,6 +228,9 @@ class GroupLink:
         is_sender = self._own_rank == SENDER_RANK
         greeting = self._staging.buffer(0, 1) if is_sender else self._staging.landing(0, 1)
         self._staging.wait(self._post(greeting, is_send=is_sender))
+        # Of other links that connect meanwhile, too: a process has one log.
+        if SOCKETS in NCCL_LOG.networks_since(log_bytes):
+            self.shortfall = f"torch_distributed: NCCL goes over sockets; {in_the_way(rdma_ports())}"
 
     # --- chunks ---
 
@@ -364,18 +371,6 @@ class GroupLink:
         """Nothing touches the store any more, and whoever joins now finds the link closed."""
         with self._touching_store:  # waits for a copy at most
             self._closed = True
-
-
-def make_staging(store: KVStore, cut: Cut) -> Staging:
-    """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
-    if isinstance(store, HostStore):
-        return HostStaging(store, cut)
-    if isinstance(store, DeviceStore):
-        from twostroke.kvtransfer.transports.device_units import CudaStaging  # loads Triton
-
-        staging: Staging = CudaStaging(store, cut)
-        return staging
-    raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")
 
 
 def _address_towards(host: str, port: int) -> str:

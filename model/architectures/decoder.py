@@ -6,13 +6,14 @@ Weights and activations share one dtype, which is the cache's, too, unless that 
 accumulate in fp32 inside the backend, and norms' weights are fp32, too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
-from twostroke.model.batch import BatchLayout, StepInput
+from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig, Routing
 from twostroke.model.parallel import expert_sums
@@ -72,28 +73,49 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class DecoderWeights:
-    """All of a decoder, of one rank, on its device."""
+class EndWeights:
+    """What stands before the layers and behind them: the first stage's."""
 
-    dtype: torch.dtype  # of activations
     embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
     embedding_scale: float
     first_token: int  # of this rank's vocabulary
-    layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # fp32 [hidden]
     lm_head: Linear  # hidden -> this rank's vocabulary
 
 
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All of a decoder, of one rank, on its device."""
+
+    dtype: torch.dtype  # of activations
+    layers: tuple[LayerWeights, ...]  # of the rank's stage
+    ends: EndWeights | None  # None: the stage is not the first
+
+
 class Decoder:
-    """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder."""
+    """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder.
+
+    Of several stages each has a decoder, and they compute a step together: model/pipeline.py.
+    """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
-        """`weights` are those of `parallel.shard`."""
+        """`weights` are those of `parallel.shard` and `parallel.stage`."""
         self._config = config
-        self._groups = config.kv_groups
         self._weights = weights
         self._backend = backend
         self._parallel = parallel
+        self.stage = parallel.stage
+        self._model_layers = self.stage.layers(config.num_layers)
+        self._groups = config.groups_of(self._model_layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        return self._weights.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
 
     @property
     def vocab_size(self) -> int:
@@ -107,58 +129,100 @@ class Decoder:
 
     @property
     def expert_hits(self) -> list[Tensor | None]:
-        """Of each layer, as Experts.hits; None where it has no experts."""
+        """Of each layer of the stage, as Experts.hits; None where it has no experts."""
         return [None if layer.routed is None else layer.routed.experts.hits for layer in self._weights.layers]
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """As StepDecoder.forward."""
-        with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:
-            return self._forward(step, announce)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As StepDecoder.logits."""
-        logits = self._weights.lm_head(hidden, out_dtype=torch.float32)
-        if self._config.logits_cap:
-            logits = self._backend.soft_cap(logits, self._config.logits_cap)
-        return logits
-
-    def _forward(self, step: StepInput, on_layer: OnLayer | None) -> Tensor | None:
-        """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
-        backend, weights, parallel = self._backend, self._weights, self._parallel
-        eps, drawn = self._config.rms_norm_eps, step.drawing.rows
-        residual = backend.embed(step.token_ids, weights.embedding, weights.first_token, weights.dtype)
-        residual = parallel.all_reduce(residual)
-        if weights.embedding_scale != 1:
-            residual = backend.scale(residual, weights.embedding_scale)
-        first_norm = weights.layers[0].input_norm
-        x = residual if first_norm is None else backend.rms_norm(residual, first_norm, eps)
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
-            layout = step.layouts[self._groups.of_layer[index]]
-            kv_layer = step.kv_tensors[self._groups.tensor_of_layer[index]]
-            q = self._write_kv(x, layer, kv_layer, layout)
-            if on_layer is not None:
-                on_layer(index)
-            if index == last and step.on_hidden is None and drawn.numel() < step.token_ids.numel():
-                # Nobody reads what comes after the last layer's KV, but of the rows that draw.
-                if drawn.numel() == 0:
-                    return None
-                q, residual = q[drawn], residual[drawn]
-                layout = layout.of_last_tokens(step.drawing)
-            if isinstance(layer.qkv, LatentWeights):
-                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
-            else:
-                x = backend.attention(q, kv_layer, layout, layer.attention)
-            x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
-            following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
-            x, is_whole = self._feed_forward(x, layer)
-            x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
+        """As StepDecoder.forward, of an only stage."""
+        drawn = step.drawing.rows
+        # Nobody reads what comes after the last layer's KV, but of the rows that draw.
+        read = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
+        x = self._run_layers(
+            self.embed(step.token_ids), step.layouts, step.kv_tensors, read, self._ends.final_norm, on_layer
+        )
+        if x is None:
+            return None
         if step.on_hidden is not None:
             step.on_hidden(x)
             if drawn.numel() == 0:
                 return None
             x = x[drawn]
         return self.logits(x)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden] before the first layer; of the first stage."""
+        ends = self._ends
+        found = self._backend.embed(token_ids, ends.embedding, ends.first_token, self._weights.dtype)
+        found = self._parallel.all_reduce(found)
+        return found if ends.embedding_scale == 1 else self._backend.scale(found, ends.embedding_scale)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
+        read: Drawing | None,
+        on_layer: OnLayer | None = None,
+    ) -> Tensor | None:
+        """What the stage's layers make of [T, hidden], which may be written into; the last ends without a norm.
+
+        `read` names the rows that are needed of the result, of which there are no others then; None: all of them.
+        Returns None where none is. `on_layer` as to StepDecoder.forward, with the model's numbers.
+        """
+        return self._run_layers(hidden, layouts, kv_tensors, read, None, on_layer)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] behind the last layer -> what `logits` takes; of the first stage. May write into them."""
+        return self._backend.rms_norm(hidden, self._ends.final_norm, self._config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As StepDecoder.logits; of the first stage."""
+        logits = self._ends.lm_head(hidden, out_dtype=torch.float32)
+        if self._config.logits_cap:
+            logits = self._backend.soft_cap(logits, self._config.logits_cap)
+        return logits
+
+    @property
+    def _ends(self) -> EndWeights:
+        if self._weights.ends is None:
+            raise RuntimeError("the embedding and the LM head are the first stage's")
+        return self._weights.ends
+
+    def _run_layers(
+        self,
+        residual: Tensor,
+        layouts: Sequence[BatchLayout],
+        kv_tensors: Sequence[Tensor],
+        read: Drawing | None,
+        final_norm: Tensor | None,
+        on_layer: OnLayer | None,
+    ) -> Tensor | None:
+        """As `run_layers`; normalised behind the last layer where there is a norm."""
+        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
+            backend, layers = self._backend, self._weights.layers
+            first_norm = layers[0].input_norm
+            x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
+            for index, layer in enumerate(layers):
+                layout = layouts[self._groups.of_layer[index]]
+                kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
+                q = self._write_kv(x, layer, kv_layer, layout)
+                if announce is not None:  # on CUDA the write is launched
+                    announce(self._model_layers[index])
+                is_last = index == len(layers) - 1
+                if is_last and read is not None:
+                    if read.rows.numel() == 0:
+                        return None
+                    q, residual = q[read.rows], residual[read.rows]
+                    layout = layout.of_last_tokens(read)
+                if isinstance(layer.qkv, LatentWeights):
+                    x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
+                else:
+                    x = backend.attention(q, kv_layer, layout, layer.attention)
+                x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
+                x, is_whole = self._feed_forward(x, layer)
+                following = final_norm if is_last else layers[index + 1].input_norm
+                x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
+        return x
 
     def _write_kv(self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """What of a layer's input goes into the cache. Returns the queries, a row a token."""

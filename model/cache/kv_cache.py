@@ -40,7 +40,7 @@ _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
 
 
 class KVCache:
-    """Block storage on one rank, zeros at first; what `kvtransfer` calls a KVStore.
+    """Block storage on one rank, of its stage's layers, zeros at first; what `kvtransfer` calls a KVStore.
 
     Zeros, not garbage: masked positions are multiplied by 0, and 0 * NaN is NaN.
     """
@@ -49,7 +49,7 @@ class KVCache:
         self.tensors = tensors
         self.layout = layout
         self.rank = rank
-        self.groups = layout.groups
+        self.groups = layout.groups_of(rank)
         self.num_blocks: int = tensors[0].shape[0]
         self.block_size = layout.block_size  # tokens
         self.block_bytes = layout.block_bytes  # of one tensor
@@ -114,9 +114,12 @@ def make_kv_cache(
     device: torch.device,
     model_digest: str,
     tp_size: int = 1,
+    pp_size: int = 1,
     rank: int = 0,
 ) -> KVCache:
     """A rank's cache on `device`; on CPUs one that others can map, where the system has memfds.
+
+    `rank` is one of `pp_size` stages of `tp_size` ranks.
 
     Raises ConfigError where the host has too little memory.
     """
@@ -131,22 +134,24 @@ def make_kv_cache(
         tp_size=tp_size,
         windows=config.windows,
         kinds=config.kv_kinds,
+        pp_size=pp_size,
     )
+    num_tensors = layout.groups_of(rank).num_tensors
     shape = (num_blocks, layout.kinds, layout.heads_per_rank, block_size, config.head_dim)
-    layers, layer_bytes = range(layout.num_tensors), num_blocks * layout.block_bytes
+    layers, layer_bytes = range(num_tensors), num_blocks * layout.block_bytes
     if device.type != "cpu":
         return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)
     stride = -(-layer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         try:
-            fd, memory = make_shared_memory(stride * layout.num_tensors)
+            fd, memory = make_shared_memory(stride * num_tensors)
         except OSError as error:
             logger.warning(
                 "the KV cache can't be shared with other processes, so KV goes to them over sockets: %s", error
             )
             return HostKVCache([torch.zeros(shape, dtype=dtype) for _ in layers], layout, rank)
     except (MemoryError, RuntimeError) as error:  # the latter is torch's own word for it
-        size = gibibytes(layer_bytes * layout.num_tensors)
+        size = gibibytes(layer_bytes * num_tensors)
         raise ConfigError(f"no memory for a KV cache of {size}: use a smaller KV cache ({error})") from error
     count = layer_bytes // dtype.itemsize
     tensors = [torch.frombuffer(memory, dtype=dtype, count=count, offset=layer * stride) for layer in layers]

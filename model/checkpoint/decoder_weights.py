@@ -7,6 +7,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import (
     DecoderWeights,
+    EndWeights,
     LatentWeights,
     LayerWeights,
     MlpWeights,
@@ -37,6 +38,7 @@ from twostroke.model.config import (
     Projection,
     Quantization,
 )
+from twostroke.model.parallel.stages import ONLY_STAGE, Stage
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
 from twostroke.model.sizes import head_name, of_expert, of_lm_head
 
@@ -49,8 +51,9 @@ def load_decoder_weights(
     options: LoadOptions,
     backend: Backend,
     shard: Shard = WHOLE_MODEL,
+    stage: Stage = ONLY_STAGE,
 ) -> DecoderWeights:
-    """Those of one rank, of which it reads its slices alone. Raises ConfigError."""
+    """Those of one rank of a stage, of which it reads its slices alone. Raises ConfigError."""
     dtype, device, quantization = options.dtype, options.device, options.quantization
 
     def weight(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
@@ -115,9 +118,10 @@ def load_decoder_weights(
     spec, parts = config.spec, config.spec.layer
     order = head_order(config.rope, config.rotary_dim)
     orders = {} if order is None else _orders(config, order)
+    layers = stage.layers(config.num_layers)
     tables = {
         rope: cos_sin_table(rope, config.rotary_dim, options.max_context).to(device)
-        for rope in {config.rope_of(index) for index in range(config.num_layers)}
+        for rope in {config.rope_of(index) for index in layers}
     }
 
     def head_norms(prefix: str) -> HeadNorms | None:
@@ -213,19 +217,20 @@ def load_decoder_weights(
             output_norm=norm_if_any(prefix, parts.output_norm),
         )
 
-    lm_head = linear(weight(head_name(config), vocabulary), None, of_lm_head(quantization))
-    embedding_scale = config.embedding_scale
-    if config.rounds_embedding_scale:
-        embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
-    return DecoderWeights(
-        dtype=dtype,
-        embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
-        embedding_scale=embedding_scale,
-        first_token=vocabulary.start,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=norm(spec.final_norm) * config.logits_scale,
-        lm_head=lm_head,
-    )
+    def ends() -> EndWeights:
+        lm_head = linear(weight(head_name(config), vocabulary), None, of_lm_head(quantization))
+        embedding_scale = config.embedding_scale
+        if config.rounds_embedding_scale:
+            embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
+        return EndWeights(
+            embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
+            embedding_scale=embedding_scale,
+            first_token=vocabulary.start,
+            final_norm=norm(spec.final_norm) * config.logits_scale,
+            lm_head=lm_head,
+        )
+
+    return DecoderWeights(dtype, tuple(map(layer, layers)), ends() if stage.is_first else None)
 
 
 def of_heads(heads: slice, width: int) -> slice:

@@ -109,7 +109,12 @@ class TransformersModel:
         return self.tensors.dtype(f"{self._embedding}.weight")
 
     def weight_bytes(
-        self, dtype: torch.dtype, quantization: Quantization, ranks: int, expert_parallel: bool = False
+        self,
+        dtype: torch.dtype,
+        quantization: Quantization,
+        ranks: int,
+        expert_parallel: bool = False,
+        stages: int = 1,
     ) -> int:
         """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
         model, styles = self._of_ranks(ranks)
@@ -138,8 +143,14 @@ class TransformersModel:
         """As ServedModel.weights_as."""
         return weights_as(quantization, {})
 
-    def check_ranks(self, size: int, expert_parallel: bool = False) -> None:
-        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way."""
+    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
+        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way, or its
+        layers."""
+        if stages > 1:
+            raise ConfigError(
+                f"pipeline_parallel: {self.family} is computed by transformers, whose layers stages can't share: use "
+                "1, and tensor_parallel where transformers has a plan for it"
+            )
         if expert_parallel:
             raise ConfigError("expert_parallel: transformers' plan says how ranks share this model: leave it out")
         check_size(self.shape, size)

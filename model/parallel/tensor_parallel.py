@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from twostroke.model.parallel.nccl_log import NCCL_LOG
+from twostroke.model.parallel.stages import ONLY_STAGE, Stage, StageLink
 from twostroke.protocol.requests import Address
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -79,6 +81,14 @@ class TensorParallel(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    @property
+    def stage(self) -> Stage:
+        """Of which these are the ranks."""
+
+    @property
+    def link(self) -> StageLink | None:
+        """With the other stages; None: there are none."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into x."""
 
@@ -100,7 +110,7 @@ class TensorParallel(Protocol):
         """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""
 
     def exchange(self, word: str) -> list[str]:
-        """Every rank's word, in their order: for what they have to agree on before they step."""
+        """Every rank's word, of all stages, in their order: for what they have to agree on before they step."""
 
     def leave(self) -> None:
         """End the group, though others may wait in it. No step runs after this."""
@@ -110,6 +120,8 @@ class SingleRank:
     """Implements TensorParallel for an engine of one rank."""
 
     shard = WHOLE_MODEL
+    stage = ONLY_STAGE
+    link = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -158,6 +170,7 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
         # Read when a group is made. By default torch ends the process once an operation fails or is too long under way:
         # a dead peer would take this worker along. Whoever has the group aborts it instead.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        NCCL_LOG.begin()
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
@@ -181,47 +194,66 @@ class Rendezvous:
 class RankPlace:
     """Which rank of an engine this process is to be, and where it finds the others."""
 
-    rank: int
+    rank: int  # of all stages
     rendezvous: Address
+    host: str | None = None  # where the others reach it; None: they are on one machine, and it is the rendezvous'
 
 
 class GroupRanks:
-    """Implements TensorParallel for one rank of several."""
+    """Implements TensorParallel for one rank of several, which may be the only one of its stage."""
 
-    def __init__(self, shard: Shard, rendezvous: Address, device: torch.device):
-        """Returns once all ranks have come. Raises RuntimeError, as torch does, where they don't within the time."""
+    def __init__(
+        self,
+        shard: Shard,
+        rendezvous: Address,
+        device: torch.device,
+        stage: Stage = ONLY_STAGE,
+        host: str | None = None,
+    ):
+        """Returns once all ranks have come. Raises RuntimeError, as torch does, where they don't within the time.
+
+        `host` as RankPlace.host.
+        """
         self.shard = shard
+        self.stage = stage
         # The rendezvous is there before any rank is started: who can't reach it at once comes after its end.
         joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
         joined.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
-        store = PrefixStore("tp", joined)
-        self._store = store
+        self._store = PrefixStore(f"tp/{stage.index}", joined)
         self._device = device
-        self._words = PrefixStore("words", store)
+        self._words = PrefixStore("words", joined)
         self._num_words = 0
         self._is_nccl = device.type == "cuda"
         self._sums: PeerSums | None = None  # None: NCCL's
-        gloo_host = None if self._is_nccl else rendezvous.host
-        self._group = process_group(store, shard.rank, shard.size, GROUP_TIMEOUT_S, gloo_host)
+        gloo_host = None if self._is_nccl else host or rendezvous.host
+        self._group = process_group(self._store, shard.rank, shard.size, GROUP_TIMEOUT_S, gloo_host)
+        self.link: StageLink | None = None
+        if stage.count > 1:
+            store = PrefixStore(f"stages/{shard.rank}", joined)
+            group = process_group(store, stage.index, stage.count, GROUP_TIMEOUT_S, gloo_host)
+            self.link = StageLink(group, stage)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As TensorParallel.all_reduce; written into x."""
-        self._group.allreduce([x]).wait()
+        if self.shard.size > 1:
+            self._group.allreduce([x]).wait()
         return x
 
     def join_peers(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> None:
-        """From now on sum few tokens over the GPUs' own memory, where each can read the others'. All ranks at once; a
-        log line of rank 0 says what has come of it. `open_sums` may raise RuntimeError and AttributeError."""
+        """From now on sum few tokens over the GPUs' own memory, where all of each stage can read each other's. All
+        ranks at once; a log line of rank 0 says what has come of it. `open_sums` may raise RuntimeError and
+        AttributeError."""
         fault = self._peers_fault(open_sums)
         faults = [fault for fault in self.exchange(fault) if fault]
         if faults:
             self._sums = None
-        if self.shard.rank == 0:
+        if self._rank == 0:
             _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
 
     def _peers_fault(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> str:
         # Before anybody waits for the others in a rendezvous that one of them can't come to.
-        indices = [int(word) for word in self.exchange(str(self._device.index or 0))]
+        first = self.stage.index * self.shard.size
+        indices = [int(word) for word in self.exchange(str(self._device.index or 0))][first : first + self.shard.size]
         own = indices[self.shard.rank]
         hidden_ones = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
         faults = self.exchange(f"GPU {own} can't read GPU {hidden_ones[0]}" if hidden_ones else "")
@@ -265,12 +297,20 @@ class GroupRanks:
     def exchange(self, word: str) -> list[str]:
         """As TensorParallel.exchange, over the rendezvous."""
         self._num_words += 1
-        self._words.set(f"{self._num_words}/{self.shard.rank}", word)
-        return [self._words.get(f"{self._num_words}/{rank}").decode() for rank in range(self.shard.size)]
+        self._words.set(f"{self._num_words}/{self._rank}", word)
+        ranks = range(self.stage.count * self.shard.size)
+        return [self._words.get(f"{self._num_words}/{rank}").decode() for rank in ranks]
+
+    @property
+    def _rank(self) -> int:
+        """Of all stages."""
+        return self.stage.index * self.shard.size + self.shard.rank
 
     def leave(self) -> None:
         """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
         if self._is_nccl:
             self._group.abort()
+            if self.link is not None:
+                self.link.abort()
         if self._sums is not None:
             self._sums.give_up()

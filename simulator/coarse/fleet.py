@@ -37,7 +37,7 @@ class Fleet:
     One that begins without prefill workers is aggregated: decode workers read the prompts.
     """
 
-    kind: Kind
+    kind: Kind  # of decode workers
     startup_s: float
     ttft_s: float
     tpot_s: float
@@ -57,6 +57,12 @@ class Fleet:
     changes: list[Change] = field(default_factory=list)
     router: LiveRouter | None = None  # None: whoever is free first reads, whoever has the shortest step writes
     gone_worker_s: float = 0.0
+    prefill_kind: Kind | None = None  # None: as decode workers
+
+    @property
+    def reader_kind(self) -> Kind:
+        """Of prefill workers."""
+        return self.kind if self.prefill_kind is None else self.prefill_kind
 
     def signals(self) -> Signals:
         """What the policy is shown."""
@@ -69,10 +75,10 @@ class Fleet:
         prefill = RoleSignals(
             running=len(running_p),
             target=self.prefill_target,
-            costs=None if self.is_aggregated else costs,
+            costs=None if self.is_aggregated or costs is None else self.reader_kind.costs,
             queued_requests=0 if self.is_aggregated else unread[0],
             queued_tokens=0 if self.is_aggregated else unread[1],
-            step_tokens=self.kind.step_tokens,
+            step_tokens=self.reader_kind.step_tokens,
         )
         decode = RoleSignals(
             running=len(running_d),
@@ -105,7 +111,7 @@ class Fleet:
         ready_s = self.now_s + startup_s
         while self.prefill_target < prefill:
             make = PrefillWorker if self.router is None else SteppingWorker
-            self.prefill.append(make(self.kind, self.now_s, ready_s))
+            self.prefill.append(make(self.reader_kind, self.now_s, ready_s))
             self.prefill_target += 1
         while self.decode_target < decode:
             self.decode.append(self._decode_worker(ready_s))
@@ -284,9 +290,10 @@ class _Run:
         fleet.prefilled += 1
         fleet.prefilled_tokens += request.prompt_tokens
         request.first_s = fleet.now_s
-        whole_s = request.prompt_tokens * fleet.kind.kv_bytes / fleet.kind.link_bytes_per_s
-        hidden_s = fleet.kind.costs.prompt_s(request.prompt_tokens)
-        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / fleet.kind.num_layers)
+        kind = fleet.reader_kind
+        whole_s = request.prompt_tokens * kind.kv_bytes / kind.link_bytes_per_s
+        hidden_s = kind.costs.prompt_s(request.prompt_tokens)
+        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / kind.num_layers)
         if request.target is not None:
             late_s += JOIN_STEPS * request.target.step_s if request.target.rows else 0.0
         self.number += 1

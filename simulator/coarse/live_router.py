@@ -65,8 +65,7 @@ class Shortlist(Generic[W]):
 class LiveRouter:
     """One router of the whole fleet."""
 
-    def __init__(self, kind: Kind, slo: SLOConfig, *, candidates: int = CANDIDATES, decodes_alone: bool = True) -> None:
-        self._kind = kind
+    def __init__(self, slo: SLOConfig, *, candidates: int = CANDIDATES, decodes_alone: bool = True) -> None:
         self._candidates = candidates
         self._decodes_alone = decodes_alone
         self._now_s = 0.0
@@ -159,7 +158,7 @@ class LiveRouter:
         )
 
     def _meet(self, worker: PrefillWorker | AggregatedWorker) -> None:
-        kind = self._kind
+        kind = worker.kind
         self._num_known += 1
         peer = Peer(f"simulated-{self._num_known}", 1)
         info = WorkerInfo(
@@ -177,7 +176,7 @@ class LiveRouter:
         self._known[id(worker)] = known
         self._workers[peer] = worker
         if isinstance(worker, PrefillWorker):  # nothing but its queue changes
-            self._update(known, WorkerStats())
+            self._update(known, WorkerStats(), kind)
 
     def _of_reader(self, worker: PrefillWorker) -> KnownWorker:
         known = self._known[id(worker)]
@@ -197,24 +196,24 @@ class LiveRouter:
         stats = WorkerStats(
             num_running=len(worker.rows),
             num_waiting=len(worker.prompts) + len(worker.waiting) + worker.coming,
-            free_blocks=max(0, self._kind.kv_tokens - held) // BLOCK_TOKENS,
+            free_blocks=max(0, worker.kind.kv_tokens - held) // BLOCK_TOKENS,
             total_blocks=known.info.num_blocks,
             queued=queued,
             context_tokens=int(worker.context) + worker.coming_tokens + worker.waiting_tokens,
             tightest_tpot_s=promise.tpot_s if worker.rows else None,
         )
-        self._update(known, stats)
+        self._update(known, stats, worker.kind)
         return known
 
-    def _update(self, known: KnownWorker, stats: WorkerStats) -> None:
+    def _update(self, known: KnownWorker, stats: WorkerStats, kind: Kind) -> None:
         self._stats[known.info.peer] = stats
         known.update(
             stats,
             _NO_LOAD,
-            self._kind.costs,
+            kind.costs,
             self._classes,
             tier=AVAILABLE,
-            bytes_per_s=self._kind.link_bytes_per_s,
+            bytes_per_s=kind.link_bytes_per_s,
         )
 
 

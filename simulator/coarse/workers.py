@@ -128,7 +128,8 @@ class DecodeWorker:
     def step_s(self) -> float:
         """Of the step that runs."""
         costs = self.kind.costs
-        return costs.base_s + len(self.rows) * costs.row_s + self.context * costs.context_s
+        rows = len(self.rows)
+        return costs.reading_s(rows) + rows * costs.row_s + self.context * costs.context_s
 
     @property
     def num_requests(self) -> int:
@@ -176,7 +177,7 @@ class DecodeWorker:
         """Of the step with one request more, waiting ones included, as it was at the last change."""
         costs, rows = self.kind.costs, len(self.rows) + len(self.waiting)
         return (
-            costs.base_s
+            costs.reading_s(rows + 1)
             + (rows + 1) * costs.row_s
             + (self.context + self.waiting_tokens + prompt_tokens) * costs.context_s
         )
@@ -238,7 +239,7 @@ class AggregatedWorker(DecodeWorker):
         """Until a prompt that comes now is read, as it was at the last change."""
         costs, step_tokens = self.kind.costs, self.kind.step_tokens
         read_s = costs.prefill_s(prompt_tokens, 0, step_tokens) + self.unread_s
-        rows_s = costs.base_s + costs.decode_s(len(self.rows), int(self.context)) if self.rows else 0.0
+        rows_s = self.step_s if self.rows else 0.0
         return read_s / max(1 - rows_s / self.pace_s, 0.05)
 
     def read(self, request: Request, now_s: float) -> None:
@@ -292,7 +293,7 @@ class AggregatedWorker(DecodeWorker):
         if not self.rows:
             return 0.0, 1 / self._alone_s(request)
         token_s = costs.prompt_s(request.prompt_tokens) / request.prompt_tokens
-        rows_s = costs.base_s + costs.decode_s(len(self.rows), int(self.context))
+        rows_s = self.step_s
         longest_s = rows_s + (kind.step_tokens - len(self.rows)) * token_s
         step_s = max(min(self.pace_s, longest_s), rows_s + LEAST_CHUNK * token_s)
         return 1 / step_s, (step_s - rows_s) / step_s / (token_s * request.prompt_tokens)

@@ -283,10 +283,11 @@ class _Deployment:
         self._began_s = began_s
         self._served.clear()
         if self._users is None:
-            clients = [self._converse(one, one.at_s, router) for one in self._trace]
+            conversations = [asyncio.create_task(self._converse(one, one.at_s, router)) for one in self._trace]
+            await asyncio.gather(*conversations)
         else:
-            clients = [self._use(self._users, router) for _ in range(self._users.count)]
-        await asyncio.gather(*map(asyncio.create_task, clients))
+            users = self._users
+            await asyncio.gather(*(asyncio.create_task(self._use(users, router)) for _ in range(users.count)))
         served = sorted(self._served, key=lambda one: one.at_s)
         seconds = self._clock() - began_s
         for task in (watching, *striking):

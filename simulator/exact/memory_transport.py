@@ -188,6 +188,7 @@ class MemoryLink:
     """One end of a pipe, on one store. Calls take their turn; each touches its blocks in two halves, time between."""
 
     most_chunk_bytes = None
+    shortfall = None
 
     def __init__(self, transport: "MemoryTransport", pipe: _Pipe, store: FakeStore, cut: Cut, *, is_pull: bool):
         self._transport = transport

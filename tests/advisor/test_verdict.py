@@ -167,7 +167,7 @@ def answer_with(
     monkeypatch.setattr(verdict, "learn_kind", lambda url, mode, seed: SMALL)
     monkeypatch.setattr(verdict, "simulated_capacity", lambda *_: 3.0)
     monkeypatch.setattr(verdict, "interrupt_once", lambda: None)
-    asked = ("--slo", "ttft=1", "--rates", "1,4,6", "--json", "--output", str(tmp_path))
+    asked = ("--slo", "ttft=1", "--rates", "1,2.5,4,6", "--json", "--output", str(tmp_path))
     code = main([*ASKED, *asked])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -179,7 +179,7 @@ def test_each_mode_is_measured_and_the_best_one_told(
     code, told = answer_with(servers, monkeypatch, tmp_path, capsys)
     assert (code, told["best"], told["basis"]) == (0, "hybrid", "measurement and simulation")
     assert servers.started == ["disaggregated", "aggregated", "hybrid"]
-    assert told["modes"]["hybrid"]["attainment"] == [[1.0, 1.0], [4.0, 1.0], [6.0, 0.0]]
+    assert told["modes"]["hybrid"]["attainment"] == [[1.0, 1.0], [2.5, 1.0], [4.0, 1.0], [6.0, 0.0]]
     assert 4.0 < told["modes"]["hybrid"]["measured_rps"]["value"] < 6.0
 
 

@@ -29,7 +29,7 @@ from tests.deploy.kubernetes_files import (
     rendered,
 )
 from tests.deploy.monitoring import DASHBOARD
-from tests.deploy.programs import LABEL, ROLES, environment, needed, ray_env, run
+from tests.deploy.programs import DEPLOY, LABEL, ROLES, environment, needed, ray_env, run
 from tests.deploy.test_clusters import launched_for
 from tests.rigs.processes import eventually
 from twostroke.cluster.config.config import ClusterConfig, read_config
@@ -250,6 +250,33 @@ def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
     }
     assert used == 16 * 8
     assert products == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
+
+
+@pytest.mark.parametrize(
+    ("overlay", "base", "devices"),
+    [
+        ("h100-16-rdma", "h100-16", {"rdma/rdma_shared_device_a": "1"}),
+        ("aws-efa", "aws", {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5Gi"}),
+    ],
+)
+def test_pods_with_gpus_ask_for_rdma_devices_and_nothing_else_changes(
+    overlay: str, base: str, devices: dict[str, str]
+) -> None:
+    documents = deepcopy(rendered(overlay))
+    (service,) = [one for one in documents if one["kind"] == "RayService"]
+    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        resources = container(group["template"])["resources"]
+        if gpus_of(group):
+            for side in ("requests", "limits"):
+                assert {name: resources[side].pop(name) for name in devices} == devices
+    assert documents == rendered(base)
+
+
+def test_the_image_for_gpus_has_what_reaches_rdma_devices() -> None:
+    stage = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").partition("FROM cpu AS gpu")[2]
+    (installed,) = [line for line in stage.splitlines() if "apt-get install" in line]
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed.split())
+    assert "LimitMEMLOCK=infinity" in (DEPLOY / "systemd/twostroke-ray-worker@.service").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -43,7 +43,7 @@ def _descriptor_kinds() -> list[str]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             continue
-        kinds.append(re.sub(r":\[\d+\]$", "", target))
+        kinds.append(re.sub(r":\[\d+\]$|(?<=^/dev/shm/ucx_shm_posix_)\w+", "", target))  # UCX draws the names
     return kinds
 
 

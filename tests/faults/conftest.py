@@ -9,6 +9,7 @@ pytest.register_assert_rewrite("tests.faults.rig")
 
 from tests.faults.children import Nursery  # noqa: E402
 from tests.faults.rig import Rig  # noqa: E402
+from tests.rigs.kv_links import NIXL  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +17,11 @@ def nursery() -> Nursery:
     return Nursery()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["tcp", "shm", "torch_distributed"])
+@pytest_asyncio.fixture(
+    scope="session",
+    loop_scope="session",
+    params=["tcp", "shm", "torch_distributed", pytest.param("nixl", marks=[*NIXL.marks, pytest.mark.wide])],
+)
 async def rig(request: pytest.FixtureRequest, nursery: Nursery) -> AsyncIterator[Rig]:
     """Two sources and two targets of one transport, used by all of its tests: what leaks in one shows in the next."""
     async with Rig.started(nursery, request.param) as started:

@@ -1,7 +1,7 @@
 """Faults within a transport, where neither its callers nor the wire reach.
 
-In gloo's buffers, in a copy under way, in what the kernel is asked for. Each puts itself between a transport and what
-it calls, in this process, and passes a point of `injection`.
+In the buffers of gloo and NIXL, in a copy under way, in what the kernel is asked for. Each puts itself between a
+transport and what it calls, in this process, and passes a point of `injection`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.faults.injection import Fault, Faults
 from tests.rigs.delegate import Delegate
-from twostroke.kvtransfer.transports import shm
+from twostroke.kvtransfer.transports import nixl, shm
 from twostroke.kvtransfer.transports import torch_distributed as group_link
 from twostroke.kvtransfer.transports.host_units import count_units, split_segments
 
@@ -21,8 +21,10 @@ _MEBIBYTE = 1024 * 1024
 
 
 def install(faults: Faults) -> None:
-    """Let the faults `pack` (gloo), `during copy`, `pass pool` and `map pool` (shm) happen in this process."""
+    """Let the faults `pack` (gloo, nixl), `during copy` (shm, nixl), `pass pool` and `map pool` (shm) happen in this
+    process."""
     _install_in_gloo(faults)
+    _install_in_nixl(faults)
     _install_in_copies(faults)
     shm.send_pool = _under_limits(faults, "pass pool", shm.send_pool)
     shm.receive_pool = _under_limits(faults, "map pool", shm.receive_pool)
@@ -42,6 +44,27 @@ def _install_in_gloo(faults: Faults) -> None:
             return self._inner.send(tensors, rank, tag)
 
     group_link.process_group = lambda *arguments: DamagingGroup(make(*arguments))
+
+
+def _install_in_nixl(faults: Faults) -> None:
+    """Flip a bit of what was packed and sealed; halt between the read and the word that tells the source of it."""
+    announce, read = nixl.NixlSource._announce, nixl.NixlTarget._read
+
+    def damaging(source: nixl.NixlSource, index: int, packed: Any) -> None:
+        fault = faults.due("pack")
+        if fault is not None:
+            packed[packed.numel() // 2] ^= 1
+            faults.fired(fault)
+        announce(source, index, packed)
+
+    def halting(target: nixl.NixlTarget, *arguments: Any) -> None:
+        read(target, *arguments)
+        fault = faults.due("during copy")
+        if fault is not None and fault.action == "wait":
+            faults.wait_blocking()
+
+    nixl.NixlSource._announce = damaging  # type: ignore[method-assign]
+    nixl.NixlTarget._read = halting  # type: ignore[method-assign]
 
 
 def _install_in_copies(faults: Faults) -> None:

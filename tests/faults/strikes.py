@@ -9,6 +9,8 @@ from tests.rigs.proxy import Proxy, draw_byte
 
 MID_CHUNK = CONFIG.max_chunk_bytes * 5 // 2  # of some chunk, not the first
 
+READ_BY_TARGETS = ("shm", "nixl")  # out of the source's memory
+
 NEVER = 1 << 40  # bytes: more than there are
 
 # The points of `injection` at which a side stops.
@@ -35,16 +37,16 @@ async def stop_at(rig: Rig, transfer: Transfer, side: str, moment: str) -> Child
     victim = rig[name]
     if moment != "mid-chunk":
         await rig.arm(name, MOMENTS[side][moment], "freeze", transfer_id=transfer.transfer_id)
-    elif rig.transport != "shm":
+    elif rig.transport not in READ_BY_TARGETS:
         at = "during send" if side == "source" else "during receive"
         await rig.arm(name, at, "freeze", num_bytes=MID_CHUNK)
         if side == "target":  # whose peer must not have sent everything by then
             await rig.arm("source-0", "during send", "slow", num_bytes=NEVER)
     elif side == "target":
         await rig.arm(name, "during copy", "freeze", skip=1)
-    else:  # the target copies, and is held up in the middle of the second chunk; the source stops before its fourth
+    else:  # the target copies, and is held up in the middle of the second chunk; the source stops before one behind it
         await rig.arm("target-0", "during copy", "wait", skip=1)
-        await rig.arm(name, "before send", "freeze", skip=3)
+        await rig.arm(name, "before send", "freeze", skip=3 if rig.transport == "shm" else 2)  # nixl has two buffers
         transfer.begin()
         await asyncio.gather(victim.has_fired(), rig["target-0"].has_fired())
         await victim.is_stopped()
@@ -59,6 +61,8 @@ async def cut_data_link(rig: Rig, transfer: Transfer, at: int) -> None:
     """Begin the transfer, whose link breaks after about so many of its 4 million bytes."""
     if rig.transport == "shm":  # what goes over its socket are the units' ids
         await rig.arm("source-0", "before send", "cut", skip=at // 1_000_000, num_bytes=at % 128)
+    elif rig.transport == "nixl":  # six bytes a chunk
+        await rig.arm("source-0", "during send", "cut", num_bytes=at // 100_000)
     else:
         await rig.arm("source-0", "during send", "cut", num_bytes=at)
     transfer.begin()
@@ -67,7 +71,7 @@ async def cut_data_link(rig: Rig, transfer: Transfer, at: int) -> None:
 
 async def flip_a_bit(rig: Rig, transfer: Transfer) -> None:
     """Begin the transfer, one bit of which is flipped on its way, after it was sealed."""
-    if rig.transport == "torch_distributed":
+    if rig.transport in ("torch_distributed", "nixl"):
         await rig.arm("source-0", "pack", "flip", skip=1)
         transfer.begin()
         await rig["source-0"].has_fired()

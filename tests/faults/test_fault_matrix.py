@@ -1,4 +1,4 @@
-"""Real processes, harmed while KV goes from one to another: what comes of it, on tcp, shm and gloo.
+"""Real processes, harmed while KV goes from one to another: what comes of it, on tcp, shm, gloo and nixl.
 
 Every fault says itself that it fires. In every case another pair goes on, the survivors own no block afterwards and
 hold no descriptor, thread, task or mapping that they did not hold before (conftest.py), nothing was logged as an error,

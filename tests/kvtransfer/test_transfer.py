@@ -18,6 +18,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DIGEST_BYTES, Transport, chunk_seal
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transfer import OutgoingTransfer
+from twostroke.kvtransfer.transports.tcp import TcpLink
 from twostroke.protocol.messages import Chunk, Run
 from twostroke.protocol.requests import Peer
 
@@ -250,8 +251,19 @@ async def test_the_sender_tells_what_link_each_pair_has() -> None:
         assert (report.target, report.transport) == (D, "tcp")
         assert report.why
         assert any(text.startswith("shm") for text in report.missing)
+        assert not any("sockets" in text for text in report.missing)
         await pair.receiver.close()
         await settle(lambda: not pair.sender.links())
+
+
+async def test_what_makes_a_link_slower_than_its_transport_is_told_with_what_a_better_one_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TcpLink, "shortfall", "it goes over sockets")
+    async with make_pair() as pair:
+        await arrives(pair, [1], [1], 4, ready=4)
+        (report,) = pair.sender.links()
+        assert report.missing[-1] == "it goes over sockets"
 
 
 async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:

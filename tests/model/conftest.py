@@ -93,10 +93,10 @@ def make_decoder(
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
-    checkpoint, shard = Checkpoint(folder, config), parallel.shard
+    checkpoint, shard, stage = Checkpoint(folder, config), parallel.shard, parallel.stage
     context = max_context or config.max_position
     options = LoadOptions(dtype, device, context, quantization, kv_dtype)
-    weights = load_decoder_weights(checkpoint, config, options, backend, shard)
+    weights = load_decoder_weights(checkpoint, config, options, backend, shard, stage)
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,
@@ -105,7 +105,8 @@ def make_decoder(
         device=device,
         model_digest="",
         tp_size=shard.size,
-        rank=shard.rank,
+        pp_size=stage.count,
+        rank=stage.index * shard.size + shard.rank,
     )
     return Decoder(config, weights, backend, parallel), cache
 

@@ -79,6 +79,7 @@ class FaultyLink:
     """A link of a FaultyTransport."""
 
     most_chunk_bytes = None
+    shortfall = None
 
     def __init__(self, inner: DataLink, transport: FaultyTransport):
         self._inner = inner

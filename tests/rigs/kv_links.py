@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ from twostroke.kvtransfer.transports import sockets
 from twostroke.protocol.kv_layout import Encoding
 
 NAMES = ("shm", "tcp", "tcp, 3 streams", "torch_distributed")
+NIXL = pytest.param(
+    "nixl",
+    marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: pip install 'twostroke[nixl]'"),
+)
+ALL_NAMES = (*NAMES, NIXL)
 
 
 class SharedBytesStore(BytesStore):

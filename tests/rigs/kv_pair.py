@@ -145,6 +145,10 @@ def make_transport(name: str, store: Any, **options: Any) -> Transport:
         from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
         return TorchDistributedTransport(store, **options)
+    if name == "nixl":
+        from twostroke.kvtransfer.transports.nixl import NixlTransport
+
+        return NixlTransport(store, **{"machine": "a machine", "most_chunk_bytes": 2**24, **options})
     if name == "shm":
         return ShmTransport(store, **options)
     return TcpTransport(store, streams=3, **options)

@@ -32,7 +32,7 @@ def lengths(count: int, rate: float, seed: int = 0) -> list[tuple[float, int, in
 def coarse(
     trace: list[tuple[float, int, int]], prefill: int, decode: int, *, slo: SLOConfig | None = None, candidates: int = 4
 ) -> list[Request]:
-    router = LiveRouter(SMALL, slo or SLOConfig(), candidates=candidates)
+    router = LiveRouter(slo or SLOConfig(), candidates=candidates)
     fleet = Fleet(SMALL, 0.0, math.inf, math.inf, router=router)
     requests = [Request(*one) for one in trace]
     run(fleet, requests, lambda _: (prefill, decode), (prefill, decode), requests[-1].at_s)

@@ -29,7 +29,8 @@ def test_each_user_of_a_closed_loop_asks_again_when_answered() -> None:
     assert max(under_way) == 2
     ends = sorted(one.end_s for one in records)
     for record in sorted(records, key=lambda one: one.scheduled_s)[2:]:
-        assert min(abs(record.scheduled_s - end_s - 0.5) for end_s in ends) < 1e-9
+        # The call returns some milliseconds after the last token.
+        assert any(0.5 <= record.scheduled_s - end_s < 0.6 for end_s in ends)
     assert all(one.scheduled_s < 4.0 for one in records)
 
 
@@ -59,7 +60,7 @@ def test_a_step_is_slower_only_while_somebody_computes_beside_it() -> None:
 
 def test_workers_of_one_machine_are_slower_together_than_apart() -> None:
     costs = SMALL.costs
-    twice = StepCosts(*(2 * one for one in (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s)))
+    twice = StepCosts(2 * costs.base_s, 2 * costs.token_s, 2 * costs.pair_s, 2 * costs.row_s, 2 * costs.context_s)
 
     def mean_ttft_s(kind: Kind) -> float:
         records = simulate_plan(plan_of(Constant(4.0), Fixed(256, 64), 5.0), kind, 1, 1, decodes_alone=False)

@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_where_there_is_no_container_files_are_the_way_out(tmp_path: Path, monke
 def test_workers_and_their_ranks_are_told_how_to_log() -> None:
     config = read_config({"logging": {"format": "json", "level": "debug"}})
     assert WorkerSettings.of(config, config.decode).logging == LoggingConfig(format="json", level="debug")
+
+
+def test_the_loggers_that_the_page_names_are_there() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"logger `([\w.]+)`|\"logger\": \"([\w.]+)\"", page))
+    modules = {one or other for one, other in named}
+    assert len(modules) >= 2
+    assert [name for name in modules if find_spec(name) is None] == []

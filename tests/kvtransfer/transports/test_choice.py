@@ -177,6 +177,16 @@ def test_auto_is_no_way_out_to_what_it_does_not_offer() -> None:
     assert "tcp: the target's kv_transfer.transport leaves it out: set auto;" in str(caught.value)
 
 
+def test_what_one_side_alone_asks_for_is_named_with_what_the_other_has_to_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"nixl: the source does not offer it \(kv_transfer.transport has to ask for it"
+    ):
+        choose_transport(cpu("shm", "tcp"), asked("nixl"), "raw")
+    assert choose_transport(asked("nixl"), asked("nixl"), "raw").transport == "nixl"
+    with pytest.raises(ConfigError, match="nixl: one worker is on a CPU and the other on a GPU"):
+        choose_transport(asked("nixl"), asked("nixl", "GPU-1"), "raw")
+
+
 def test_a_pair_with_nothing_in_common_is_told_both_lists_and_why() -> None:
     with pytest.raises(ConfigError, match="the source offers tcp, the target shm, torch_distributed") as caught:
         choose_transport(cpu("tcp"), cpu("shm", "torch_distributed"), "raw")

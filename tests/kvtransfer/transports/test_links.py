@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.rigs.kv_links import NAMES, SharedBytesStore, blocks, linked, move, two
+from tests.rigs.kv_links import ALL_NAMES, SharedBytesStore, blocks, linked, move, two
 from tests.rigs.kv_pair import BytesStore, lane_end
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.protocol.errors import ConfigError, ConnectionLost
 
-ALL = pytest.mark.parametrize("name", NAMES)
+ALL = pytest.mark.parametrize("name", ALL_NAMES)
 ON_SOCKETS = pytest.mark.parametrize("name", ["shm", "tcp"])
 
 
@@ -263,7 +263,7 @@ def test_a_name_of_a_transport_is_its_key() -> None:
 @pytest.mark.parametrize(
     ("choice", "store", "way_out"),
     [
-        ("pigeon", BytesStore(), "known are auto, cuda_ipc, shm, tcp, torch_distributed"),
+        ("pigeon", BytesStore(), "known are auto, cuda_ipc, nixl, shm, tcp, torch_distributed"),
         ("shm", BytesStore(), "set the transport to auto or tcp"),
         ("tcp", GpuStore(), "set the transport to auto"),
         ("shm", GpuStore(), "set the transport to auto"),

@@ -28,6 +28,7 @@ from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
+from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import (
     GroupRanks,
     RankPlace,
@@ -84,16 +85,21 @@ class Ranks:
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
     num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
     decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
-    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else None
+    sampler = Sampler(decoder.vocab_size) if cache.rank == 0 else None
     return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position, parallel=parallel)
 
 
 @contextmanager
-def ranks(folder: Path, size: int, has_whole_experts: bool = False) -> Iterator[Ranks]:
+def ranks(folder: Path, size: int, has_whole_experts: bool = False, stages: int = 1) -> Iterator[Ranks]:
+    """`size` of each of so many stages."""
     rendezvous = Rendezvous("127.0.0.1")
-    shards = [Shard(rank, size, has_whole_experts) for rank in range(size)]
-    with ThreadPoolExecutor(size) as threads:
-        groups = threads.map(lambda shard: GroupRanks(shard, rendezvous.address, CPU), shards)
+
+    def join(rank: int) -> GroupRanks:
+        shard = Shard(rank % size, size, has_whole_experts)
+        return GroupRanks(shard, rendezvous.address, CPU, Stage(rank // size, stages))
+
+    with ThreadPoolExecutor(size * stages) as threads:
+        groups = threads.map(join, range(size * stages))
         yield Ranks([runner(folder, group) for group in groups], threads)
 
 
@@ -264,9 +270,10 @@ def test_sums_of_few_tokens_come_with_the_norm_behind_them(
 
 def held_bytes(weights: DecoderWeights) -> int:
     """Of all projections, the embedding and the LM head."""
-    embedding = weights.embedding
+    assert weights.ends is not None
+    embedding = weights.ends.embedding
     assert isinstance(embedding, torch.Tensor)
-    linears = [weights.lm_head]
+    linears = [weights.ends.lm_head]
     for layer in weights.layers:
         assert layer.mlp is not None
         linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]

@@ -1,0 +1,235 @@
+"""What a plan says: the layout as settings that serve it, what limits it, and what would make another one better."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twostroke.model.config import ModelConfig
+from twostroke.planner.floors import Machine
+from twostroke.planner.hardware import HARDWARE
+from twostroke.planner.layouts import Layout
+from twostroke.planner.operations import Operation, decode_operations, prefill_operations
+from twostroke.planner.queueing import Kind
+from twostroke.planner.search import Budget, Planned, Search
+from twostroke.planner.workload import Promise, Workload
+
+OVER = 1.03  # of the goodput: there the promise that breaks first is broken
+RATE_FACTORS = (1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.4, 10.0)
+PROMISE_FACTORS = (1.5, 2.0, 4.0)
+PRICE_FACTORS = (1.25, 1.6, 2.5)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A layout with its figures. Requests a second."""
+
+    layout: Layout
+    goodput: float  # simulated where it was, else by formulas
+    is_simulated: bool
+    binds: str
+    usd_per_million_tokens: float
+
+    def told(self) -> dict[str, Any]:
+        """For JSON."""
+        layout, prefill, decode = self.layout, self.layout.prefill, self.layout.decode
+        kinds = {**({} if prefill is None else {"prefill": prefill}), "decode": decode}
+        return {
+            "prefill": layout.num_prefill,
+            "decode": layout.num_decode,
+            "tp": {role: kind.ranks for role, kind in kinds.items()},
+            "mode": layout.mode,
+            "quantization": {role: kind.quantization for role, kind in kinds.items()},
+            "goodput_rps": round(self.goodput, 3),
+            "binds": self.binds,
+            "usd_per_million_tokens": round(self.usd_per_million_tokens, 4),
+            "hardware": {role: kind.hardware for role, kind in kinds.items()},
+            "block_size": {role: kind.block_size for role, kind in kinds.items()},
+            "gpus": layout.gpus,
+            "usd_per_hour": round(layout.usd_per_hour, 4),
+            "simulated": self.is_simulated,
+        }
+
+    def line(self) -> str:
+        """For people."""
+        layout = self.layout
+        parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {_worker(layout.prefill)}"]
+        parts.append(f"{layout.num_decode} decode on {_worker(layout.decode)}")
+        return (
+            f"{layout.mode}: {' and '.join(parts)}; {self.goodput:.3g} requests a second"
+            f"{'' if self.is_simulated else ' by formulas alone'}, {layout.usd_per_hour:.2f} USD an hour, "
+            f"{self.usd_per_million_tokens:.3g} USD a million tokens of answers; {self.binds} binds"
+        )
+
+
+def _worker(kind: Kind) -> str:
+    weights = "" if kind.quantization == "auto" else f" with {kind.quantization} weights"
+    return f"{kind.ranks} {kind.hardware}{weights}"
+
+
+def answer_of(
+    planned: Planned, simulated: float | None, workload: Workload, promise: Promise, rate: float | None
+) -> Answer:
+    """`rate`: what is asked of it, where that is less than it serves; cost follows what is served."""
+    layout = planned.layout
+    goodput = planned.goodput if simulated is None else simulated
+    served = goodput if rate is None else min(rate, goodput)
+    binds = layout.met(workload, promise, layout.goodput(workload, promise) * OVER).binds(promise)
+    cost = layout.usd_per_million_tokens(workload, served) if served > 0 else float("inf")
+    return Answer(layout, goodput, simulated is not None, binds, cost)
+
+
+def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype: str, on_cpu: bool) -> dict[str, Any]:
+    """A configuration file's content. Workers of different GPUs find theirs by the node label `gpu`."""
+    kinds = [kind for kind in (layout.prefill, layout.decode) if kind is not None]
+    differ = len({kind.hardware for kind in kinds}) > 1
+
+    def section(kind: Kind, count: int) -> dict[str, Any]:
+        said: dict[str, Any] = {
+            "replicas": count,
+            "max_step_tokens": kind.step_tokens,
+            "quantization": kind.quantization,
+        }
+        if kind.ranks > 1:
+            said["tensor_parallel"] = kind.ranks
+        if not on_cpu:
+            said |= {"num_gpus": 1, "block_size": kind.block_size}
+        return said | ({"node_labels": {"gpu": kind.hardware}} if differ else {})
+
+    settings: dict[str, Any] = {"model": {"path": model}}
+    if kv_cache_dtype != "auto":
+        settings["model"]["kv_cache_dtype"] = kv_cache_dtype
+    settings["prefill"] = {"replicas": 0}
+    if layout.prefill is not None:
+        settings["prefill"] = section(layout.prefill, layout.num_prefill)
+        settings["router"] = {"decodes_alone": layout.mode == "hybrid"}
+    settings["decode"] = section(layout.decode, layout.num_decode) | {"max_batch": layout.decode.max_batch}
+    one = {"name": "standard", "ttft_s": promise.ttft_s, "tpot_s": promise.tpot_s}
+    return settings | {"slo": {"classes": [one]}}
+
+
+# --- what would change the answer ---
+
+
+def sensitivities(
+    best: Layout,
+    structures: Sequence[Planned],
+    workload: Workload,
+    promise: Promise,
+    budget: Budget,
+    rate: float | None,
+    weights: dict[tuple[str, str, str], float],
+) -> Iterator[str]:
+    """Where another kind of layout, of those that came near, would be the better one; by formulas.
+
+    `weights`: by structure, what simulation made of them.
+    """
+    prefill = _distinct(planned.layout.prefill for planned in structures)
+    decode = _distinct(planned.layout.decode for planned in structures)
+    found = False
+
+    def first_other(name: str, unit: str, base: float, factors: Sequence[float], search_at: Any) -> Iterator[str]:
+        nonlocal found
+        for direction, word in ((1, "above"), (-1, "below")):
+            for factor in factors:
+                value = base * factor**direction
+                planned = search_at(value)
+                if planned is not None and _kind_of(planned.layout) != _kind_of(best):
+                    found = True
+                    yield f"{name} {word} about {value:.3g} {unit}: {_described(planned.layout)}"
+                    break
+
+    def with_promise(changed: Promise) -> Planned | None:
+        planned = Search(prefill, decode, workload, changed, budget).best(rate, weights)
+        return planned[0] if planned and planned[0].goodput > 0 else None
+
+    if rate is not None:
+        search = Search(prefill, decode, workload, promise, budget)
+
+        def at_rate(value: float) -> Planned | None:
+            planned = search.best(value, weights)
+            return planned[0] if planned and planned[0].goodput >= value else None
+
+        yield from first_other("a rate", "requests a second", rate, RATE_FACTORS, at_rate)
+    yield from first_other(
+        "a TTFT promise",
+        "s",
+        promise.ttft_s,
+        PROMISE_FACTORS,
+        lambda value: with_promise(replace(promise, ttft_s=value)),
+    )
+    yield from first_other(
+        "a TPOT promise",
+        "s",
+        promise.tpot_s,
+        PROMISE_FACTORS,
+        lambda value: with_promise(replace(promise, tpot_s=value)),
+    )
+    hardware = {kind.hardware: kind.usd_per_hour / kind.gpus for kind in (*prefill, *decode)}
+    if len(hardware) > 1 and rate is not None:
+        for name, price in hardware.items():
+
+            def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
+                readers, writers = (_at_price(kinds, name, value / price) for kinds in (prefill, decode))
+                planned = Search(readers, writers, workload, promise, budget).best(rate, weights)
+                return planned[0] if planned else None
+
+            yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
+    if not found:
+        yield "nothing near: the same kind of layout wins at all rates, promises and prices that were tried"
+
+
+def _kind_of(layout: Layout) -> tuple[str, str, str]:
+    """Quantisation aside: mode, and GPUs by role."""
+    prefill = "" if layout.prefill is None else layout.prefill.hardware
+    return layout.mode, prefill, layout.decode.hardware
+
+
+def _described(layout: Layout) -> str:
+    on = [kind.hardware for kind in (layout.prefill, layout.decode) if kind is not None]
+    return (
+        f"{layout.mode} on {' and '.join(dict.fromkeys(on))}, {layout.num_prefill} prefill, {layout.num_decode} decode"
+    )
+
+
+def _distinct(kinds: Any) -> list[Kind]:
+    return list({kind.name: kind for kind in kinds if kind is not None}.values())
+
+
+def _at_price(kinds: Sequence[Kind], hardware: str, factor: float) -> list[Kind]:
+    return [
+        replace(kind, usd_per_hour=kind.usd_per_hour * factor) if kind.hardware == hardware else kind for kind in kinds
+    ]
+
+
+# --- the roofline in words ---
+
+
+def roofline_lines(shape: ModelConfig, machine: Machine, workload: Workload, batch: int) -> Iterator[str]:
+    """The operations of a prompt and of a decode step of this workload on one worker."""
+    hardware = machine.hardware
+    yield (
+        f"{hardware.title} x{machine.ranks}: {hardware.flops_per_s['bf16'] / 1e12:.0f} TFLOP/s, "
+        f"{hardware.read_bytes_per_s / 1e12:.2f} TB/s, ridge at {hardware.ridge():.0f} operations a byte "
+        f"({hardware.source}); steps are expected to get {machine.efficiency.compute:.0%} "
+        f"and {machine.efficiency.read:.0%} of them"
+    )
+    prompt, context = int(workload.mean_prompt), workload.mean_context
+    yield from _table(f"prefill of {prompt} tokens", shape, machine, prefill_operations(shape, prompt, 0, machine.held))
+    decode = decode_operations(shape, batch, context, machine.held)
+    yield from _table(f"decode of {batch} rows, {context:.0f} tokens of context each", shape, machine, decode)
+
+
+def _table(title: str, shape: ModelConfig, machine: Machine, operations: Sequence[Operation]) -> Iterator[str]:
+    total_s = sum(machine.operation_s(shape, one) for one in operations)
+    yield f"{title}: {total_s * 1000:.3g} ms, sums and host aside"
+    yield f"  {'':24}{'GFLOP':>12}{'MB':>10}{'FLOP/byte':>11}{'bound by':>12}{'of time':>9}"
+    ridge = machine.hardware.ridge(machine.number(shape))
+    for one in operations:
+        bound = "FLOPs" if one.intensity > ridge else "bandwidth"
+        share = machine.operation_s(shape, one) / total_s
+        figures = f"{one.flops / 1e9:>12.4g}{one.bytes / 1e6:>10.4g}{one.intensity:>11.3g}"
+        yield f"  {one.name:24}{figures}{bound:>12}{share:>9.1%}"
+
+
+def gpu_names() -> str:
+    return ", ".join(HARDWARE)

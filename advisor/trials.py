@@ -1,0 +1,111 @@
+"""Layouts on trial: how many requests a second they serve in time when the live router's decisions are simulated.
+
+The coarse simulator serves the same requests, drawn from the workload, at rising rates until a promise is broken.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+from twostroke.planner.layouts import Layout
+from twostroke.planner.queueing import CALL_S
+from twostroke.planner.queueing import Kind as PlannedKind
+from twostroke.planner.workload import Promise, Workload
+from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.simulator.coarse.fleet import Fleet, run
+from twostroke.simulator.coarse.live_router import LiveRouter
+from twostroke.simulator.coarse.workers import Request
+from twostroke.simulator.kinds import Kind
+
+REQUESTS = 800
+"""At least, of a trial."""
+BATCHES = 4
+"""Times what decode workers hold at once, at least: the first of them find an empty fleet, and are not judged."""
+MOST_REQUESTS = 6000
+STEPS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)
+"""Rates that are tried, as parts of the one that formulas give."""
+
+
+def kind_of_worker(kind: PlannedKind) -> Kind:
+    """What the simulator knows of it."""
+    return Kind(
+        name=kind.name,
+        costs=kind.costs,
+        kv_bytes=kind.kv_bytes,
+        kv_tokens=kind.kv_tokens,
+        link_bytes_per_s=kind.link_bytes_per_s,
+        step_tokens=kind.step_tokens,
+        max_batch=kind.max_batch,
+        source="planned",
+        num_layers=kind.num_layers,
+    )
+
+
+def requests_at(workload: Workload, rate: float, count: int, seed: int = 0) -> list[Request]:
+    """Poisson arrivals of requests of the workload: the same requests at every rate, in the same order."""
+    draw = random.Random(seed)
+    lengths = [draw.choice(workload.lengths) for _ in range(count)]
+    gaps = [draw.expovariate(1.0) for _ in range(count)]
+    now_s, requests = 0.0, []
+    for gap, (prompt, answer) in zip(gaps, lengths, strict=True):
+        now_s += gap / rate
+        requests.append(Request(now_s, prompt, answer))
+    return requests
+
+
+def simulate(layout: Layout, promise: Promise, requests: Sequence[Request]) -> None:
+    """Serves `requests`, writing into each when its tokens came."""
+    slo = SLOConfig(classes=(SLOClass(name="standard", ttft_s=promise.ttft_s, tpot_s=promise.tpot_s),), admission=False)
+    counts = layout.num_prefill, layout.num_decode
+    fleet = Fleet(
+        kind_of_worker(layout.decode),
+        0.0,
+        promise.ttft_s,
+        promise.tpot_s,
+        router=LiveRouter(slo, decodes_alone=layout.mode != "disaggregated"),
+        prefill_kind=None if layout.prefill is None else kind_of_worker(layout.prefill),
+    )
+    run(fleet, requests, lambda _: counts, counts, requests[-1].at_s)
+
+
+def tails(layout: Layout, workload: Workload, promise: Promise, rate: float, seed: int = 0) -> tuple[float, float]:
+    """TTFT and TPOT in seconds, each at the promise's own percentile, of all but the first requests."""
+    held = layout.met(workload, promise, rate).batch * layout.num_decode
+    count = min(MOST_REQUESTS, max(REQUESTS, int(BATCHES * held)))
+    requests = requests_at(workload, rate, count, seed)
+    simulate(layout, promise, requests)
+    judged = requests[count // 4 :]
+    ttfts = sorted(one.ttft_s for one in judged)
+    tpots = sorted(one.tpot_s for one in judged if one.output_tokens > 1) or [0.0]
+    return (
+        ttfts[min(len(ttfts) - 1, int(promise.ttft_share * len(ttfts)))] + CALL_S,
+        tpots[min(len(tpots) - 1, int(promise.tpot_share * len(tpots)))],
+    )
+
+
+def simulated_goodput(
+    layout: Layout,
+    workload: Workload,
+    promise: Promise,
+    expected: float,
+    progress: Callable[[str], None],
+    steps: Sequence[float] = STEPS,
+    seed: int = 0,
+) -> float:
+    """The highest of the tried rates up to which both promises hold, between it and the next by halving once."""
+
+    def holds(rate: float) -> bool:
+        ttft_s, tpot_s = tails(layout, workload, promise, rate, seed)
+        progress(f"{rate:.3g} requests a second: TTFT {ttft_s:.3g} s, TPOT {tpot_s * 1000:.3g} ms")
+        return ttft_s <= promise.ttft_s and tpot_s <= promise.tpot_s
+
+    rates = [expected * step for step in steps]
+    low, high = 0, len(rates)  # all below `low` hold, `high` does not
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if holds(rates[middle]) else (low, middle)
+    if low == 0:
+        return expected * steps[0] / 2 if holds(expected * steps[0] / 2) else 0.0
+    if low == len(rates):
+        return rates[-1]
+    middle_rate = (rates[low - 1] + rates[low]) / 2
+    return middle_rate if holds(middle_rate) else rates[low - 1]

@@ -1,0 +1,156 @@
+"""A step over the stages of a pipeline (Huang et al. 2019): prompts are cut into micro-batches, which all stages take
+in order, so that one computes the next while the following one computes what it has been sent.
+
+With n stages and m micro-batches of equal length, (n - 1) / (n - 1 + m) of a step each stage waits. Micro-batches read
+the weights once each; steps of decodes alone, which wait for nothing else, stay whole.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from torch import Tensor
+
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import Drawing, make_layouts, place
+from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.parallel.stages import StageLink
+from twostroke.model.step import OnLayer, SequenceStep
+
+LEAST_TOKENS = 256
+"""Of prompts, in a micro-batch: of fewer, products take as long for reading the weights as for multiplying."""
+MOST_OF_A_STAGE = 4
+"""Micro-batches for each stage: of 2 stages each waits a ninth of the step then, of 8 a sixth."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a step, which is a step itself: no sequence is in it twice."""
+
+    steps: list[SequenceStep]  # those of single tokens first
+    entries: list[int]  # of the whole step: whose part each is
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(step.token_ids) for step in self.steps)
+
+    @property
+    def drawing(self) -> list[int]:
+        """Which of `steps` draw."""
+        return [index for index, step in enumerate(self.steps) if step.draw is not None]
+
+    @property
+    def drawn_rows(self) -> list[int]:
+        """The rows of their last tokens."""
+        ends = list(accumulate(len(step.token_ids) for step in self.steps))
+        return [ends[index] - 1 for index in self.drawing]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all rows are needed, and not only those that draw."""
+        return any(step.reading is not None for step in self.steps)
+
+    @property
+    def num_read(self) -> int:
+        """Rows that are needed behind the last layer."""
+        return self.num_tokens if self.is_read else len(self.drawing)
+
+
+def num_micro_batches(steps: Sequence[SequenceStep], num_stages: int) -> int:
+    """Into how many micro-batches a step is cut, by its prompts' tokens."""
+    tokens = sum(len(step.token_ids) for step in steps if len(step.token_ids) > 1)
+    return max(1, min(MOST_OF_A_STAGE * num_stages, tokens // LEAST_TOKENS))
+
+
+def micro_batches(steps: Sequence[SequenceStep], count: int) -> list[MicroBatch]:
+    """Cut a step into `count` parts of as many tokens, or one less or more, but for parts that would have none.
+
+    A sequence's tokens are in consecutive parts, in order; only the last of them draws.
+    """
+    total, starts = sum(len(step.token_ids) for step in steps), [0]
+    starts.extend(accumulate(len(step.token_ids) for step in steps))
+    found: list[MicroBatch] = []
+    for part in range(count):
+        first, end = part * total // count, (part + 1) * total // count
+        pieces = [
+            (_piece(step, max(first - start, 0), min(end - start, len(step.token_ids))), entry)
+            for entry, (step, start) in enumerate(zip(steps, starts, strict=False))
+            if start < end and first < start + len(step.token_ids)
+        ]
+        pieces.sort(key=lambda piece: len(piece[0].token_ids) != 1)
+        if pieces:
+            found.append(MicroBatch([step for step, _ in pieces], [entry for _, entry in pieces]))
+    return found
+
+
+def _piece(step: SequenceStep, first: int, end: int) -> SequenceStep:
+    """Of a sequence's tokens those from `first` to before `end`, which all of the others come before."""
+    if first == 0 and end == len(step.token_ids):
+        return step
+    draw = step.draw if end == len(step.token_ids) else None
+    return SequenceStep(step.token_ids[first:end], step.start + first, step.block_ids, draw, reading=step.reading)
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """Of a micro-batch, the rows that somebody reads, behind the final norm."""
+
+    batch: MicroBatch
+    hidden: Tensor  # [num_read, hidden]: all of the micro-batch's, or only those that draw
+
+    @property
+    def drawn(self) -> Tensor:
+        """[rows that draw, hidden]."""
+        return self.hidden[self.batch.drawn_rows] if self.batch.is_read else self.hidden
+
+
+class PipelinedSteps:
+    """One rank's part of each step. Used on the engine's thread."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, link: StageLink):
+        """All ranks of the decoder's stage have one, and all other stages' ranks."""
+        self._decoder = decoder
+        self._kv_cache = kv_cache
+        self._device = kv_cache.tensors[0].device
+        self._link = link
+
+    def run(
+        self,
+        steps: Sequence[SequenceStep],
+        token_ids: Callable[[Sequence[SequenceStep]], Tensor],
+        on_layer: OnLayer | None = None,
+    ) -> list[ReadRows]:
+        """Compute a step, of which all stages are told, and wait for what comes back: on the first stage, in order,
+        each micro-batch of which rows are read; nothing on others.
+
+        `token_ids` gives int64 [T] on the device; only the first stage asks. `on_layer` is called as by StepDecoder's
+        forward, while the last micro-batch is computed.
+        """
+        decoder, link, stage = self._decoder, self._link, self._link.stage
+        batches = micro_batches(steps, num_micro_batches(steps, stage.count))
+        shape = decoder.hidden_size, decoder.dtype, self._device
+        link.settle()  # the step before: no more than one is kept on its way
+        coming = [] if stage.is_first else [link.receive(batch.num_tokens, *shape) for batch in batches]
+        for index, batch in enumerate(batches):
+            hidden = decoder.embed(token_ids(batch.steps)) if stage.is_first else coming[index].wait()
+            layouts = make_layouts(batch.steps, self._kv_cache.block_size, self._device, self._kv_cache.groups)
+            announce = on_layer if index == len(batches) - 1 else None
+            read = self._read_rows(batch) if stage.is_last else None
+            rows = decoder.run_layers(hidden, layouts, self._kv_cache.tensors, read, announce)
+            if rows is not None:
+                link.send(rows)
+        if not stage.is_first:
+            return []
+        return [
+            ReadRows(batch, decoder.final_norm(link.receive(batch.num_read, *shape).wait()))
+            for batch in batches
+            if batch.num_read
+        ]
+
+    def _read_rows(self, batch: MicroBatch) -> Drawing | None:
+        """As Decoder.run_layers takes them."""
+        if batch.num_read == batch.num_tokens:
+            return None
+        rows, sequences = (np.array(places, np.int64) for places in (batch.drawn_rows, batch.drawing))
+        return Drawing(place(rows, self._device), place(sequences, self._device))

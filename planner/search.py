@@ -1,0 +1,320 @@
+"""Which fleet serves a load best: every kind of worker that fits, in numbers that a budget allows, by formulas.
+
+Pools of one role are searched by themselves; disaggregated fleets are put together from them (Zhong et al., DistServe,
+OSDI 2024, algorithm 1), and the most promising are then computed whole.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.fit import Fit, fit
+from twostroke.model.sizes import StepBounds, check_size, weight_bytes
+from twostroke.planner.floors import Machine, step_costs, tpot_floor_s, ttft_floor_s
+from twostroke.planner.hardware import EFFICIENCY, GIB, Efficiency, Hardware
+from twostroke.planner.layouts import Layout, Pools
+from twostroke.planner.operations import Held
+from twostroke.planner.queueing import Kind
+from twostroke.planner.workload import Promise, Workload
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import KVLayout
+
+RANKS = (1, 2, 4, 8)
+MEMORY_SHARE = 0.9  # of a GPU, as gpu_memory_utilization is
+MOST_GPUS = 64  # where nobody says
+BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_WASTE = 0.02  # of a request's KV, that its last block may leave empty: longer blocks are fewer pieces on a link
+WHOLE = 10  # layouts that are computed whole
+NAMES = {2.0: "bfloat16", 1.0: "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How workers hold the model, and what they may do in a step, whichever kind they are."""
+
+    kv_itemsize: float = 2.0
+    link_bytes_per_s: float = 25e9  # between workers, of one GPU
+    step_tokens: int = 2048
+    max_batch: int = 256
+    efficiency: Efficiency = EFFICIENCY
+
+    @property
+    def bounds(self) -> StepBounds:
+        return StepBounds(self.step_tokens, self.max_batch)
+
+
+def machine_of(hardware: Hardware, ranks: int, quantization: Quantization, terms: Terms) -> Machine:
+    return Machine(hardware, ranks, Held(quantization, 2.0, terms.kv_itemsize), terms.efficiency)
+
+
+def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
+    """Raises ConfigError where so many ranks can't share the model."""
+    check_size(shape, machine.ranks)
+    return fit(
+        shape,
+        _weight_bytes(shape, machine.held.quantization, machine.ranks),
+        itemsize=2,
+        kv_itemsize=int(terms.kv_itemsize),
+        memory=int(machine.hardware.memory_bytes * (MEMORY_SHARE if machine.hardware.is_gpu else 1.0)),
+        ranks=machine.ranks,
+        is_gpu=machine.hardware.is_gpu,
+        bounds=terms.bounds,
+    )
+
+
+@cache
+def _weight_bytes(shape: ModelConfig, quantization: Quantization, ranks: int) -> int:
+    """Remembered: of hundreds of experts it takes a while."""
+    return weight_bytes(shape, 2, quantization, None, ranks)
+
+
+def kinds_of(
+    shape: ModelConfig,
+    hardware: Hardware,
+    quantizations: Iterable[Quantization],
+    workload: Workload,
+    terms: Terms,
+    ranks: Iterable[int] = RANKS,
+) -> list[Kind]:
+    """The kinds of worker on such GPUs that have room for the workload's longest request, and a cache to batch with."""
+    found = []
+    for count in ranks:
+        for quantization in quantizations:
+            machine = machine_of(hardware, count, quantization, terms)
+            try:
+                room = fit_of(shape, machine, terms)
+            except ConfigError:
+                continue
+            if room.max_context >= workload.longest:
+                found.append(_kind(shape, machine, quantization, workload, terms, room))
+    return found
+
+
+def _kind(
+    shape: ModelConfig, machine: Machine, quantization: Quantization, workload: Workload, terms: Terms, room: Fit
+) -> Kind:
+    held = max(1, round(workload.held[0]))
+    block = max((size for size in BLOCK_SIZES if size / 2 <= BLOCK_WASTE * held), default=BLOCK_SIZES[0])
+    layout = KVLayout(
+        "planned",
+        NAMES[terms.kv_itemsize],
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        block,
+        windows=shape.windows,
+        kinds=shape.kv_kinds,
+    )
+    hardware, prompt = machine.hardware, max(1.0, workload.mean_prompt)
+    rows = shape.kv_groups.blocks_of(held + block // 2, 1, 1)
+    return Kind(
+        name=f"{hardware.name} x{machine.ranks} {quantization}",
+        costs=step_costs(machine, shape, workload.mean_context, terms.step_tokens),
+        kv_tokens=int(room.rows / rows * held),
+        kv_bytes=layout.token_bytes * layout.groups.share_sent(prompt),
+        link_bytes_per_s=terms.link_bytes_per_s * machine.ranks,
+        num_layers=shape.num_layers,
+        step_tokens=terms.step_tokens,
+        max_batch=terms.max_batch,
+        gpus=machine.ranks,
+        usd_per_hour=hardware.usd_per_hour * machine.ranks,
+        hardware=hardware.name,
+        ranks=machine.ranks,
+        quantization=quantization,
+        block_size=block,
+    )
+
+
+def nowhere(shape: ModelConfig, hardware: Sequence[Hardware], workload: Workload, terms: Terms) -> ConfigError:
+    """Why no worker has room, and what it would take."""
+    largest = max(hardware, key=lambda one: one.memory_bytes)
+    needs = []
+    for count in RANKS:
+        for quantization in ("auto", "int8", "int4"):
+            machine = machine_of(replace(largest, memory_bytes=1 << 50), count, quantization, terms)
+            try:
+                room = fit_of(shape, machine, terms)
+            except ConfigError:
+                continue
+            rows = shape.kv_groups.blocks_of(workload.longest, 1, terms.step_tokens)
+            kv = rows * room.kv_bytes_per_token / max(1, shape.kv_groups.count - len(shape.kv_groups.windowed))
+            needs.append((room.weight_bytes + room.step_bytes + kv, count, quantization))
+    least, count, quantization = min(needs)
+    gib = least / MEMORY_SHARE / GIB
+    return ConfigError(
+        f"--gpu {','.join(one.name for one in hardware)}: the model fits on none of them with a request of "
+        f"{workload.longest:,} tokens: the least is {gib:.0f} GiB of each of {count} GPUs that share it, with "
+        f"--quantization {quantization}; take GPUs with more memory, or shorter requests"
+    )
+
+
+def check_floors(
+    shape: ModelConfig,
+    hardware: Sequence[Hardware],
+    quantizations: Sequence[Quantization],
+    workload: Workload,
+    promise: Promise,
+    terms: Terms,
+) -> None:
+    """Raises ConfigError, with the floor, for a promise that not even an idle worker could keep."""
+    prompts = sorted(prompt for prompt, _ in workload.lengths)
+    prompt = prompts[min(len(prompts) - 1, int(promise.ttft_share * len(prompts)))]
+    machines = []
+    for one in hardware:
+        for count in RANKS:
+            for quantization in quantizations:
+                machine = machine_of(one, count, quantization, terms)
+                try:
+                    check_size(shape, count)
+                except ConfigError:
+                    continue
+                machines.append(machine)
+    for name, asked_s, floor_s in (
+        ("ttft", promise.ttft_s, min(ttft_floor_s(machine, shape, prompt) for machine in machines)),
+        ("tpot", promise.tpot_s, min(tpot_floor_s(machine, shape, workload.mean_context) for machine in machines)),
+    ):
+        if asked_s < floor_s:
+            raise ConfigError(
+                f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s, which no worker of these GPUs can "
+                "beat with nothing else to do; ask for more time, or take faster GPUs"
+            )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be bought. None: no limit."""
+
+    gpus: int | None = None
+    usd_per_hour: float | None = None
+
+    def most(self, kind: Kind, beside: float = 0.0, beside_usd: float = 0.0) -> int:
+        """How many workers of a kind, where so many GPUs and so much money go elsewhere."""
+        gpus = MOST_GPUS if self.gpus is None and self.usd_per_hour is None else self.gpus
+        counts = [1 << 10]
+        if gpus is not None:
+            counts.append(int((gpus - beside) // kind.gpus))
+        if self.usd_per_hour is not None and kind.usd_per_hour > 0:
+            counts.append(int((self.usd_per_hour - beside_usd + 1e-9) // kind.usd_per_hour))
+        return min(counts)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, and what it serves. Requests a second."""
+
+    layout: Layout
+    goodput: float
+
+    def rank(self, rate: float | None) -> tuple[float, ...]:
+        """The best is the largest: what serves the rate, then what costs least, then what quantises least and serves
+        most. Where nothing serves the rate, what serves most."""
+        layout = self.layout
+        if rate is not None and self.goodput >= rate:
+            return 1.0, -layout.usd_per_hour, -float(layout.gpus), -float(layout.num_quantised), self.goodput
+        return 0.0, self.goodput, -layout.usd_per_hour, -float(layout.num_quantised), 0.0
+
+
+class Search:
+    """All that is asked of the fleets but their number: what was computed is remembered from search to search."""
+
+    def __init__(
+        self, prefill: Sequence[Kind], decode: Sequence[Kind], workload: Workload, promise: Promise, budget: Budget
+    ) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._workload, self._promise, self._budget = workload, promise, budget
+        self._pools = Pools(workload, promise)
+        self._goodputs: dict[Layout, float] = {}
+
+    def best(self, rate: float | None, weights: dict[tuple[str, str, str], float] | None = None) -> list[Planned]:
+        """The best layout of each structure, the best of all first.
+
+        `weights`: by structure, what a layout really serves as a part of what formulas say.
+        """
+        known = weights or {}
+        rough: list[tuple[Planned, Layout]] = []
+        for kind in self._decode:
+            target = self._over(rate, known.get(("aggregated", "", kind.name), 1.0))
+            count = self._count(partial(self._pools.both, kind), self._budget.most(kind), target)
+            if count:
+                layout = Layout("aggregated", kind, count)
+                rough.append((Planned(layout, self._pools.both(kind, count)), layout))
+        for prefill in self._prefill:
+            for decode in self._decode:
+                target = self._over(rate, known.get(("disaggregated", prefill.name, decode.name), 1.0))
+                counts = self._pair(prefill, decode, target)
+                if counts is not None:
+                    served = min(self._pools.read(prefill, counts[0]), self._pools.write(decode, counts[1]))
+                    layout = Layout("disaggregated", decode, counts[1], prefill, counts[0])
+                    rough.append((Planned(layout, served), layout))
+        rough.sort(key=lambda pair: pair[0].rank(rate), reverse=True)
+        chosen = [layout for _, layout in rough[:WHOLE]]
+        chosen += [hybrid for layout in chosen[: WHOLE // 2] for hybrid in self._hybrids(layout)]
+        planned = [Planned(layout, self.goodput(layout) * known.get(layout.structure, 1.0)) for layout in chosen]
+        planned.sort(key=lambda one: one.rank(rate), reverse=True)
+        of_structure: dict[tuple[str, str, str], Planned] = {}
+        for one in planned:
+            of_structure.setdefault(one.layout.structure, one)
+        return list(of_structure.values())
+
+    def goodput(self, layout: Layout) -> float:
+        if layout not in self._goodputs:
+            self._goodputs[layout] = layout.goodput(self._workload, self._promise)
+        return self._goodputs[layout]
+
+    @staticmethod
+    def _over(rate: float | None, weight: float) -> float | None:
+        return None if rate is None else rate / max(weight, 0.05)
+
+    def _hybrids(self, layout: Layout) -> list[Layout]:
+        """The same workers, and one fewer of either role."""
+        if layout.mode != "disaggregated":
+            return []
+        same = replace(layout, mode="hybrid")
+        return [
+            same,
+            *([replace(same, num_prefill=layout.num_prefill - 1)] if layout.num_prefill > 1 else []),
+            *([replace(same, num_decode=layout.num_decode - 1)] if layout.num_decode > 1 else []),
+        ]
+
+    def _pair(self, prefill: Kind, decode: Kind, rate: float | None) -> tuple[int, int] | None:
+        """How many of each: as many as the rate needs, or else what serves most."""
+        read, write = self._pools.read, self._pools.write
+        most = self._budget.most(prefill, decode.gpus, decode.usd_per_hour)
+        if most < 1:
+            return None
+        if rate is not None:
+            readers = self._count(partial(read, prefill), most, rate)
+            room = self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
+            writers = self._count(partial(write, decode), room, rate)
+            if readers and writers and read(prefill, readers) >= rate and write(decode, writers) >= rate:
+                return readers, writers
+        low, high = 1, most  # readers: what they serve rises with them, what is left for writers falls
+
+        def left(readers: int) -> int:
+            return self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
+
+        while low < high:
+            middle = (low + high) // 2
+            if read(prefill, middle) >= write(decode, left(middle)):
+                high = middle
+            else:
+                low = middle + 1
+        tried = [count for count in (low - 1, low) if count >= 1 and left(count) >= 1]
+        if not tried:
+            return None
+        best = max(tried, key=lambda count: min(read(prefill, count), write(decode, left(count))))
+        return best, left(best)
+
+    @staticmethod
+    def _count(serves: Callable[[int], float], most: int, rate: float | None) -> int:
+        """The fewest that serve the rate, or `most`."""
+        if most < 1:
+            return 0
+        if rate is None or serves(most) < rate:
+            return most
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if serves(middle) >= rate else (middle + 1, high)
+        return low

@@ -1,0 +1,88 @@
+"""What is asked of a fleet: how long prompts and answers are, and in which times they are to come."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from twostroke.protocol.errors import ConfigError
+
+STRATA = 48
+"""Requests that stand for a workload: more change a plan's rates by less than a percent."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A sample of requests, each as likely as any other. Their arrivals know nothing of each other (Poisson)."""
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]  # tokens of a prompt, and of its answer
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(map(min, self.lengths)) < 1:
+            raise ConfigError(
+                f"--workload {self.name}: no requests, or some without a token; give at least one request"
+            )
+
+    @cached_property
+    def mean_prompt(self) -> float:
+        return sum(prompt for prompt, _ in self.lengths) / len(self.lengths)
+
+    @cached_property
+    def mean_answer(self) -> float:
+        return sum(answer for _, answer in self.lengths) / len(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        """Prompt and answer together."""
+        return max(prompt + answer for prompt, answer in self.lengths)
+
+    @cached_property
+    def mean_context(self) -> float:
+        """Of a row of a decode step, taken at a moment: long answers are seen more often."""
+        return sum(answer * (prompt + answer / 2) for prompt, answer in self.lengths) / self._answers
+
+    @cached_property
+    def held(self) -> tuple[float, float]:
+        """Tokens of KV that a row of a decode step takes in the end, and the mean of their squares."""
+        mean = sum(answer * (prompt + answer) for prompt, answer in self.lengths) / self._answers
+        return mean, sum(answer * (prompt + answer) ** 2 for prompt, answer in self.lengths) / self._answers
+
+    @cached_property
+    def _answers(self) -> float:
+        return sum(answer for _, answer in self.lengths)
+
+    @cached_property
+    def strata(self) -> tuple[tuple[int, int], ...]:
+        """A few requests that stand for all: the middle ones of equal parts, by the prompt's length."""
+        if len(self.lengths) <= STRATA:
+            return self.lengths
+        ordered, step = sorted(self.lengths), len(self.lengths) / STRATA
+        return tuple(ordered[int((index + 0.5) * step)] for index in range(STRATA))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """By when first tokens, and tokens after them, are to come, and to what share of the requests."""
+
+    ttft_s: float
+    tpot_s: float
+    ttft_share: float = 0.9
+    tpot_share: float = 0.9
+
+
+def promise_of(text: str) -> Promise:
+    """`ttft_p90_s=0.5,tpot_p90_s=0.05`; any percentile from p50 to p99. Raises ConfigError."""
+    found: dict[str, tuple[float, float]] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        kind, _, rest = name.strip().partition("_p")
+        percentile = rest.removesuffix("_s")
+        try:
+            share, seconds = int(percentile) / 100, float(value)
+        except ValueError:
+            share = seconds = 0.0
+        if kind not in ("ttft", "tpot") or not rest.endswith("_s") or not 0.5 <= share <= 0.99 or not 0 < seconds < 1e6:
+            raise ConfigError(f"--slo {text}: write both of ttft_p90_s=SECONDS,tpot_p90_s=SECONDS; p50 to p99")
+        found[kind] = seconds, share
+    if found.keys() != {"ttft", "tpot"}:
+        raise ConfigError(f"--slo {text}: both ttft_p90_s=SECONDS and tpot_p90_s=SECONDS are needed")
+    return Promise(found["ttft"][0], found["tpot"][0], found["ttft"][1], found["tpot"][1])

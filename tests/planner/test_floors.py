@@ -1,0 +1,75 @@
+"""Step times of a machine: never below its peaks, never faster for more work, and in the schedulers' form the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from twostroke.planner.floors import (
+    Machine,
+    largest_batch,
+    step_costs,
+    tpot_floor_s,
+    transfer_s,
+    ttft_floor_s,
+    usd_per_million,
+)
+from twostroke.planner.hardware import HARDWARE, Efficiency
+from twostroke.planner.models import published_model
+from twostroke.planner.operations import Limits, decode_work, prefill_work
+from twostroke.protocol.errors import ConfigError
+
+H100 = HARDWARE["h100-80gb"]
+KINDS = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "gemma-3-12b")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_takes_longer_with_more_in_it_and_less_on_a_faster_machine(name: str) -> None:
+    shape, machine = published_model(name), Machine(H100, 4)
+    wider = replace(machine, hardware=replace(H100, read_bytes_per_s=2 * H100.read_bytes_per_s))
+    decode_s = machine.decode_s(shape, 8, 1000)
+    assert machine.decode_s(shape, 9, 1000) > decode_s
+    assert machine.decode_s(shape, 8, 1100) > decode_s
+    assert wider.decode_s(shape, 8, 1000) < decode_s
+    assert replace(machine, ranks=8).decode_s(shape, 64, 4000) < machine.decode_s(shape, 64, 4000)
+    assert machine.prefill_s(shape, 1025) > machine.prefill_s(shape, 1024)
+    assert machine.prefill_s(shape, 4096, 512) > machine.prefill_s(shape, 4096)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_step_is_below_what_its_whole_work_takes_at_the_peaks(name: str) -> None:
+    shape, machine = published_model(name), Machine(H100).at_peak()
+    limits = Limits(H100.flops_per_s["bf16"], H100.read_bytes_per_s)
+    assert machine.decode_s(shape, 16, 2000) >= decode_work(shape, 16, 2000, "none").floor_s(limits)
+    assert ttft_floor_s(machine, shape, 1000) >= prefill_work(shape, 1000, "none").floor_s(limits)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_schedulers_and_rooflines_agree_on_prompts_and_batches(name: str) -> None:
+    shape, machine = published_model(name), Machine(H100, 4)
+    costs = step_costs(machine, shape, 2000, 2048)
+    assert costs.prefill_s(2048, 0, 2048) == pytest.approx(machine.prefill_s(shape, 2048), rel=1e-3)
+    assert costs.prefill_s(8192, 0, 2048) == pytest.approx(machine.prefill_s(shape, 8192, 2048), rel=0.05)
+    for batch in (1, 8, 64, 128):
+        seconds = costs.reading_s(batch) + costs.decode_s(batch, batch * 2000)
+        assert seconds == pytest.approx(machine.decode_s(shape, batch, 2000), rel=0.03), batch
+
+
+def test_the_largest_batch_is_the_last_that_keeps_the_time() -> None:
+    shape, machine = published_model("Llama-3.1-8B"), Machine(H100)
+    batch = largest_batch(machine, shape, 2000, 0.03)
+    assert machine.decode_s(shape, batch, 2000) <= 0.03 < machine.decode_s(shape, batch + 1, 2000)
+    assert largest_batch(machine, shape, 2000, tpot_floor_s(machine, shape, 2000) / 2) == 0
+
+
+def test_fp8_checkpoints_multiply_in_fp8_and_int8_weights_do_not() -> None:
+    shape, machine = published_model("DeepSeek-V3"), Machine(H100, 8)
+    auto, int8 = (replace(machine, held=replace(machine.held, quantization=kind)) for kind in ("auto", "int8"))
+    assert (auto.number(shape), int8.number(shape)) == ("fp8", "bf16")
+    assert auto.prefill_s(shape, 4096) < int8.prefill_s(shape, 4096)
+
+
+def test_kv_and_money_are_counted_in_bytes_seconds_and_dollars() -> None:
+    assert transfer_s(25e9, 12.5e9) == 2.0
+    assert usd_per_million(3.6, 1000.0) == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match="efficiency"):
+        Efficiency(compute=1.2, read=0.5)
