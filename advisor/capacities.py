@@ -19,6 +19,7 @@ from twostroke.simulator.kinds import Kind
 
 TARGET = 0.9
 REQUESTS = 120  # of a simulated run
+LEAST_TTFTS = 12.0
 PRECISION = 0.08  # of a simulated capacity
 MOST_DOUBLINGS = 12
 LENGTHS = (64, 256, 1024, 4096, 16384)  # of prompts, up to the context
@@ -47,8 +48,12 @@ def point_of(records: Sequence[Record], plan: Plan, rate: float) -> Point:
 
 
 def simulated_point(plan: Plan, fleet: Fleet, rate: float, requests: int = REQUESTS) -> Point:
-    """A simulated run of about so many requests at this rate."""
-    asked = msgspec.structs.replace(at_rate(plan, rate), seconds=requests / rate, warm_up_s=0.0)
+    """A simulated run at this rate, of about so many requests, and of LEAST_TTFTS promised TTFTs at least.
+
+    In a shorter one a queue that grows without end would not have grown beyond the promise.
+    """
+    seconds = max(requests / rate, LEAST_TTFTS * (plan.slo.ttft_s or 0.0))
+    asked = msgspec.structs.replace(at_rate(plan, rate), seconds=seconds, warm_up_s=0.0)
     return point_of(simulated(asked, fleet), asked, rate)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from matplotlib.ticker import PercentFormatter
 
 from twostroke.advisor.modes import MODES, Mode
 from twostroke.loadtests.plan import SLO
@@ -58,7 +59,9 @@ def capacities(modes: Mapping[str, Mapping[str, Any]]) -> Plot:
             whisker = [[value - (measured["low"] or 0.0)], [(measured["high"] or value) - value]]
             chart.errorbar(value, row - 0.2, xerr=whisker, color="black", capsize=3, linewidth=1)
         if simulated is not None:
-            chart.barh(row + 0.2, simulated, 0.36, color=COLOURS[mode], alpha=0.4, hatch="//")
+            chart.barh(
+                row if measured is None else row + 0.2, simulated, 0.36, color=COLOURS[mode], alpha=0.4, hatch="//"
+            )
     chart.set_yticks(range(len(names)), names)
     chart.invert_yaxis()
     chart.grid(visible=False, axis="y")
@@ -135,6 +138,7 @@ def memory(workers: Sequence[Memory]) -> Plot:
     percent_axis(chart)
     if 0 < most < 0.4:  # or all of it would lie at the bottom
         chart.set_ylim(0, 1.2 * most)
+        chart.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     chart.legend(loc="upper left", ncols=2)
     caption = "Simulated. Prefill workers hold KV until it is sent, decode workers until the answer ends."
     return plot_of("kv-memory", "KV memory over time", caption, figure)

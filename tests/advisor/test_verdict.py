@@ -42,7 +42,7 @@ def test_a_simulated_capacity_is_about_what_the_worker_can_do() -> None:
     plan = Plan("simulated", "m", 4096, Poisson(1.0), Fixed(512, 1), SLO(ttft_s=1.0), 10.0, vocabulary=32_000)
     seconds = SMALL.costs.prefill_s(512, 0, 512)
     found = simulated_capacity(plan, Fleet("aggregated", Counts(0, 1), SMALL), 4.0, requests=40)
-    assert 0.6 / seconds < found < 2.0 / seconds
+    assert 0.6 / seconds < found < 1.1 / seconds  # 40 requests alone would be over before a queue is late
 
 
 def test_the_answer_flips_where_another_mode_leads_and_not_by_a_hair() -> None:
