@@ -111,6 +111,7 @@ def record_of(came: Exchange, body: Mapping[str, Any], began: float, scheduled_s
         input_tokens=answer.usage.prompt_tokens,
         output_tokens=answer.usage.completion_tokens,
         token_s=tuple(at - began for at in answer.token_times),
+        stages=answer.usage.choice_stages,
     )
 
 

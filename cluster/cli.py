@@ -67,6 +67,14 @@ _COMMANDS = {
         "benchmarks.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
+    "should-i-disaggregate": (
+        "advisor.verdict",
+        "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
+    ),
+    "bench simulation": (
+        "advisor.agreement",
+        "this machine's server beside its simulation: three modes, workloads and rates",
+    ),
     "plan": ("advisor.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
     "simulate": (
         "simulator.command",

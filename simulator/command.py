@@ -29,23 +29,22 @@ from twostroke.loadtests.commands.arguments import (
     slo_of,
     workload_of,
 )
-from twostroke.loadtests.plan import SLO, Closed, Plan
+from twostroke.loadtests.plan import SLO, Chat, Closed, Plan, Poisson
 from twostroke.loadtests.report.figures import Observations, judged_rows, read_observations, summary_of
 from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, line_of, make_folder, write_json
-from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.baselines import compare_baselines
 from twostroke.simulator.coarse.fleet import CALL_S, Fleet
 from twostroke.simulator.coarse.fleet import run as run_coarse
 from twostroke.simulator.coarse.live_router import LiveRouter
 from twostroke.simulator.coarse.workers import Request
-from twostroke.simulator.exact.deployment import Fault, TracedRequest, serve
+from twostroke.simulator.day import DAY_S, day_of, scaling_of
+from twostroke.simulator.exact.deployment import Fault
+from twostroke.simulator.exact.plans import VOCABULARY, record_of, simulate_plan
 from twostroke.simulator.kinds import KINDS, Kind, kind_of
 
-VOCABULARY = 32_000
 EXACT_WORKERS, EXACT_REQUESTS = 16, 3_000
 """Up to so many, a run goes event by event unless the other way is asked for."""
 STARTUP_S = 30.0
@@ -63,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument("--faults", type=Path, metavar="FILE", help="JSON: [{at_s, role, which}], workers that crash")
     fleet.add_argument("--startup", type=above_zero, default=STARTUP_S, metavar="S", help="of a worker that is added")
-    add_arrivals(parser.add_argument_group("when requests arrive"))
+    arrivals = parser.add_argument_group("when requests arrive")
+    add_arrivals(arrivals)
+    arrivals.add_argument(
+        "--day", metavar="FILE[:NAME]", help="a day's rates (t_s, rate_rps), scaled to a mean of --rate"
+    )
     add_workload(parser.add_argument_group("what is sent"))
     of_run = parser.add_argument_group("the run")
     of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
@@ -119,34 +122,46 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             _nothing if arguments.json else print,
         )
     say = Progress(arguments)
+    scaling: dict[str, float] = {}
     slo = _slo(config, plan.slo, is_asked=arguments.config is not None)
     if is_exact:
-        records: Iterable[Record] = _exact(plan, kind, prefill, decode, slo, arguments, say)
+        records: Iterable[Record] = simulate_plan(
+            plan,
+            kind,
+            prefill,
+            decode,
+            slo=slo,
+            decodes_alone=config.router.decodes_alone,
+            most=arguments.requests,
+            faults=_faults(arguments.faults),
+            progress=say,
+        )
         seen = read_observations(records)
     else:
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
-        coarse = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
+        coarse, scaling = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
         seen = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
     # With --requests arrivals end with the last of them, whenever that is.
     plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, float(seen.scheduled_s.max()) + 1e-6))
     if arguments.report is not None:
         _report(arguments.report, plan, records)
-    return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json)
+    return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     arrivals = arrivals_of(arguments)
-    if isinstance(arrivals, Closed):
-        raise ConfigError("--arrivals closed: only open loops are simulated, whose times are known beforehand")
     seconds = arguments.seconds
+    if arguments.day is not None:
+        if not isinstance(arrivals, Poisson):
+            raise ConfigError("--day says itself when requests arrive: leave --arrivals away, and give --rate")
+        arrivals = day_of(arguments.day, arrivals.rate)
+        seconds = DAY_S if seconds is None else seconds
     if seconds is None:
         seconds = 300.0
         if arguments.requests is not None:  # enough for them all, however bursts fall
             seconds = 1e9 if arguments.arrivals != "ramp" else seconds
-    if arguments.workload == "chat":
-        raise ConfigError("--workload chat: its turns wait for answers; only open loops are simulated")
     return Plan(
         url="simulated",
         model=arguments.costs,
@@ -169,6 +184,14 @@ def _counts(arguments: argparse.Namespace, config: ClusterConfig) -> tuple[int, 
 
 
 def _is_exact(arguments: argparse.Namespace, config: ClusterConfig, plan: Plan, workers: int) -> bool:
+    if isinstance(plan.arrivals, Closed) or isinstance(plan.workload, Chat):  # whose times answers decide
+        if arguments.events == "coarse" or arguments.baselines or config.autoscaling.enabled:
+            what = "--arrivals closed" if isinstance(plan.arrivals, Closed) else "--workload chat"
+            raise ConfigError(
+                f"{what}: its times follow from the answers, which only --events exact simulates, without --baselines "
+                "and autoscaling"
+            )
+        return True
     if arguments.events != "auto":
         return bool(arguments.events == "exact")
     rate = getattr(plan.arrivals, "rate", 0.0)
@@ -213,56 +236,6 @@ def _nothing(line: str) -> None:
     """Where nothing but the last line is wanted."""
 
 
-# --- event by event ---
-
-
-def _exact(
-    plan: Plan,
-    kind: Kind,
-    prefill: int,
-    decode: int,
-    slo: SLOConfig,
-    arguments: argparse.Namespace,
-    progress: Callable[[int], None],
-) -> list[Record]:
-    one = slo.default_class
-    promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
-    trace: list[TracedRequest] = []
-    for session in sessions(plan):
-        if len(trace) == arguments.requests:
-            break
-        turn = session.turns[0]
-        ids = tuple(token_ids(turn.prompt, VOCABULARY))
-        trace.append(TracedRequest(session.at_s, ids, turn.output_tokens, promise))
-    if not trace:
-        raise ConfigError("no request comes in that time")
-    served = serve(
-        trace,
-        "kv_aware",
-        kind,
-        prefill=prefill,
-        decode=decode,
-        prefill_cache_tokens=kind.kv_tokens,
-        decode_cache_tokens=kind.kv_tokens,
-        seed=plan.seed,
-        slo=slo,
-        faults=_faults(arguments.faults),
-        progress=progress,
-        max_context=plan.max_context,
-    ).served
-    return [
-        _record(
-            number,
-            one.at_s,
-            one.num_prompt_tokens,
-            one.num_output_tokens,
-            None if one.refused else one.token_s,
-            one.num_cached_tokens,
-        )
-        for number, one in enumerate(served)
-    ]
-
-
 def _faults(path: Path | None) -> Sequence[Fault]:
     if path is None:
         return ()
@@ -284,7 +257,7 @@ def _coarse(
     autoscaling: AutoscalingConfig,
     arguments: argparse.Namespace,
     progress: Callable[[int], None],
-) -> list[Request]:
+) -> tuple[list[Request], dict[str, float]]:
     requests = [Request(*one[:3]) for one in _lengths(plan, arguments.requests)]
     if not requests:
         raise ConfigError("no request comes in that time")
@@ -300,46 +273,19 @@ def _coarse(
         return decision.prefill, decision.decode
 
     look_s = autoscaling.interval_s if autoscaling.enabled else 1.0
-    run_coarse(fleet, requests, scaler, (prefill, decode), requests[-1].at_s, look_s, progress)
-    return requests
+    ends_s = requests[-1].at_s
+    run_coarse(fleet, requests, scaler, (prefill, decode), ends_s, look_s, progress)
+    return requests, scaling_of(fleet, (prefill, decode), ends_s)
 
 
 def _coarse_records(requests: Sequence[Request]) -> Iterator[Record]:
     """Of each answer the first and the last token alone."""
     for number, one in enumerate(requests):
         token_s = None if one.is_refused else (one.first_s + CALL_S, one.last_s + CALL_S)
-        yield _record(number, one.at_s, one.prompt_tokens, one.output_tokens, token_s)
+        yield record_of(number, one.at_s, one.prompt_tokens, one.output_tokens, token_s)
 
 
 # --- what came of it ---
-
-
-def _record(
-    number: int,
-    at_s: float,
-    prompt_tokens: int,
-    output_tokens: int,
-    token_s: tuple[float, ...] | None,
-    cached_tokens: int | None = None,
-) -> Record:
-    """`token_s`: when its tokens were there; None: it was refused."""
-    is_refused = token_s is None
-    return Record(
-        session=number,
-        turn=0,
-        scheduled_s=at_s,
-        sent_s=at_s,
-        end_s=token_s[-1] if token_s else at_s,
-        status="refused" if is_refused else "ok",
-        http_status=429 if is_refused else 200,
-        error="overloaded" if is_refused else None,
-        planned_input_tokens=prompt_tokens,
-        planned_output_tokens=output_tokens,
-        input_tokens=None if is_refused else prompt_tokens,
-        output_tokens=None if is_refused else output_tokens,
-        cached_tokens=None if is_refused else cached_tokens,
-        token_s=token_s or (),
-    )
 
 
 def _facts(workers: int) -> RunFacts:

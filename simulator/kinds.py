@@ -26,6 +26,10 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch: int
     source: str  # where the figures come from
     num_layers: int = 32  # of a prompt's KV the last layer's part can't travel while the prompt is computed
+    beside: StepCosts | None = None  # while another worker of the same machine computes; None: it has its own
+    http_s: float = 0.0  # to the server and back, of a first token
+    admit_s: float = 0.0  # reading, tokenising, choosing the path
+    call_s: float | None = None  # to a worker and back; None: drawn, some milliseconds
 
     @property
     def layout(self) -> KVLayout:

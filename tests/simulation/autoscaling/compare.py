@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from ray.serve._private.common import DeploymentID
@@ -23,6 +22,7 @@ from twostroke.cluster.autoscaling.readings import Decision
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.simulator.coarse.fleet import Change, Fleet, Scaler, run
 from twostroke.simulator.coarse.workers import Request
+from twostroke.simulator.day import reversals
 from twostroke.simulator.kinds import Kind
 
 HOUR_S = 3600.0
@@ -69,18 +69,6 @@ def outcome(fleet: Fleet, requests: Sequence[Request], start: tuple[int, int], e
         decode_reversals=reversals([(one.at_s, one.decode) for one in targets]),
         changes=len(targets) - 1,
     )
-
-
-def reversals(counts: Sequence[tuple[float, int]]) -> int:
-    """The most turns, from up to down or back, within any hour of (when, how many)."""
-    turns: list[float] = []
-    went = 0
-    for (_, before), (at_s, after) in pairwise(counts):
-        way = (after > before) - (after < before)
-        if way and went and way != went:
-            turns.append(at_s)
-        went = way or went
-    return max((sum(at_s <= one < at_s + HOUR_S for one in turns) for at_s in turns), default=0)
 
 
 # --- who says how many workers there are ---

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from tests.simulation.autoscaling.compare import Fixed, Setting, reversals, serve_with_fleet
+from tests.simulation.autoscaling.compare import Fixed, Setting, serve_with_fleet
 from tests.simulation.autoscaling.traffic import bursts, steps
 from twostroke.protocol.stats import StepCosts
 from twostroke.simulator.coarse.fleet import Fleet, run
 from twostroke.simulator.coarse.workers import DecodeWorker, Request
+from twostroke.simulator.day import reversals
 from twostroke.simulator.kinds import SMALL, Kind
 
 TOKEN_S = 1e-5

@@ -1,0 +1,247 @@
+"""`twostroke bench simulation`: this machine's server beside its simulation, cell by cell.
+
+A cell is one workload at one rate in one mode: the same plan goes to the server and into the simulator, whose costs
+were learnt on that server minutes before. Ratios are simulated over measured. A machine that others use changes from
+minute to minute: a probe before and after each cell tells its pace, costs are scaled to the mean of both, and where
+the two differ by much the cell is kept but judged by nobody.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from twostroke.advisor.modes import MODES, Fleet, Mode, at_pace, counts_of, learn_kind, pace_of, server_in, write_kind
+from twostroke.benchmarks.console import positive, say
+from twostroke.cluster.local.processes import interrupt_once
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.capacity import at_rate
+from twostroke.loadtests.commands.arguments import above_zero
+from twostroke.loadtests.commands.measure import rates_of
+from twostroke.loadtests.generator.run_facts import served_model
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Fixed, LongPrompts, Plan, Poisson, Synthetic, Workload
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.report.figures import read_observations
+from twostroke.loadtests.run_folder import Record, make_folder
+from twostroke.protocol.errors import ConfigError
+from twostroke.simulator.exact.deployment import Watch
+from twostroke.simulator.exact.plans import simulate_plan
+from twostroke.simulator.kinds import Kind
+
+WARM_REQUESTS = 36  # of a simulated server, before a plan begins
+NEAR = 0.1  # a figure within so much of what was measured is near
+FIGURES = ("ttft_mean_s", "ttft_p90_s", "tpot_mean_s", "tpot_p90_s")
+STEADY = 1.25  # how much the machine's pace may change over a cell
+LEAST_ANSWERS = 10
+"""A cell with fewer says nothing."""
+WORKLOADS: dict[str, Workload] = {
+    "fixed": Fixed(128, 32),
+    "azure-conv": Synthetic("azure-conv"),
+    "long-prompts": LongPrompts(32, 48, 400, 8, 0.2),
+}
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """Figures by their names, in seconds; `ratios` are simulated over measured."""
+
+    mode: Mode
+    workload: str
+    rate: float
+    answers: int
+    failed: int  # or refused
+    measured: dict[str, float]
+    simulated: dict[str, float]
+    pace: tuple[float, float] = (1.0, 1.0)  # of the machine before and after, against when costs were learnt
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the machine was the same before and after."""
+        return max(self.pace) / min(self.pace) <= STEADY
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {name: self.simulated[name] / self.measured[name] for name in FIGURES if self.measured.get(name)}
+
+    @property
+    def far(self) -> list[str]:
+        """The figures that are not near."""
+        return [name for name, ratio in self.ratios.items() if abs(ratio - 1) > NEAR]
+
+
+def figures_of(records: Iterable[Record], warm_up_s: float) -> tuple[dict[str, float], int, int]:
+    """Of the answers after the warm-up; how many they are, and how many were none."""
+    seen = read_observations(records)
+    inside = seen.scheduled_s >= warm_up_s
+    whole = inside & seen.is_status("ok")
+    found: dict[str, float] = {}
+    for name, values in (("ttft", seen.ttft_s[whole]), ("tpot", seen.tpot_s[whole])):
+        known = values[~np.isnan(values)]
+        if len(known):
+            found |= {f"{name}_mean_s": float(known.mean()), f"{name}_p90_s": percentile(known, 90) or 0.0}
+    return found, int(whole.sum()), int(inside.sum() - whole.sum())
+
+
+def simulated(plan: Plan, fleet: Fleet, watch: Watch | None = None) -> list[Record]:
+    """What the load test would have recorded of this plan; `watch` as `serve` has it."""
+    return simulate_plan(
+        plan,
+        fleet.kind,
+        fleet.counts.prefill,
+        fleet.counts.decode,
+        decodes_alone=fleet.mode != "disaggregated",
+        warm=WARM_REQUESTS,
+        watch=watch,
+    )
+
+
+def compare(plan: Plan, name: str, fleet: Fleet, folder: Path) -> tuple[Cell, list[Record]]:
+    """Put the plan on the server, and into the simulator; also the server's records. Raises LoadTestError."""
+    before = pace_of(plan.url, plan.model, fleet.kind, seed=plan.seed)
+    records = list(run_plan(plan, folder, show=False).records())
+    after = pace_of(plan.url, plan.model, fleet.kind, seed=plan.seed + 1)
+    measured, answers, failed = figures_of(records, plan.warm_up_s)
+    at_its_pace = msgspec.structs.replace(fleet, kind=at_pace(fleet.kind, math.sqrt(before * after)))
+    expected, _, _ = figures_of(simulated(plan, at_its_pace), plan.warm_up_s)
+    rate = getattr(plan.arrivals, "rate", 0.0)
+    return Cell(fleet.mode, name, rate, answers, failed, measured, expected, (before, after)), records
+
+
+def plan_for(url: str, workload: Workload, seconds: float, warm_up_s: float, seed: int, longest: int | None) -> Plan:
+    """Asks the server for its model. Raises LoadTestError."""
+    model = served_model(url, None)
+    return Plan(
+        url=url,
+        model=model.name,
+        max_context=min(model.max_context or 4096, longest or 1 << 30),
+        arrivals=Poisson(1.0),
+        workload=workload,
+        slo=SLO(),
+        seconds=seconds,
+        seed=seed,
+        warm_up_s=warm_up_s,
+        vocabulary=model.vocabulary or 0,
+    )
+
+
+# --- the command ---
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser.add_argument_group("the server"))
+    cells = parser.add_argument_group("the cells")
+    cells.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    cells.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
+    cells.add_argument("--rates", type=rates_of, default=[2.0, 5.0, 10.0], metavar="RATE,...", help="requests a second")
+    cells.add_argument("--seconds", type=above_zero, default=20.0, metavar="S", help="of a cell, with 3 s of warm-up")
+    cells.add_argument("--budget", type=above_zero, default=3600.0, metavar="S", help="no cell begins after so long")
+    cells.add_argument("--max-context", type=positive, default=1024, metavar="TOKENS", help="of azure-conv")
+    cells.add_argument("--seed", type=int, default=0)
+    cells.add_argument("--output", type=Path, metavar="DIR", help="default: agreement-<time>")
+
+
+def add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", default="bundled", metavar="DIR|ID", help="as `serve` takes it (default: bundled)")
+    group.add_argument("--prefill", type=positive, default=1, metavar="N", help="workers, where there are any")
+    group.add_argument("--decode", type=positive, default=1, metavar="N", help="workers beside those")
+    group.add_argument("--aggregated", type=positive, default=1, metavar="N", help="workers in the place of both")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0, or 1 where nothing was measured. The last line is JSON."""
+    folder: Path = arguments.output or Path(f"agreement-{datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        make_folder(folder)
+    except LoadTestError as error:
+        raise ConfigError(str(error)) from error
+    interrupt_once()
+    deadline = time.monotonic() + arguments.budget
+    cells: list[Cell] = []
+    failures: list[str] = []
+    paired: Kind | None = None
+    for mode in arguments.modes:
+        if time.monotonic() + arguments.seconds > deadline:
+            failures.append(f"{mode}: the budget is spent")
+            break
+        try:
+            for cell, kind in _mode(mode, arguments, folder, paired, deadline):
+                cells.append(cell)
+                paired = kind if mode == "disaggregated" else paired
+                say(line_of(cell))
+                (folder / "cells.json").write_bytes(msgspec.json.format(msgspec.json.encode(cells)))
+        except (ConfigError, LoadTestError, OSError) as error:
+            failures.append(f"{mode}: {error}")
+            say(f"{mode} is given up: {error}")
+    print("\n".join(table(cells)))
+    told = [cell for cell in cells if cell.answers >= LEAST_ANSWERS and cell.is_steady]
+    near = {name: sum(abs(cell.ratios.get(name, 9.0) - 1) <= NEAR for cell in told) for name in FIGURES}
+    print(json.dumps({"folder": str(folder), "cells": len(cells), "told": len(told), "near": near, "failed": failures}))
+    return 0 if cells else 1
+
+
+def _mode(
+    mode: Mode, arguments: argparse.Namespace, folder: Path, paired: Kind | None, deadline: float
+) -> Iterator[tuple[Cell, Kind]]:
+    counts = counts_of(mode, arguments.prefill, arguments.decode, arguments.aggregated)
+    with ExitStack() as stack:
+        say(f"{mode}: starting {counts.prefill} prefill and {counts.decode} decode workers")
+        url = stack.enter_context(server_in(mode, counts, {"model": {"path": arguments.model}}))
+        kind = paired if mode == "hybrid" and paired is not None else learn_kind(url, mode, seed=arguments.seed)
+        write_kind(kind, folder / f"{mode}.json")
+        say(f"{mode}: {msgspec.json.encode(kind).decode()}")
+        for number, (name, rate) in enumerate((n, r) for r in arguments.rates for n in arguments.workloads):
+            if time.monotonic() + arguments.seconds > deadline:
+                raise ConfigError("the budget is spent")
+            seed = arguments.seed + 1 + number  # prompts of their own
+            plan = plan_for(url, WORKLOADS[name], arguments.seconds, 3.0, seed, arguments.max_context)
+            of_cell = folder / f"{mode}-{name}-{rate:g}"
+            yield compare(at_rate(plan, rate), name, Fleet(mode, counts, kind), of_cell)[0], kind
+
+
+def line_of(cell: Cell) -> str:
+    """One cell for people: measured, simulated, and how far off."""
+    parts = [
+        f"{name[:-2].replace('_', ' ')} {cell.measured.get(name, 0):.4g}/{cell.simulated.get(name, 0):.4g}"
+        for name in FIGURES
+    ]
+    far = f" FAR: {', '.join(cell.far)}" if cell.far else ""
+    far += "" if cell.is_steady else f" (the machine's pace went from {cell.pace[0]:.2f} to {cell.pace[1]:.2f})"
+    return f"{cell.mode} {cell.workload} {cell.rate:g}/s, {cell.answers} answers: {'; '.join(parts)}{far}"
+
+
+def table(cells: Sequence[Cell]) -> list[str]:
+    """Markdown; a figure is measured / simulated, in milliseconds, in bold where it is not near."""
+    lines = [
+        "| mode | workload | rate | answers | TTFT mean | TTFT P90 | TPOT mean | TPOT P90 | pace |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        shown: list[str] = []
+        for name in FIGURES:
+            text = f"{cell.measured.get(name, 0) * 1e3:.4g} / {cell.simulated.get(name, 0) * 1e3:.4g}"
+            shown.append(f"**{text}**" if name in cell.far else text)
+        figures, (before, after) = " | ".join(shown), cell.pace
+        changed = "" if cell.is_steady else ", not judged"
+        lines.append(
+            f"| {cell.mode} | {cell.workload} | {cell.rate:g} | {cell.answers} | {figures} "
+            f"| {before:.2f}, {after:.2f}{changed} |"
+        )
+    return lines
+
+
+def summary_of(cells: Sequence[Cell]) -> dict[str, Any]:
+    """How far apart simulation and measurement are: by figure the median and the largest distance of a ratio from 1."""
+    found: dict[str, Any] = {}
+    for name in FIGURES:
+        off = sorted(abs(cell.ratios[name] - 1) for cell in cells if name in cell.ratios and cell.is_steady)
+        if off:
+            found[name] = {"median": off[len(off) // 2], "most": off[-1]}
+    return found

@@ -1,0 +1,67 @@
+"""What a server's requests of known steps tell of its costs."""
+
+import pytest
+
+from twostroke.advisor.modes import Counts, Timed, at_pace, fit, server_in, steps_of
+from twostroke.loadtests.run_folder import Record
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import StepCosts
+from twostroke.simulator.kinds import SMALL
+from twostroke.worker.step_costs import StepContent
+
+COSTS = StepCosts(base_s=0.004, token_s=2e-4, pair_s=1e-7, row_s=5e-4, context_s=1e-6)
+CALL_S = 0.003
+
+
+def timed(costs: StepCosts = COSTS) -> list[Timed]:
+    prompts = [StepContent(tokens, tokens * tokens / 2, 0, 0) for tokens in (32, 128, 400, 900)]
+    steps = [StepContent(0, 0.0, rows, context) for rows, context in ((1, 40), (6, 300), (3, 1300))]
+    return [Timed(one, one.expected_s(costs) + CALL_S, is_called=True) for one in prompts] + [
+        Timed(one, one.expected_s(costs)) for one in steps
+    ]
+
+
+def test_costs_and_the_calls_time_come_out_of_steps_that_were_made_of_them() -> None:
+    found, call_s = fit(timed())
+    assert call_s == pytest.approx(CALL_S, rel=0.02)
+    for content in (StepContent(256, 256 * 128, 4, 2000), StepContent(0, 0.0, 8, 900)):
+        assert content.expected_s(found) == pytest.approx(content.expected_s(COSTS), rel=0.02)
+
+
+def test_no_cost_is_negative_though_the_best_fit_were() -> None:
+    odd = [*timed(StepCosts(0.004, 2e-4, 0.0, 5e-4, 0.0)), Timed(StepContent(0, 0.0, 3, 9000), 0.003)]
+    found, call_s = fit(odd)
+    assert min(call_s, found.base_s, found.token_s, found.pair_s, found.row_s, found.context_s) >= 0.0
+
+
+def stream(*token_s: float) -> Record:
+    return Record(0, 0, 0.0, 0.0, token_s[-1], "ok", input_tokens=10, output_tokens=len(token_s), token_s=token_s)
+
+
+def test_only_steps_in_which_all_streams_write_count() -> None:
+    step = steps_of([stream(0.0, 1.0, 3.0, 5.0, 7.0), stream(2.5, 3.0, 5.0, 7.0, 8.0)])
+    assert step is not None
+    assert (step.content.rows, step.seconds) == (2, 2.0)  # from 3 to 7: before and after one writes alone
+    assert steps_of([stream(0.0, 1.0), stream(2.0, 3.0)]) is None
+
+
+def test_a_slower_machine_is_slower_in_all() -> None:
+    slower = at_pace(SMALL, 2.0)
+    content = StepContent(100, 5000.0, 3, 900)
+    assert content.expected_s(slower.costs) == pytest.approx(2 * content.expected_s(SMALL.costs))
+    assert (slower.kv_tokens, slower.kv_bytes) == (SMALL.kv_tokens, SMALL.kv_bytes)
+
+
+def test_a_server_that_can_not_start_says_why() -> None:
+    settings = {"model": {"path": "/no-such-folder"}}
+    with pytest.raises(ConfigError, match="no-such-folder"), server_in("aggregated", Counts(0, 1), settings):
+        raise AssertionError("it has started")
+
+
+def test_held_up_steps_count_as_the_mean_has_them() -> None:
+    steady = timed()
+    shaken = [*steady, *(Timed(one.content, 3 * one.seconds, one.is_called) for one in steady)]
+    found, _ = fit(shaken)
+    assert StepContent(0, 0.0, 4, 400).expected_s(found) == pytest.approx(
+        2 * StepContent(0, 0.0, 4, 400).expected_s(COSTS), rel=0.02
+    )
