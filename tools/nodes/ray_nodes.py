@@ -23,9 +23,6 @@ from twostroke.tools.nodes.machines import Machine, Machines
 from twostroke.tools.nodes.redis import Redis
 
 HEAD_PORT = 6379
-# Fixed wherever a machine has its ports for itself: for ports that are drawn, Ray's raylet waits 15 s until its agents
-# have told them, and gives up (https://github.com/ray-project/ray/issues/65983). A busy machine's agents take longer.
-AGENT_PORTS = ("--metrics-export-port=8085", "--dashboard-agent-grpc-port=8086", "--runtime-env-agent-port=8087")
 START_S = 120.0
 HEADLESS_S = 600.0
 """That nodes live without their head, as with deploy/ray.env."""
@@ -206,8 +203,6 @@ class RayNodes:
             f"--resources={json.dumps(dict(spec.resources))}",
         ]
         environment = self._environment()
-        if self.machines.has_own_ports:
-            command += AGENT_PORTS
         if is_head:
             command += ["--head", "--include-dashboard=false"]
             if self._redis is not None:
