@@ -115,8 +115,8 @@ def run_drain(arguments: argparse.Namespace) -> int:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries a dead head for more than ten minutes, and systemd starts no new one while `twostroke drain` runs.
-    Raises ConfigError where nobody listens."""
+    """Ray itself tries a dead head for more than ten minutes, and systemd starts no new one until `twostroke drain` has
+    ended. Raises ConfigError where nobody listens."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdecimal()):
         return  # `auto`, or what Ray makes of it
