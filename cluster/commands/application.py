@@ -7,6 +7,7 @@ of the Ray cluster, with Ray's token in its environment.
 
 import argparse
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
 
 LOOK_S = 2.0
+REACH_S = 5.0
 MOST_S = 86400.0
 
 Look = Callable[[], Mapping[str, Any] | None]
@@ -92,6 +94,7 @@ def run_drain(arguments: argparse.Namespace) -> int:
     for name in ("grace", "notice"):
         if not 0 <= getattr(arguments, name) <= MOST_S:
             raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MOST_S:g}")
+    _check_reachable(arguments.address)
     import ray
     from ray.serve.exceptions import RayServeException
 
@@ -109,3 +112,15 @@ def run_drain(arguments: argparse.Namespace) -> int:
     finally:
         ray.shutdown()
     return 0
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries a dead head for more than ten minutes, and systemd starts no new one until `twostroke drain` has
+    ended. Raises ConfigError where nobody listens."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdecimal()):
+        return  # `auto`, or what Ray makes of it
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--address {address}: nobody listens there: {error}") from error

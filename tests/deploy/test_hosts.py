@@ -28,6 +28,7 @@ from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.cluster.deployments.serve_app import build_app
 from twostroke.router.http.tenants import new_key
+from twostroke.tools.nodes.ray_nodes import HEADLESS_S
 
 # --- ray.env: what Ray's processes find in their environment, wherever they are started from ---
 
@@ -110,6 +111,7 @@ def test_whoever_reaches_it_needs_a_key_and_the_file_holds_no_secret() -> None:
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+RAYS_START_S = 60.0  # of `ray start`, where it fails
 MOST_EXPOSURE = 4.0  # systemd's own measure: below 5 is "OK", 10 is a unit without any restriction
 
 
@@ -186,6 +188,15 @@ def test_the_application_s_unit_is_active_only_once_it_runs() -> None:
         assert "/twostroke await " in wait
         waits_s = float(re.findall(r"--timeout (\d+)", wait)[0])
         assert int(values(unit("twostroke-serve"), "TimeoutStartSec")[0]) > waits_s
+
+
+def test_the_head_may_have_its_state_in_a_redis_and_is_waited_for() -> None:
+    head = unit("twostroke-ray-head")
+    assert values(head, "EnvironmentFile")[-1] == f"-{SETTINGS}/redis.env"  # or none
+    (start,) = values(head, "ExecStart")
+    assert "--redis-password=${RAY_REDIS_PASSWORD} " in start
+    restart_s = float(values(head, "RestartSec")[0]) + RAYS_START_S
+    assert float(ray_env()["RAY_gcs_rpc_server_reconnect_timeout_s"]) == HEADLESS_S > 3 * restart_s
 
 
 def test_the_head_listens_for_its_dashboard_on_itself_alone() -> None:

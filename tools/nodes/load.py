@@ -24,6 +24,8 @@ class Answer:
 
     prompt: int  # its number
     text: str
+    sent_at: float  # of `time.monotonic`, as the next
+    first_token_at: float | None
     longest_pause_s: float  # between two tokens of its stream
     error: str | None  # None: it is whole
 
@@ -49,8 +51,11 @@ def ask(url: str, request: Request, prompt: int) -> Answer:
     body = json.dumps(request.body(prompt)).encode()
     stream(endpoint, endpoint.request("/v1/completions", body), exchange, PATIENCE_S)
     answer = read_stream(exchange)
-    pauses_s = (after - before for before, after in itertools.pairwise(answer.token_times))
-    return Answer(prompt, answer.text, max(pauses_s, default=0.0), answer.error)
+    times = answer.token_times
+    pauses_s = (after - before for before, after in itertools.pairwise(times))
+    return Answer(
+        prompt, answer.text, exchange.sent_at, min(times, default=None), max(pauses_s, default=0.0), answer.error
+    )
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,9 @@ class Verdict:
     mismatched: int  # whole, and not what the same prompt was answered before
     longest_pause_s: float  # in the stream of any request that was not lost
     reasons: tuple[str, ...]  # of the lost, each once
+    lost_new: int  # of the lost, those that were sent after what happened
+    answered_again_s: float | None  # from what happened to the first token of a request that was sent after it
+    slowest_first_token_s: float  # of those that were sent after it, and not lost
 
 
 class SteadyLoad:
@@ -87,16 +95,21 @@ class SteadyLoad:
         if kind is None:
             self._sender.join()
 
-    def verdict(self) -> Verdict:
-        """Of what was answered while it lasted."""
+    def verdict(self, struck_at: float) -> Verdict:
+        """Of what was answered while it lasted. `struck_at`: when it happened, by `time.monotonic`."""
         answers = self._answers
         whole = [answer for answer in answers if answer.error is None]
+        new = [(one.sent_at, one.first_token_at) for one in whole if one.sent_at >= struck_at]
+        firsts = [(sent, first) for sent, first in new if first is not None]
         return Verdict(
             requests=len(answers),
             lost=len(answers) - len(whole),
             mismatched=sum(answer.text != self._expected[answer.prompt] for answer in whole),
             longest_pause_s=max((answer.longest_pause_s for answer in whole), default=0.0),
             reasons=tuple(sorted({answer.error for answer in answers if answer.error is not None})),
+            lost_new=sum(answer.error is not None and answer.sent_at >= struck_at for answer in answers),
+            answered_again_s=min((first - struck_at for _, first in firsts), default=None),
+            slowest_first_token_s=max((first - sent for sent, first in firsts), default=0.0),
         )
 
     def _send(self) -> None:

@@ -15,6 +15,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -51,6 +52,15 @@ class Machine(ABC):
     def _inside(self) -> list[str]:
         """The beginning of a command that has it run there."""
 
+    def interrupt(self, process: "subprocess.Popen[bytes]") -> None:
+        """Ask what was started there to end, by SIGTERM."""
+        # `nsenter` is its parent, and would not pass the signal on.
+        for pid in self._targets(process.pid):
+            _send(pid, signal.SIGTERM)
+
+    def _targets(self, pid: int) -> list[int]:
+        return [pid]
+
     @abstractmethod
     def kill(self) -> None:
         """End all of its processes at once, as a power cut would. Returns when none is left. May be called again."""
@@ -81,13 +91,21 @@ class Machines(ABC):
         self._machines.append(machine := self._make(number))
         return machine
 
+    def replace(self, dead: Machine) -> Machine:
+        """A new machine with the address of one that was killed. Raises OSError where the kernel refuses."""
+        place = self._machines.index(dead)
+        self._machines[place] = machine = self._make(place + 1)
+        return machine
+
     @abstractmethod
     def _make(self, number: int) -> Machine: ...
 
 
 _CLONE_NEWNET = 0x40000000
 _OWN_NETWORK = "/proc/thread-self/ns/net"
-_BRIDGE_MAC = "02:00:0a:4d:00:fe"  # locally administered
+# Locally administered. A machine in a dead one's place has its, so that nobody has to ask anew who has the address.
+_MAC_PREFIX = "02:00:0a:4d:00:"
+_BRIDGE_MAC = f"{_MAC_PREFIX}fe"
 _BRIDGE = "nodes"
 _PREFIX = "10.77.0."
 _OWN_ADDRESS = f"{_PREFIX}254"
@@ -134,6 +152,10 @@ class IsolatedMachine(Machine):
     def _inside(self) -> list[str]:
         return self._entered("--pid", "--mount")
 
+    def _targets(self, pid: int) -> list[int]:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children]
+
     def kill(self) -> None:
         for pipe in (self._unshare.stdin, self._unshare.stdout):
             assert pipe is not None  # asked for above
@@ -147,8 +169,12 @@ class IsolatedMachine(Machine):
         _run([*self._entered(), "ip", "link", "set", "eth0", "down"])
 
     def _plug_in(self, number: int) -> None:
-        _run(["ip", "link", "add", f"node{number}", "type", "veth", "peer", "name", "eth0", "netns", str(self._first)])
-        _run(["ip", "link", "set", f"node{number}", "master", _BRIDGE, "up"])
+        port = f"node{number}"
+        while _has_link(port):  # of a machine before us, which the kernel is still taking down
+            time.sleep(0.01)
+        inner = ["peer", "name", "eth0", "address", f"{_MAC_PREFIX}{number:02x}", "netns", str(self._first)]
+        _run(["ip", "link", "add", port, "type", "veth", *inner])
+        _run(["ip", "link", "set", port, "master", _BRIDGE, "up"])
         inside = self._entered()
         _run([*inside, "ip", "link", "set", "lo", "up"])
         _run([*inside, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
@@ -197,6 +223,11 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _has_link(name: str) -> bool:
+    """Whether this thread's network has an interface of that name."""
+    return any(name == one for _, one in socket.if_nameindex())
 
 
 def _system_call(name: str, *arguments: int) -> None:

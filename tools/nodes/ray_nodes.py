@@ -20,9 +20,12 @@ import yaml
 from twostroke.cluster.deployments.proxies import NO_HAPROXY_SWITCHES, SWITCHES, haproxy_binary
 from twostroke.cluster.local.ray import free_ports, haproxy_switches
 from twostroke.tools.nodes.machines import Machine, Machines
+from twostroke.tools.nodes.redis import Redis
 
 HEAD_PORT = 6379
 START_S = 120.0
+HEADLESS_S = 600.0
+"""That nodes live without their head, as with deploy/ray.env."""
 STORE_BYTES = 80_000_000
 """Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
 
@@ -30,6 +33,12 @@ STORE_BYTES = 80_000_000
 _TEMPORARY, _FOLDERS = Path("/tmp"), "ts-nodes-"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UP = b"Ray runtime started."
+_ASK_SERVE = """
+import json, sys, ray
+from ray import serve
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(json.dumps({name: one.status.value for name, one in serve.status().applications.items()}))
+"""
 
 # A node that is killed is noticed within 2 s, one that is cut off within 8 s, in place of Ray's 15 s and more. A node
 # on a machine that others keep busy may take a while to start, and to answer.
@@ -71,9 +80,13 @@ class Node:
 class RayNodes:
     """A context manager: inside it there is a head; at its end no process and no file is left."""
 
-    def __init__(self, machines: Machines, head: NodeSpec):
+    def __init__(self, machines: Machines, head: NodeSpec, *, redis: Redis | None = None, drain_s: float = 0.0):
+        """`redis`: where the head keeps its state, so that `replace_head` can go on with it. `drain_s`: what a node
+        that is told to end has, to take its replicas elsewhere."""
         self.machines = machines
         self._head_spec = head
+        self._redis = redis
+        self._drain_s = drain_s
         self._secret = secrets.token_hex(16)  # of our own connections
         self._ray_token = secrets.token_hex(32)
         self._folder = Path()
@@ -92,7 +105,9 @@ class RayNodes:
                 stats, metrics, fallback = free_ports(3)
                 # Serve adds the node's id to the files' names.
                 self._switches = haproxy_switches(self._folder, stats=stats, metrics=metrics, fallback=fallback)
-            self._head = self._start(self._head_spec, is_head=True)
+            if self._redis is not None:
+                self._redis.start(self.machines.add(), self._folder)
+            self._head = self._start(self._head_spec, self.machines.add(), is_head=True)
             self.await_up(self._head)
         except BaseException:
             self._remove()
@@ -113,7 +128,13 @@ class RayNodes:
 
     def add(self, spec: NodeSpec) -> Node:
         """A new node, on a machine of its own. It is up after `await_up`."""
-        return self._start(spec, is_head=False)
+        return self._start(spec, self.machines.add(), is_head=False)
+
+    def replace_head(self) -> Node:
+        """A new head with the address and, where there is a Redis, the state of one whose machine was killed. It is up
+        after `await_up`."""
+        self._head = self._start(self._head_spec, self.machines.replace(self.head.machine), is_head=True)
+        return self._head
 
     def await_up(self, node: Node) -> None:
         """Raises NodeFailed."""
@@ -144,11 +165,29 @@ class RayNodes:
             said = log.read_text(errors="replace")
             raise NodeFailed(f"{' '.join(command)} ended with {process.returncode}: {said}")
 
-    def _start(self, spec: NodeSpec, *, is_head: bool) -> Node:
+    def serve_status(self) -> dict[str, str]:
+        """What Serve's controller says of each application, asked on the head. Raises NodeFailed."""
+        log = self._folder / "status.log"
+        log.unlink(missing_ok=True)
+        process = self.head.machine.start(
+            [sys.executable, "-c", _ASK_SERVE, self.gcs_address], self._environment(), log
+        )
+        try:
+            process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        said = log.read_text(errors="replace")
+        if process.returncode != 0:
+            raise NodeFailed(f"Serve's state can't be had: {said}")
+        applications: dict[str, str] = json.loads(said.splitlines()[-1])
+        return applications
+
+    def _start(self, spec: NodeSpec, machine: Machine, *, is_head: bool) -> Node:
         number = len(self._nodes) + 1
         folder = self._folder / str(number)
         folder.mkdir()
-        machine, log = self.machines.add(), self._folder / f"{number}-{spec.name}.log"
+        log = self._folder / f"{number}-{spec.name}.log"
         command = [
             str(Path(sys.executable).parent / "ray"),
             "start",
@@ -163,13 +202,17 @@ class RayNodes:
             f"--labels={','.join(f'{name}={value}' for name, value in spec.labels.items())}",
             f"--resources={json.dumps(dict(spec.resources))}",
         ]
+        environment = self._environment()
         if is_head:
             command += ["--head", "--include-dashboard=false"]
+            if self._redis is not None:
+                environment["RAY_REDIS_ADDRESS"] = self._redis.address
+                command.append(f"--redis-password={self._redis.password}")
             if not self.machines.has_own_ports:
                 command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
         else:
             command.append(f"--address={self.gcs_address}")
-        node = Node(spec, machine, machine.start(command, self._environment(), log), log)
+        node = Node(spec, machine, machine.start(command, environment, log), log)
         self._nodes.append(node)
         return node
 
@@ -181,7 +224,9 @@ class RayNodes:
             **SWITCHES,
             **self._switches,
             **QUICK_NODE_CHECKS,
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a node that is told to end waits for nobody
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": f"{self._drain_s:g}",
+            # Longer than a new head takes to come, of all that a node lives without one.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": f"{HEADLESS_S:g}",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._ray_token,
             "TWOSTROKE_SECRET": self._secret,

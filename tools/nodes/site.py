@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.protocol.errors import ConfigError
-from twostroke.tools.nodes.ray_nodes import NodeFailed, NodeSpec, RayNodes
+from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
 
+APPLICATION = "twostroke"
 ROLE_LABEL = "twostroke-role"
 READY_S = 240.0
 
@@ -28,15 +29,21 @@ class Worker:
     num_running: int  # requests
 
 
-def node_for(role: Literal["prefill", "decode", "router"]) -> NodeSpec:
-    """A node that runs one worker of a role; for `router` the head, which runs no workers."""
-    if role == "router":
-        return NodeSpec("head", num_cpus=0, labels={ROLE_LABEL: role})
-    return NodeSpec(role, num_cpus=1, labels={ROLE_LABEL: role}, resources={f"{role}_slot": 1})
+def node_for(role: Literal["prefill", "decode", "router", "head"]) -> NodeSpec:
+    """A node that runs one worker of a role, or one router, or nothing but what a head does."""
+    if role == "head":
+        return NodeSpec(role, num_cpus=0, labels={ROLE_LABEL: role})
+    num_cpus = 0 if role == "router" else 1
+    return NodeSpec(role, num_cpus=num_cpus, labels={ROLE_LABEL: role}, resources={f"{role}_slot": 1})
 
 
 def settings(
-    num_prefill: int, num_decode: int, *, share_memory: bool, stages: Mapping[WorkerRole, int] = NO_STAGES
+    num_prefill: int,
+    num_decode: int,
+    *,
+    share_memory: bool,
+    num_routers: int = 1,
+    stages: Mapping[WorkerRole, int] = NO_STAGES,
 ) -> dict[str, Any]:
     """The sections of the configuration: one worker a node, or one of its `stages`, by the labels and resources of
     `node_for`.
@@ -58,7 +65,12 @@ def settings(
         "model": {"dtype": "float32"},  # whose answers don't depend on what else runs
         "prefill": workers("prefill", num_prefill),
         "decode": workers("decode", num_decode),
-        "router": {"node_labels": {ROLE_LABEL: "router"}, "decodes_alone": False},  # KV is to travel
+        "router": {
+            "replicas": num_routers,
+            "node_labels": {ROLE_LABEL: "router"},
+            "decodes_alone": False,  # KV is to travel
+            "node_resources": {"router_slot": 1},  # one on each
+        },
         **({"kv_transfer": {"transport": "tcp"}} if share_memory else {}),
     }
 
@@ -66,10 +78,11 @@ def settings(
 class Site:
     """The application on a cluster, for as long as that lasts."""
 
-    def __init__(self, nodes: RayNodes, port: int):
+    def __init__(self, nodes: RayNodes, port: int, entry: Node | None = None):
+        """`entry`: the node that requests are sent to; the head if none is named."""
         self._nodes = nodes
         self._port = port
-        self.url = f"http://{nodes.head.address}:{port}"
+        self.url = f"http://{(entry or nodes.head).address}:{port}"
 
     def deploy(self, sections: dict[str, Any]) -> None:
         """Hand the configuration to Serve. Raises NodeFailed."""
@@ -82,7 +95,7 @@ class Site:
                 },
                 "applications": [
                     {
-                        "name": "twostroke",
+                        "name": APPLICATION,
                         "route_prefix": "/",
                         "import_path": "twostroke.cluster.deployments.serve_app:build_app",
                         "args": sections,
@@ -92,7 +105,7 @@ class Site:
         )
 
     def status(self) -> dict[str, Any]:
-        """What the head's entry says. Raises ConfigError where it doesn't answer."""
+        """What the entry says. Raises ConfigError where it doesn't answer."""
         return fetch_status(self.url)
 
     def workers(self) -> list[Worker]:

@@ -41,6 +41,11 @@ NO_URL = "write http://HOST:PORT or https://HOST:PORT"
         ([*SERVE, "--host", "192.0.2.77"], "can't listen on 192.0.2.77:18123: Cannot assign requested address"),
         (["drain", "--grace", "-1"], "--grace -1: seconds, from 0 to 86400"),
         (["drain", "--grace", "nan"], "--grace nan: seconds, from 0 to 86400"),
+        # At once, without Ray, which would try for minutes: systemd waits for it before it starts a new head.
+        (
+            ["drain", "--address", "127.0.0.1:1"],
+            "--address 127.0.0.1:1: nobody listens there: [Errno 111] Connection refused",
+        ),
         (["await", "--timeout", "nan"], "--timeout nan: seconds, more than 0, up to 86400"),
         (["status", "--url", "ftp://localhost"], f"--url ftp://localhost: {NO_URL}"),
         (["doctor", "--url", "http://"], f"--url http://: {NO_URL}"),

@@ -22,6 +22,11 @@ from twostroke.tools.nodes import ray_nodes
             ["--machines", "loopback", "--unplug"],
             "twostroke: --unplug: on the loopback interface there is no cable to cut",
         ),
+        (
+            ["--machines", "loopback", "--fault", "head"],
+            "twostroke: --fault head: on the loopback interface the head alone takes requests",
+        ),
+        (["--fault", "drain", "--unplug"], "twostroke: --unplug: with --fault node alone, not drain"),
     ],
 )
 def test_what_can_not_be_shown_is_refused(

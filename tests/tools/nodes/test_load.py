@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,7 @@ def test_an_answer_has_its_text_or_says_why_it_has_none() -> None:
 
 
 def test_what_is_lost_and_what_is_wrong_are_told_apart() -> None:
+    began = time.monotonic()
     seen: list[int] = []
     all_prompts_asked = threading.Event()
 
@@ -64,9 +66,14 @@ def test_what_is_lost_and_what_is_wrong_are_told_apart() -> None:
         SteadyLoad(url, REQUEST, rate=200.0, expected=dict.fromkeys(range(3), "right!")) as load,
     ):
         assert all_prompts_asked.wait(30)
-    verdict = load.verdict()
+    verdict = load.verdict(began)
     assert verdict.requests == len(seen)
     assert set(seen) == {0, 1, 2}
     assert (verdict.mismatched, verdict.lost) == (seen.count(1), seen.count(2))
+    assert verdict.lost_new == verdict.lost
+    assert verdict.answered_again_s is not None
+    assert 0 < verdict.slowest_first_token_s <= time.monotonic() - began
+    before = load.verdict(time.monotonic())  # all were sent before it
+    assert (before.lost, before.lost_new, before.answered_again_s) == (verdict.lost, 0, None)
     (reason,) = verdict.reasons
     assert "worker lost" in reason

@@ -56,6 +56,34 @@ def test_a_killed_machine_leaves_no_process(machines: IsolatedMachines, tmp_path
     machine.kill()
 
 
+def test_a_machine_in_a_dead_ones_place_is_reached_by_those_who_knew_it(
+    machines: IsolatedMachines, tmp_path: Path
+) -> None:
+    dead, other = machines.add(), machines.add()
+
+    def is_reached(machine: Machine, log: Path) -> bool:
+        run(machine, log, sys.executable, "-c", LISTEN)
+        eventually("it listens", lambda: "listens" in log.read_text())
+        there = run(other, tmp_path / "there", sys.executable, "-c", CONNECT, machine.address)
+        return there.wait(10) == 0
+
+    assert is_reached(dead, tmp_path / "dead")
+    dead.kill()
+    successor = machines.replace(dead)
+    assert successor.address == dead.address
+    assert is_reached(successor, tmp_path / "successor")
+
+
+def test_what_is_told_to_end_may_do_it_in_its_own_way(machines: IsolatedMachines, tmp_path: Path) -> None:
+    machine = machines.add()
+    log = tmp_path / "log"
+    process = run(machine, log, "sh", "-c", "trap 'echo ends; exit 7' TERM; echo up; while :; do sleep 0.01; done")
+    eventually("it is up", lambda: "up" in log.read_text())
+    machine.interrupt(process)
+    assert process.wait(10) == 7
+    assert "ends" in log.read_text()
+
+
 def test_machines_that_come_and_go_leave_the_bridge_its_address(machines: IsolatedMachines) -> None:
     def address() -> str:
         (bridge,) = json.loads(subprocess.check_output(["ip", "-json", "link", "show", "type", "bridge"]))
