@@ -16,8 +16,8 @@ from twostroke.tools.nodes.site import APPLICATION, READY_S, Site, Worker, Worke
 
 Fault = Literal["node", "drain", "router", "head"]
 HEAD_STARTS = 4
-"""A head that does not come up is started again, as systemd and KubeRay do: Ray's raylet waits 15 s for its agent, which
-may take longer on a busy machine, and gives up (https://github.com/ray-project/ray/issues/65983)."""
+"""A head that does not come up is started again, as systemd and KubeRay do: Ray's raylet waits 15 s for its agent,
+which may take longer on a busy machine, and gives up (https://github.com/ray-project/ray/issues/65983)."""
 DRAIN_S = 300.0
 
 
