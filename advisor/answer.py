@@ -207,11 +207,14 @@ def _at_price(kinds: Sequence[Kind], hardware: str, factor: float) -> list[Kind]
 def roofline_lines(shape: ModelConfig, machine: Machine, workload: Workload, batch: int) -> Iterator[str]:
     """The operations of a prompt and of a decode step of this workload on one worker."""
     hardware = machine.hardware
+    roofs = " and ".join(
+        f"{hardware.flops_per_s[number] / 1e12:.3g} TFLOP/s in {number}, ridge at {hardware.ridge(number):.0f}"
+        for number in dict.fromkeys((hardware.native, machine.number(shape)))
+    )
     yield (
-        f"{hardware.title} x{machine.ranks}: {hardware.flops_per_s['bf16'] / 1e12:.0f} TFLOP/s, "
-        f"{hardware.read_bytes_per_s / 1e12:.2f} TB/s, ridge at {hardware.ridge():.0f} operations a byte "
-        f"({hardware.source}); steps are expected to get {machine.efficiency.compute:.0%} "
-        f"and {machine.efficiency.read:.0%} of them"
+        f"{hardware.title} x{machine.ranks}: {hardware.read_bytes_per_s / 1e12:.3g} TB/s, {roofs} "
+        f"({hardware.source}); steps are expected to get {machine.efficiency.compute:.0%} of the FLOPs "
+        f"and {machine.efficiency.read:.0%} of the bytes"
     )
     prompt, context = int(workload.mean_prompt), workload.mean_context
     yield from _table(f"prefill of {prompt} tokens", shape, machine, prefill_operations(shape, prompt, 0, machine.held))
@@ -223,9 +226,8 @@ def _table(title: str, shape: ModelConfig, machine: Machine, operations: Sequenc
     total_s = sum(machine.operation_s(shape, one) for one in operations)
     yield f"{title}: {total_s * 1000:.3g} ms, sums and host aside"
     yield f"  {'':24}{'GFLOP':>12}{'MB':>10}{'FLOP/byte':>11}{'bound by':>12}{'of time':>9}"
-    ridge = machine.hardware.ridge(machine.number(shape))
     for one in operations:
-        bound = "FLOPs" if one.intensity > ridge else "bandwidth"
+        bound = machine.bound(shape, one)
         share = machine.operation_s(shape, one) / total_s
         figures = f"{one.flops / 1e9:>12.4g}{one.bytes / 1e6:>10.4g}{one.intensity:>11.3g}"
         yield f"  {one.name:24}{figures}{bound:>12}{share:>9.1%}"

@@ -163,10 +163,10 @@ READ_BYTES = 512 * 2**20  # far more than any cache holds
 class Machine:
     """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
 
-    def __init__(self, shapes: list[tuple[int, int, int]] | None = None):
+    def __init__(self, shapes: list[tuple[int, int, int]] | None = None, dtype: torch.dtype = torch.bfloat16):
         """`shapes`: (rows, columns in, columns out) of the products that the GEMM rate is measured with."""
         self._products = [
-            (torch.randn(rows, inner).to(torch.bfloat16), torch.randn(outer, inner).to(torch.bfloat16))
+            (torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype))
             for rows, inner, outer in shapes or [(1024, GEMM_SIZE, GEMM_SIZE)]
         ]
         self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)

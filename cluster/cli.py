@@ -67,6 +67,10 @@ _COMMANDS = {
         "benchmarks.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
+    "bench hardware": (
+        "benchmarks.hardware",
+        "what this machine's CPU can do, into a file that `plan --gpu` reads",
+    ),
     "should-i-disaggregate": (
         "advisor.verdict",
         "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
@@ -74,6 +78,10 @@ _COMMANDS = {
     "bench simulation": (
         "advisor.agreement",
         "this machine's server beside its simulation: three modes, workloads and rates",
+    ),
+    "bench plan": (
+        "advisor.regret",
+        "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
     ),
     "plan": ("advisor.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
     "simulate": (

@@ -12,10 +12,11 @@ import math
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from twostroke.model.config import Quantization
 from twostroke.planner.workload import Promise, Workload
 from twostroke.protocol.stats import StepCosts
 
-CALL_S = 0.005  # to a worker and back
+CALL_S = 0.005  # to a worker and back, where nobody has measured it
 HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
 JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the one scheduled ahead
 PACE = 0.9  # of the promised time a token, that a step with a chunk of a prompt is planned to take
@@ -44,8 +45,9 @@ class Kind:
     usd_per_hour: float
     hardware: str = ""
     ranks: int = 1
-    quantization: str = "auto"
+    quantization: Quantization = "auto"
     block_size: int = 16
+    call_s: float = CALL_S  # of a first token, beside queues and steps: HTTP, admission, to a worker and back
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def reading(kind: Kind, count: int, workload: Workload, promise: Promise, rate: 
     binds = "FLOPs" if kind.costs.prompt_s(int(workload.mean_prompt)) > kind.costs.weights_s else "bandwidth"
     if wait is None:
         return replace(NOTHING, tpot=1.0, room=1.0, ttft_binds=binds)
-    shares = [wait.within(promise.ttft_s - CALL_S - read_alone_s(kind, prompt)) for prompt, _ in workload.strata]
+    shares = [wait.within(promise.ttft_s - kind.call_s - read_alone_s(kind, prompt)) for prompt, _ in workload.strata]
     return Met(sum(shares) / len(shares), 1.0, 1.0, ttft_binds=binds)
 
 
@@ -240,7 +242,7 @@ def mixed(kind: Kind, count: int, workload: Workload, promise: Promise, rate: fl
     if wait is None:
         return NOTHING
     shares = [
-        wait.within(promise.ttft_s - CALL_S - seconds - (1 - math.exp(-batch)) * beside_s / 2) for seconds in times
+        wait.within(promise.ttft_s - kind.call_s - seconds - (1 - math.exp(-batch)) * beside_s / 2) for seconds in times
     ]
     tpot = _batch_within(kind, workload, batch, promise.tpot_s) if step_s <= promise.tpot_s else 0.0
     return Met(

@@ -26,14 +26,14 @@ MOST_GPUS = 64  # where nobody says
 BLOCK_SIZES = (16, 32, 64, 128)
 BLOCK_WASTE = 0.02  # of a request's KV, that its last block may leave empty: longer blocks are fewer pieces on a link
 WHOLE = 10  # layouts that are computed whole
-NAMES = {2.0: "bfloat16", 1.0: "float8_e4m3fn"}
+NAMES = {4.0: "float32", 2.0: "bfloat16", 1.0: "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Terms:
     """How workers hold the model, and what they may do in a step, whichever kind they are."""
 
-    kv_itemsize: float = 2.0
+    kv_itemsize: float | None = None  # None: as activations
     link_bytes_per_s: float = 25e9  # between workers, of one GPU
     step_tokens: int = 2048
     max_batch: int = 256
@@ -45,7 +45,8 @@ class Terms:
 
 
 def machine_of(hardware: Hardware, ranks: int, quantization: Quantization, terms: Terms) -> Machine:
-    return Machine(hardware, ranks, Held(quantization, 2.0, terms.kv_itemsize), terms.efficiency)
+    itemsize = hardware.itemsize
+    return Machine(hardware, ranks, Held(quantization, itemsize, terms.kv_itemsize or itemsize), terms.efficiency)
 
 
 def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
@@ -53,9 +54,9 @@ def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
     check_size(shape, machine.ranks)
     return fit(
         shape,
-        _weight_bytes(shape, machine.held.quantization, machine.ranks),
-        itemsize=2,
-        kv_itemsize=int(terms.kv_itemsize),
+        _weight_bytes(shape, int(machine.held.itemsize), machine.held.quantization, machine.ranks),
+        itemsize=int(machine.held.itemsize),
+        kv_itemsize=int(machine.held.kv_itemsize),
         memory=int(machine.hardware.memory_bytes * (MEMORY_SHARE if machine.hardware.is_gpu else 1.0)),
         ranks=machine.ranks,
         is_gpu=machine.hardware.is_gpu,
@@ -64,9 +65,14 @@ def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
 
 
 @cache
-def _weight_bytes(shape: ModelConfig, quantization: Quantization, ranks: int) -> int:
+def _weight_bytes(shape: ModelConfig, itemsize: int, quantization: Quantization, ranks: int) -> int:
     """Remembered: of hundreds of experts it takes a while."""
-    return weight_bytes(shape, 2, quantization, None, ranks)
+    return weight_bytes(shape, itemsize, quantization, None, ranks)
+
+
+def ranks_of(hardware: Hardware) -> Sequence[int]:
+    """How many may share a model. A measured CPU is a machine's all, and no machine has two."""
+    return RANKS if hardware.is_gpu else RANKS[:1]
 
 
 def kinds_of(
@@ -75,11 +81,10 @@ def kinds_of(
     quantizations: Iterable[Quantization],
     workload: Workload,
     terms: Terms,
-    ranks: Iterable[int] = RANKS,
 ) -> list[Kind]:
     """The kinds of worker on such GPUs that have room for the workload's longest request, and a cache to batch with."""
     found = []
-    for count in ranks:
+    for count in ranks_of(hardware):
         for quantization in quantizations:
             machine = machine_of(hardware, count, quantization, terms)
             try:
@@ -98,7 +103,7 @@ def _kind(
     block = max((size for size in BLOCK_SIZES if size / 2 <= BLOCK_WASTE * held), default=BLOCK_SIZES[0])
     layout = KVLayout(
         "planned",
-        NAMES[terms.kv_itemsize],
+        NAMES[machine.held.kv_itemsize],
         shape.num_layers,
         shape.num_kv_heads,
         shape.head_dim,
@@ -130,7 +135,7 @@ def nowhere(shape: ModelConfig, hardware: Sequence[Hardware], workload: Workload
     """Why no worker has room, and what it would take."""
     largest = max(hardware, key=lambda one: one.memory_bytes)
     needs = []
-    for count in RANKS:
+    for count in ranks_of(largest):
         for quantization in ("auto", "int8", "int4"):
             machine = machine_of(replace(largest, memory_bytes=1 << 50), count, quantization, terms)
             try:
@@ -162,7 +167,7 @@ def check_floors(
     prompt = prompts[min(len(prompts) - 1, int(promise.ttft_share * len(prompts)))]
     machines = []
     for one in hardware:
-        for count in RANKS:
+        for count in ranks_of(one):
             for quantization in quantizations:
                 machine = machine_of(one, count, quantization, terms)
                 try:
