@@ -4,6 +4,7 @@ The coarse simulator serves the same requests, drawn from the workload, at risin
 What a structure then serves as a part of what formulas said weighs it in the next round of the search.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ REQUESTS = 800
 BATCHES = 4
 """Times what decode workers hold at once, at least: the first of them find an empty fleet, and are not judged."""
 MOST_REQUESTS = 6000
-STEPS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)
-"""Rates that are tried, as parts of the one that formulas give."""
+STEP = 1.2  # between rates, until one holds and one does not
+PRECISION = 0.05
 FEW = 4  # layouts that are simulated, in each of
 ROUNDS = 3
 RUNNERS_UP = 4
@@ -115,27 +116,33 @@ def simulated_goodput(
     promise: Promise,
     expected: float,
     progress: Callable[[str], None],
-    steps: Sequence[float] = STEPS,
+    *,
+    precision: float = PRECISION,
     seed: int = 0,
 ) -> float:
-    """The highest of the tried rates up to which both promises hold, between it and the next by halving once."""
+    """The highest rate that is found to keep both promises; the lowest that is not is near by `precision`.
+
+    From `expected` on in steps, then halving. 0 where a hundredth of it keeps none.
+    """
 
     def holds(rate: float) -> bool:
         ttft_s, tpot_s = tails(layout, workload, promise, rate, seed)
         progress(f"{rate:.3g} requests a second: TTFT {ttft_s:.3g} s, TPOT {tpot_s * 1000:.3g} ms")
         return ttft_s <= promise.ttft_s and tpot_s <= promise.tpot_s
 
-    rates = [expected * step for step in steps]
-    low, high = 0, len(rates)  # all below `low` hold, `high` does not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if holds(rates[middle]) else (low, middle)
-    if low == 0:
-        return expected * steps[0] / 2 if holds(expected * steps[0] / 2) else 0.0
-    if low == len(rates):
-        return rates[-1]
-    middle_rate = (rates[low - 1] + rates[low]) / 2
-    return middle_rate if holds(middle_rate) else rates[low - 1]
+    low = high = expected
+    if holds(expected):
+        while low == high or holds(high):
+            low, high = high, high * STEP
+    else:
+        while low == high or not holds(low):
+            low, high = low / STEP, low
+            if low < 0.01 * expected:
+                return 0.0
+    while high / low > 1 + precision:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)

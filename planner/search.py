@@ -4,16 +4,16 @@ Pools of one role are searched by themselves; disaggregated fleets are put toget
 OSDI 2024, algorithm 1), and the most promising are then computed whole.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.fit import Fit, fit
 from twostroke.model.sizes import StepBounds, check_size, weight_bytes
 from twostroke.planner.floors import Machine, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planner.hardware import EFFICIENCY, GIB, Efficiency, Hardware
-from twostroke.planner.layouts import Layout, Pools
+from twostroke.planner.layouts import Layout, Pools, Work
 from twostroke.planner.operations import Held
 from twostroke.planner.queueing import Kind
 from twostroke.planner.workload import Promise, Workload
@@ -237,34 +237,42 @@ class Search:
         `weights`: by structure, what a layout really serves as a part of what formulas say.
         """
         known = weights or {}
-        rough: list[tuple[Planned, Layout]] = []
+        rough: list[Planned] = []
         for kind in self._decode:
             target = self._over(rate, known.get(("aggregated", "", kind.name), 1.0))
-            count = self._count(partial(self._pools.both, kind), self._budget.most(kind), target)
+            count = self._count("both", kind, self._budget.most(kind), target)
             if count:
-                layout = Layout("aggregated", kind, count)
-                rough.append((Planned(layout, self._pools.both(kind, count)), layout))
+                rough.append(Planned(Layout("aggregated", kind, count), self._pools.rate("both", kind, count)))
         for prefill in self._prefill:
             for decode in self._decode:
                 target = self._over(rate, known.get(("disaggregated", prefill.name, decode.name), 1.0))
                 counts = self._pair(prefill, decode, target)
                 if counts is not None:
-                    served = min(self._pools.read(prefill, counts[0]), self._pools.write(decode, counts[1]))
-                    layout = Layout("disaggregated", decode, counts[1], prefill, counts[0])
-                    rough.append((Planned(layout, served), layout))
-        rough.sort(key=lambda pair: pair[0].rank(rate), reverse=True)
-        chosen = [layout for _, layout in rough[:WHOLE]]
-        chosen += [hybrid for layout in chosen[: WHOLE // 2] for hybrid in self._hybrids(layout)]
-        planned = [Planned(layout, self.goodput(layout) * known.get(layout.structure, 1.0)) for layout in chosen]
+                    served = min(
+                        self._pools.rate("read", prefill, counts[0]), self._pools.rate("write", decode, counts[1])
+                    )
+                    rough.append(Planned(Layout("disaggregated", decode, counts[1], prefill, counts[0]), served))
+        rough.sort(key=lambda one: one.rank(rate), reverse=True)
+        chosen = rough[:WHOLE]
+        chosen += [replace(one, layout=hybrid) for one in chosen[: WHOLE // 2] for hybrid in self._hybrids(one.layout)]
+        planned = [
+            replace(one, goodput=self.goodput(one.layout, one.goodput) * known.get(one.layout.structure, 1.0))
+            for one in chosen
+        ]
         planned.sort(key=lambda one: one.rank(rate), reverse=True)
         of_structure: dict[tuple[str, str, str], Planned] = {}
         for one in planned:
             of_structure.setdefault(one.layout.structure, one)
         return list(of_structure.values())
 
-    def goodput(self, layout: Layout) -> float:
+    def goodput(self, layout: Layout, near: float = 1.0) -> float:
+        """By formulas; `near` is a guess."""
         if layout not in self._goodputs:
-            self._goodputs[layout] = layout.goodput(self._workload, self._promise)
+            self._goodputs[layout] = (
+                self._pools.rate("both", layout.decode, layout.num_decode)
+                if layout.prefill is None
+                else layout.goodput(self._workload, self._promise, near or 1.0)
+            )
         return self._goodputs[layout]
 
     @staticmethod
@@ -284,42 +292,39 @@ class Search:
 
     def _pair(self, prefill: Kind, decode: Kind, rate: float | None) -> tuple[int, int] | None:
         """How many of each: as many as the rate needs, or else what serves most."""
-        read, write = self._pools.read, self._pools.write
-        most = self._budget.most(prefill, decode.gpus, decode.usd_per_hour)
+        pools, most = self._pools, self._budget.most(prefill, decode.gpus, decode.usd_per_hour)
         if most < 1:
             return None
-        if rate is not None:
-            readers = self._count(partial(read, prefill), most, rate)
-            room = self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
-            writers = self._count(partial(write, decode), room, rate)
-            if readers and writers and read(prefill, readers) >= rate and write(decode, writers) >= rate:
-                return readers, writers
-        low, high = 1, most  # readers: what they serve rises with them, what is left for writers falls
 
         def left(readers: int) -> int:
             return self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
 
+        if rate is not None and pools.holds("read", prefill, most, rate):
+            readers = self._count("read", prefill, most, rate)
+            if left(readers) >= 1 and pools.holds("write", decode, left(readers), rate):
+                return readers, self._count("write", decode, left(readers), rate)
+        low, high = 1, most  # readers: what they serve rises with them, what is left for writers falls
         while low < high:
             middle = (low + high) // 2
-            if read(prefill, middle) >= write(decode, left(middle)):
+            if pools.rate("read", prefill, middle) >= pools.rate("write", decode, left(middle)):
                 high = middle
             else:
                 low = middle + 1
         tried = [count for count in (low - 1, low) if count >= 1 and left(count) >= 1]
-        if not tried:
-            return None
-        best = max(tried, key=lambda count: min(read(prefill, count), write(decode, left(count))))
-        return best, left(best)
+        return max(
+            ((readers, left(readers)) for readers in tried),
+            key=lambda pair: min(pools.rate("read", prefill, pair[0]), pools.rate("write", decode, pair[1])),
+            default=None,
+        )
 
-    @staticmethod
-    def _count(serves: Callable[[int], float], most: int, rate: float | None) -> int:
+    def _count(self, work: Work, kind: Kind, most: int, rate: float | None) -> int:
         """The fewest that serve the rate, or `most`."""
         if most < 1:
             return 0
-        if rate is None or serves(most) < rate:
+        if rate is None or not self._pools.holds(work, kind, most, rate):
             return most
         low, high = 1, most
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if serves(middle) >= rate else (middle + 1, high)
+            low, high = (low, middle) if self._pools.holds(work, kind, middle, rate) else (middle + 1, high)
         return low
