@@ -51,19 +51,22 @@ class Answer:
 
     def line(self) -> str:
         """For people."""
-        layout = self.layout
-        parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {_worker(layout.prefill)}"]
-        parts.append(f"{layout.num_decode} decode on {_worker(layout.decode)}")
         return (
-            f"{layout.mode}: {' and '.join(parts)}; {self.goodput:.3g} requests a second"
-            f"{'' if self.is_simulated else ' by formulas alone'}, {layout.usd_per_hour:.2f} USD an hour, "
+            f"{fleet_words(self.layout)}; {self.goodput:.3g} requests a second"
+            f"{'' if self.is_simulated else ' by formulas alone'}, {self.layout.usd_per_hour:.2f} USD an hour, "
             f"{self.usd_per_million_tokens:.3g} USD a million tokens of answers; {self.binds} binds"
         )
 
 
-def _worker(kind: Kind) -> str:
-    weights = "" if kind.quantization == "auto" else f" with {kind.quantization} weights"
-    return f"{kind.ranks} {kind.hardware}{weights}"
+def fleet_words(layout: Layout) -> str:
+    """For people: how many of which workers."""
+
+    def worker(kind: Kind) -> str:
+        weights = "" if kind.quantization == "auto" else f" with {kind.quantization} weights"
+        return f"{kind.ranks} {kind.hardware}{weights}"
+
+    parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
+    return f"{layout.mode}: {' and '.join([*parts, f'{layout.num_decode} decode on {worker(layout.decode)}'])}"
 
 
 def answer_of(
@@ -111,7 +114,7 @@ def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype:
 
 
 def sensitivities(
-    best: Layout,
+    chosen: Layout,
     structures: Sequence[Planned],
     workload: Workload,
     promise: Promise,
@@ -133,21 +136,24 @@ def sensitivities(
             for factor in factors:
                 value = base * factor**direction
                 planned = search_at(value)
-                if planned is not None and _kind_of(planned.layout) != _kind_of(best):
+                if planned is not None and _kind_of(planned.layout) != _kind_of(chosen):
                     found = True
-                    yield f"{name} {word} about {value:.3g} {unit}: {_described(planned.layout)}"
+                    yield f"{name} {word} about {value:.3g} {unit}: {fleet_words(planned.layout)}"
                     break
 
+    def best(search: Search, rate: float | None) -> Planned | None:
+        """None where nothing keeps the promise at that rate."""
+        planned = search.best(rate, weights)
+        return planned[0] if planned and planned[0].goodput > 0 and planned[0].goodput >= (rate or 0.0) else None
+
     def with_promise(changed: Promise) -> Planned | None:
-        planned = Search(prefill, decode, workload, changed, budget).best(rate, weights)
-        return planned[0] if planned and planned[0].goodput > 0 else None
+        return best(Search(prefill, decode, workload, changed, budget), rate)
 
     if rate is not None:
         search = Search(prefill, decode, workload, promise, budget)
 
         def at_rate(value: float) -> Planned | None:
-            planned = search.best(value, weights)
-            return planned[0] if planned and planned[0].goodput >= value else None
+            return best(search, value)
 
         yield from first_other("a rate", "requests a second", rate, RATE_FACTORS, at_rate)
     yield from first_other(
@@ -170,8 +176,7 @@ def sensitivities(
 
             def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
                 readers, writers = (_at_price(kinds, name, value / price) for kinds in (prefill, decode))
-                planned = Search(readers, writers, workload, promise, budget).best(rate, weights)
-                return planned[0] if planned else None
+                return best(Search(readers, writers, workload, promise, budget), rate)
 
             yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
     if not found:
@@ -182,13 +187,6 @@ def _kind_of(layout: Layout) -> tuple[str, str, str]:
     """Quantisation aside: mode, and GPUs by role."""
     prefill = "" if layout.prefill is None else layout.prefill.hardware
     return layout.mode, prefill, layout.decode.hardware
-
-
-def _described(layout: Layout) -> str:
-    on = [kind.hardware for kind in (layout.prefill, layout.decode) if kind is not None]
-    return (
-        f"{layout.mode} on {' and '.join(dict.fromkeys(on))}, {layout.num_prefill} prefill, {layout.num_decode} decode"
-    )
 
 
 def _distinct(kinds: Any) -> list[Kind]:

@@ -300,7 +300,8 @@ def _print(
             print()
             for line in roofline_lines(asked.shape, asked.machine(kind), workload, batch):
                 print(line)
-    print(f"\n# serve it: twostroke serve --config FILE\n{text}")
+    copy = ", with your copy of the model as its path" if arguments.model in MODELS else ""
+    print(f"\n# serve it: twostroke serve --config FILE{copy}\n{text}")
 
 
 def _draw(folder: Path, best: Answer, asked: Asked) -> None:

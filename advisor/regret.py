@@ -89,7 +89,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", metavar="DIR|ID", help="as `serve` takes it (default: bundled)")
-    add_workload(parser)
+    add_workload(parser.add_argument_group("what is sent"))
     parser.add_argument("--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s")
     parser.add_argument("--max-context", type=positive, default=2048, metavar="TOKENS", help="longer ones are rescaled")
     parser.add_argument("--layouts", nargs="*", choices=tuple(CANDIDATES), default=tuple(CANDIDATES), metavar="NAME")

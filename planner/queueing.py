@@ -286,7 +286,7 @@ def mixed(kind: Kind, count: int, workload: Workload, promise: Promise, rate: fl
     alone, _, beside = _read_s(kind, workload.strata)
     stretches = _stretches(kind, context, pace_s, costs.prompt_s(prompt) / prompt)
     busy = 0.0
-    for _ in range(60):
+    while True:  # it rises to the least fixed point
         batch = batch_of(kind, workload, rate / count, pace_s, busy)
         if batch is None:
             return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=_step_binds(kind, kind.max_batch, context))

@@ -18,7 +18,6 @@ from twostroke.simulator.kinds import SMALL
 
 WORKERS = 4
 KIND = measured_worker(SMALL)
-FINE = 0.03
 
 
 def mixed_lengths(seed: int) -> Workload:
@@ -45,15 +44,14 @@ def layouts() -> list[Layout]:
     ]
 
 
-@pytest.mark.parametrize("promise", [Promise(1.0, 0.03), Promise(0.5, 0.015)], ids=["loose", "tight"])
-def test_the_plan_loses_little_of_what_the_best_of_all_layouts_serves_in_simulation(promise: Promise) -> None:
-    workload = mixed_lengths(1)
+def test_the_plan_loses_little_of_what_the_best_of_all_layouts_serves_in_simulation() -> None:
+    workload, promise = mixed_lengths(1), Promise(0.5, 0.015)
     found = decide(
         Search([KIND], [KIND], workload, promise, Budget(gpus=WORKERS)), workload, promise, None, lambda line: None
     )
     served = {
         layout: simulated_goodput(
-            layout, workload, promise, layout.goodput(workload, promise), lambda line: None, precision=FINE, seed=5
+            layout, workload, promise, layout.goodput(workload, promise), lambda line: None, seed=5
         )
         for layout in layouts()
     }

@@ -103,6 +103,15 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     assert json.loads((tmp_path / "out/verdict.json").read_text())["best"] == told["best"]
 
 
+def test_a_gpu_is_a_worker_as_the_planner_knows_it() -> None:
+    plan = Plan("simulated", "Llama-3.1-8B", 4096, Poisson(1.0), Fixed(512, 64), SLO(ttft_s=1.0), 10.0)
+    kind = verdict.gpu_kind("h100-80gb", plan)
+    assert kind.kv_bytes == 128 * 1024
+    assert 400_000 < kind.kv_tokens < 480_000  # docs/planning.md: 56 requests of 8,192
+    with pytest.raises(ConfigError, match="--gpu l4: the model fits on none"):
+        verdict.gpu_kind("l4", msgspec.structs.replace(plan, model="Llama-3.1-70B"))
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
