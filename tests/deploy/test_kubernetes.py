@@ -174,7 +174,9 @@ def test_every_budget_allows_an_eviction_of_pods_that_there_are(overlay: str) ->
     """Of pods that a custom resource without a scale owns, Kubernetes takes a whole `minAvailable` and nothing else."""
     least = {name: group["minReplicas"] for name, group in groups(overlay).items()}
     least |= {one["metadata"]["name"]: one["spec"]["replicas"] for one in of_kind(overlay, "Deployment")}
-    for budget in of_kind(overlay, "PodDisruptionBudget"):
+    budgets = of_kind(overlay, "PodDisruptionBudget")
+    assert "twostroke-router" in [one["metadata"]["name"] for one in budgets]
+    for budget in budgets:
         assert "maxUnavailable" not in budget["spec"]
         assert isinstance(budget["spec"]["minAvailable"], int)
         chosen = budget["spec"]["selector"]["matchLabels"].items()
@@ -199,6 +201,28 @@ def test_a_pod_that_gets_requests_is_ready_only_if_its_proxy_can_answer_them(ove
         assert chosen, name
         for template in chosen:
             assert container(template)["readinessProbe"]["httpGet"]["path"] in ("/-/healthz", "/ready"), name
+
+
+@every_overlay
+def test_strangers_reach_no_port_of_rays_pods_but_those_that_ask_for_a_key_or_only_tell(overlay: str) -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "NetworkPolicy")}
+    of_rays = policies["twostroke"]
+    label = of_rays["podSelector"]["matchLabels"]
+    for name in ("head", *groups(overlay)):
+        labels = templates(overlay)[name]["metadata"]["labels"]
+        assert label.items() <= labels.items()
+        ports = {port["name"]: port["containerPort"] for port in container(templates(overlay)[name])["ports"]}
+    among, anybody, operator = of_rays["ingress"]
+    assert among == {"from": [{"podSelector": {"matchLabels": label}}]}
+    assert anybody == {"ports": [{"port": ports["serve"]}, {"port": ports["metrics"]}]}
+    assert operator["ports"] == [{"port": 8265}]
+    for one in of_kind(overlay, "Deployment"):  # KubeRay's head asks Redis, and nobody else
+        if "redis" in one["metadata"]["name"]:
+            (rule,) = policies["twostroke-redis"]["ingress"]
+            (asking,) = rule["from"]
+            assert asking["podSelector"]["matchLabels"] == label
+            (kinds,) = asking["podSelector"]["matchExpressions"]
+            assert (kinds["key"], kinds["values"]) == ("ray.io/node-type", ["head", "redis-cleanup"])
 
 
 # --- GPUs ---
@@ -411,6 +435,12 @@ def test_the_job_downloads_once_what_a_server_would_and_gives_the_folder_its_nam
     assert asked[:4] == ["download", "a/b", "--local-dir", f"{models}/.model.part"]
     assert tuple(asked[5::2]) == HUB_PATTERNS
     assert tried(fails=1) == 0  # it is there
+
+
+def test_a_job_that_has_ended_is_in_no_upgrades_way() -> None:
+    for overlay in OVERLAYS:
+        for job in of_kind(overlay, "Job"):  # whose image nobody may change
+            assert job["spec"]["ttlSecondsAfterFinished"] <= 3600
 
 
 @pytest.mark.parametrize("overlay", ["one-node-gpu", "aws"])
