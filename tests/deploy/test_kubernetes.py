@@ -5,6 +5,7 @@ KubeRay's is checked at every depth, in the oldest version that will do and in t
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from tests.deploy.kubernetes_files import (
     rendered,
 )
 from tests.deploy.monitoring import DASHBOARD
-from tests.deploy.programs import DEPLOY, LABEL, ROLES, environment, needed, ray_env, run
+from tests.deploy.programs import DEPLOY, LABEL, ROLES, ROOT, environment, needed, ray_env, run
 from tests.deploy.test_clusters import launched_for
 from tests.rigs.processes import eventually
 from twostroke.cluster.config.config import ClusterConfig, read_config
@@ -266,14 +267,19 @@ def test_pods_slots_gpus_and_maxima_agree(overlay: str) -> None:
             assert workers[role] == gpus_of(group) * group["maxReplicas"]
 
 
+def selected(overlay: str, label: str) -> set[str | None]:
+    """What the groups' pods ask of this label of a Kubernetes node; None: nothing."""
+    return {group["template"]["spec"].get("nodeSelector", {}).get(label) for group in groups(overlay).values()}
+
+
 def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
     used = sum(gpus_of(group) * group["replicas"] for group in groups("h100-16").values())
-    products = {
-        group["template"]["spec"].get("nodeSelector", {}).get("nvidia.com/gpu.product")
-        for group in groups("h100-16").values()
-    }
     assert used == 16 * 8
-    assert products == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
+    assert selected("h100-16", "nvidia.com/gpu.product") == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
+
+
+def test_both_roles_run_on_one_type_of_instance_of_aws_with_h100() -> None:
+    assert selected("aws", "node.kubernetes.io/instance-type") == {None, "p5.48xlarge"}
 
 
 @pytest.mark.parametrize(
@@ -345,6 +351,34 @@ def test_every_pod_of_ours_has_the_secret_the_keys_and_the_model(overlay: str) -
         assert {mount["name"] for mount in one["volumeMounts"]} == {
             volume["name"] for volume in template["spec"]["volumes"]
         }
+
+
+def secrets_in(node: Any) -> Iterator[tuple[str, str]]:
+    """Names and keys of Secrets, wherever a manifest asks for one."""
+    if isinstance(node, list):
+        for one in node:
+            yield from secrets_in(one)
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            if name in ("secretKeyRef", "credentials"):
+                yield value["name"], value["key"]
+            elif name == "secret":
+                yield from ((value["secretName"], item["key"]) for item in value["items"])
+            elif name == "authOptions":
+                yield value["secretName"], "auth_token"  # KubeRay's choice
+            else:
+                yield from secrets_in(value)
+
+
+def test_the_page_makes_every_secret_that_a_manifest_asks_for() -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8").replace("\\\n", "")
+    made = {
+        (secret, key)
+        for secret, rest in re.findall(r"create secret generic (\S+)(.*)", page)
+        for key in re.findall(r"--from-(?:literal|file)=([\w.]+)=", rest)
+    }
+    asked = {one for overlay in OVERLAYS for one in secrets_in(list(rendered(overlay)))}
+    assert asked == made
 
 
 @every_overlay
