@@ -419,16 +419,23 @@ def test_the_head_keeps_its_state_in_the_redis_beside_it_with_its_password(overl
     (password,) = redis["env"]
     assert password["valueFrom"] == options["redisPassword"]["valueFrom"]
     assert redis["args"][-2:] == ["--requirepass", f"$({password['name']})"]
+    kept = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
+    assert kept["--appendonly"] == "yes"
+    (volume,) = template["spec"]["volumes"]
+    assert redis["volumeMounts"] == [{"name": volume["name"], "mountPath": kept["--dir"]}]
+    claims = [one["metadata"]["name"] for one in of_kind(overlay, "PersistentVolumeClaim")]
+    assert volume["persistentVolumeClaim"]["claimName"] in claims
 
 
 def test_redis_takes_the_pods_arguments(tmp_path: Path) -> None:
     program = needed("redis-server")
     (deployment,) = [one for one in of_kind("aws", "Deployment") if one["metadata"]["name"] == "twostroke-redis"]
     arguments = [
-        one.replace("$(REDIS_PASSWORD)", "s3") for one in container(deployment["spec"]["template"])["args"][1:]
+        one.replace("$(REDIS_PASSWORD)", "s3").replace("/data", str(tmp_path))
+        for one in container(deployment["spec"]["template"])["args"][1:]
     ]
     address = tmp_path / "redis.sock"
-    command = [program, *arguments, "--port", "0", "--unixsocket", str(address), "--dir", str(tmp_path)]
+    command = [program, *arguments, "--port", "0", "--unixsocket", str(address)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as redis:
         try:
             eventually("Redis listens", address.exists)
@@ -482,7 +489,8 @@ def test_pods_wait_for_the_model_that_the_job_brings(overlay: str) -> None:
     names = {variable["name"]: variable for variable in download_job()["env"]}
     assert names["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "twostroke-hub", "key": "token", "optional": True}
     assert names["HF_HOME"]["value"].startswith("/models/")
-    (claim,) = of_kind(overlay, "PersistentVolumeClaim")
+    claims = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "PersistentVolumeClaim")}
+    assert claims["twostroke-models"]["accessModes"] == ["ReadWriteMany"]  # each node's pods read it
     for group in groups(overlay).values():
         (waits,) = group["template"]["spec"]["initContainers"]
         assert f"{config(overlay).model.path}/config.json" in waits["command"][-1]
@@ -491,7 +499,7 @@ def test_pods_wait_for_the_model_that_the_job_brings(overlay: str) -> None:
             for one in group["template"]["spec"]["volumes"]
             if one["name"] == "models"
         ]
-        assert claimed == [claim["metadata"]["name"]]
+        assert claimed == ["twostroke-models"]
 
 
 # --- the load balancer and monitoring ---
