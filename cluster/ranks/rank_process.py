@@ -25,6 +25,7 @@ from twostroke.model.parallel.tensor_parallel import RankPlace
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
 from twostroke.protocol.messages import (
+    ArrangeExperts,
     Message,
     RankFailed,
     RankHello,
@@ -65,6 +66,7 @@ class _Rank:
         self._parts: RankParts | None = None
         self._transfers: RankTransfers | None = None
         self._stepping: deque[asyncio.Task[None]] = deque()  # until rank 0's have ended, too
+        self._arranging: asyncio.Task[None] | None = None  # the last one that was told
 
     async def run(self) -> None:
         """Return when rank 0 has hung up, with all ended here."""
@@ -80,8 +82,9 @@ class _Rank:
         if self._parts is None or self._transfers is None:
             _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
         await self._transfers.close()
-        if self._stepping:
-            _, hanging = await asyncio.wait(self._stepping, timeout=PATIENCE_S)
+        under_way = [*self._stepping, *([self._arranging] if self._arranging else [])]
+        if under_way:
+            _, hanging = await asyncio.wait(under_way, timeout=PATIENCE_S)
             if hanging:
                 _leave()  # it waits in the middle of a step for ranks that are gone
         await self._parts.close()
@@ -109,6 +112,8 @@ class _Rank:
                     transfers.step_began()  # here, not in the task: what was said behind the step is next
                     before = self._stepping[-1] if self._stepping else None
                     self._stepping.append(asyncio.create_task(self._step(parts, transfers, step, before)))
+                case ArrangeExperts() as order:
+                    self._arranging = asyncio.create_task(self._arrange(parts, order))
                 case StepEnded():
                     await self._step_over()
                 case RankFailed(reason):  # our own
@@ -129,6 +134,13 @@ class _Rank:
             if before is not None:
                 await asyncio.wait({before})
             transfers.step_ended()
+
+    async def _arrange(self, parts: RankParts, order: ArrangeExperts) -> None:
+        """Behind the steps that were told before, on the engine's thread."""
+        try:
+            await parts.loaded.engine.arrange_experts(order)
+        except WorkerLost as error:
+            self._messages.put_nowait(RankFailed(str(error)))
 
     async def _step_over(self) -> None:
         """Wait for the first step under way, which a cancelled call leaves alone. Raises what it could not tell."""

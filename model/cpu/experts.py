@@ -17,6 +17,7 @@ from twostroke.model.cpu.kernels import elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
 from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear
+from twostroke.protocol.errors import ConfigError
 
 
 def make_experts(
@@ -75,6 +76,15 @@ class _Stack:
         whole = number * (self.out_features + beyond)
         self._bias = gemm.bias_of_panels(None if bias is None else padded(bias.reshape(-1, 1))[:, 0], whole)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that differs from expert to expert, one's below the other's."""
+        if isinstance(self._packed, Tensor):
+            return [self._packed, self._bias]
+        packed = self._packed
+        parts = packed.codes, packed.factors, packed.scales, packed.offsets, self._bias
+        return [part for part in parts if part is not None]
+
     def __call__(self, x: Tensor, tasks: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Each task's rows of x by its expert."""
         where = self._bias, self.out_features, out_dtype
@@ -92,23 +102,38 @@ class CpuExperts:
         self._gate_up = _Stack(weights.gate_up, weights.gate_up_bias, number, quantization, launcher)
         self._down = _Stack(weights.down, weights.down_bias, number, quantization, launcher)
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
-        self._held = range(weights.first, weights.first + number)
+        self.places = weights.places
+        self._number = number
+        # With copies choices are of slots, whose hits are nobody's, and of one more for those elsewhere.
+        self._slot_hits = torch.zeros(number + 1, dtype=torch.int64)
+        self._held = range(weights.first, weights.first + number) if self.places is None else range(number)
         self._activation = activation
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts, for contiguous x."""
         launcher, most_rows = self._launcher, min(gemm.most_task_rows(x.dtype), quant.ROWS_AN_ITEM)
-        order = experts.order(launcher, chosen.experts, self.hits, self._held, most_rows)
+        found, hits = chosen.experts, self.hits
+        if self.places is not None:
+            found, hits = experts.locate(launcher, found, self.places.slots, hits), self._slot_hits
+        order = experts.order(launcher, found, hits, self._held, most_rows)
         gate_up = self._gate_up(experts.gather(launcher, x, order.choices), order.tasks, x.dtype)
         inner = elementwise.gate(launcher, gate_up, self._activation)
         del gate_up  # its place is another's
         y = self._down(inner, order.tasks, torch.float32)
         return experts.combine(launcher, y, order.places, chosen.weights, x.dtype)
 
+    def slot_memory(self, slot: int) -> list[Tensor]:
+        """As Experts.slot_memory."""
+        parts = [part for stack in (self._gate_up, self._down) for part in stack.memory]
+        sizes = [len(part) // self._number for part in parts]
+        return [part[slot * size : (slot + 1) * size] for part, size in zip(parts, sizes, strict=True)]
+
 
 class PlainExperts:
     """One projection after the other, each for the tokens that take it. Implements model.backend.Experts."""
+
+    places = None
 
     def __init__(
         self,
@@ -122,10 +147,19 @@ class PlainExperts:
             [make_linear(part, bias, quantization, dtype, launcher) for part, bias in weights.of_each(which)]
             for which in ("gate_up", "down")
         )
+        if weights.places is not None:
+            raise ConfigError(
+                "redundant_experts: this CPU has no instructions for these weights' kernels, which copies need: leave "
+                "it out, or choose another dtype or quantization"
+            )
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
         self._first = weights.first
         self._activation = activation
         self._launcher = launcher
+
+    def slot_memory(self, slot: int) -> list[Tensor]:
+        """As Experts.slot_memory."""
+        raise ConfigError("experts that torch computes have no slots")
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts."""
