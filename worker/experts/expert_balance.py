@@ -37,11 +37,10 @@ class Room:
 class ExpertBalance:
     """Of one worker; asked by rank 0 before each step."""
 
-    def __init__(self, load: ExpertLoad, room: Room, clock: Clock, examine_s: float = EXAMINE_S):
+    def __init__(self, load: ExpertLoad, room: Room, clock: Clock):
         self._load = load
         self._room = room
         self._clock = clock
-        self._examine_s = examine_s
         nobody = ((NOBODY,) * room.slots,) * room.ranks
         self._used = [LayerCopies(layer, nobody) for layer in range(load.num_layers)]
         self._next_layer = 0
@@ -89,7 +88,7 @@ class ExpertBalance:
         return ArrangeExperts(tuple(copies), tuple(moves)) if copies or moves else None
 
     def _examine_one_layer(self) -> None:
-        if self._next_layer == 0 and self._clock() < self._examined_at + self._examine_s:
+        if self._next_layer == 0 and self._clock() < self._examined_at + EXAMINE_S:
             return
         if self._next_layer == 0:
             self._examined_at = self._clock()
