@@ -55,8 +55,10 @@ class ExpertSlots:
     """Of one rank, all layers'. Its methods are called on the engine's thread, by all ranks in one order."""
 
     def __init__(self, layers: Sequence[Experts | None], spare: int, parallel: TensorParallel):
-        """`spare`: of a rank's slots of a layer, those for copies. Raises ConfigError where an expert is not the same bytes on
-        all ranks."""
+        """`spare`: of a rank's slots of a layer, those for copies.
+
+        Raises ConfigError where an expert is not the same bytes on all ranks.
+        """
         self._layers = layers
         self._parallel = parallel
         experts = [layer for layer in layers if layer is not None]
