@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import Chosen, Experts, ExpertWeights
+from twostroke.model.backend import Chosen, ExpertPlaces, Experts, ExpertWeights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.kernels import elementwise, experts
@@ -133,7 +133,7 @@ class CpuExperts:
 class PlainExperts:
     """One projection after the other, each for the tokens that take it. Implements model.backend.Experts."""
 
-    places = None
+    places: ExpertPlaces | None = None
 
     def __init__(
         self,
