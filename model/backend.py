@@ -175,8 +175,7 @@ class Experts(Protocol):
         """
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """All that one of its slots holds, as contiguous tensors in memory: the same shapes for each slot. Raises
-        ConfigError where slots can't be told apart."""
+        """All that one of its slots holds, as contiguous tensors in memory: the same shapes for each slot."""
 
 
 class Backend(Protocol):

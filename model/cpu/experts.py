@@ -16,8 +16,7 @@ from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.kernels import elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
-from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear
-from twostroke.protocol.errors import ConfigError
+from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear, memory_of
 
 
 def make_experts(
@@ -133,8 +132,6 @@ class CpuExperts:
 class PlainExperts:
     """One projection after the other, each for the tokens that take it. Implements model.backend.Experts."""
 
-    places: ExpertPlaces | None = None
-
     def __init__(
         self,
         weights: ExpertWeights,
@@ -147,31 +144,34 @@ class PlainExperts:
             [make_linear(part, bias, quantization, dtype, launcher) for part, bias in weights.of_each(which)]
             for which in ("gate_up", "down")
         )
-        if weights.places is not None:
-            raise ConfigError(
-                "redundant_experts: this CPU has no instructions for these weights' kernels, which copies need: leave "
-                "it out, or choose another dtype or quantization"
-            )
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
+        self.places = weights.places
         self._first = weights.first
         self._activation = activation
         self._launcher = launcher
 
     def slot_memory(self, slot: int) -> list[Tensor]:
         """As Experts.slot_memory."""
-        raise ConfigError("experts that torch computes have no slots")
+        return [part for which in (self._gate_up, self._down) for part in memory_of(which[slot])]
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts."""
         out = torch.zeros(x.shape)
-        found, counts = torch.unique(chosen.experts, return_counts=True)
-        self.hits[found.long()] += counts
-        for index in (found - self._first).tolist():
+        experts, counts = torch.unique(chosen.experts, return_counts=True)
+        self.hits[experts.long()] += counts
+        slots = chosen.experts - self._first if self.places is None else self._slots(chosen.experts, self.places)
+        for index in torch.unique(slots).tolist():
             if not 0 <= index < len(self._gate_up):
                 continue
-            tokens, places = (chosen.experts == self._first + index).nonzero(as_tuple=True)
+            tokens, places = (slots == index).nonzero(as_tuple=True)
             gate_up = self._gate_up[index](x[tokens])
             inner = elementwise.gate(self._launcher, gate_up, self._activation)
             y = self._down[index](inner, torch.float32)
             out.index_add_(0, tokens, y * chosen.weights[tokens, places, None])
         return out.to(x.dtype)
+
+    @staticmethod
+    def _slots(experts: Tensor, places: ExpertPlaces) -> Tensor:
+        found = experts.long()
+        copies = torch.arange(len(found))[:, None] % places.slots[found, 0]
+        return places.slots[found, 1 + copies]

@@ -151,6 +151,24 @@ class TorchQuantizedLinear:
         return replace(part, values=nibbles.char() - 8).dequantized(dtype)
 
 
+def memory_of(linear: Linear) -> list[Tensor]:
+    """All that differs from one projection to another that `make_linear` made of a weight in the same form."""
+    match linear:
+        case PlainLinear():
+            parts = [linear._weight, linear._bias]
+        case CpuLinear():
+            parts = [linear._packed, linear._bias]
+        case CpuQuantizedLinear():
+            weight = linear._weight
+            parts = [weight.codes, weight.factors, weight.scales, weight.offsets, linear._bias]
+        case TorchQuantizedLinear():
+            slices = linear._slices
+            parts = [part for each in slices for part in (each.values, each.scales, each.offsets)] + [linear._bias]
+        case _:
+            raise ValueError(f"{linear} is none of this file's")
+    return [part for part in parts if part is not None]
+
+
 def _copied(weight: QuantizedWeight) -> QuantizedWeight:
     """Four-bit integers two a byte: uint8 [rows, in / 2 rounded up]; others as they are."""
     if weight.bits == 8 or weight.is_fp4:
