@@ -136,8 +136,8 @@ class WorkerResources(Section):
             )
         if self.redundant_experts and self.pipeline_parallel > 1:
             raise ValueError(
-                f"redundant_experts: {self.redundant_experts} with pipeline_parallel: {self.pipeline_parallel}: experts "
-                "move among the ranks of one stage only: leave out one of the two"
+                f"redundant_experts: {self.redundant_experts} with pipeline_parallel: {self.pipeline_parallel}: "
+                "experts move among the ranks of an only stage: leave out one of the two"
             )
         if self.num_ranks > 1 and self.num_gpus not in ("auto", 0, 1):
             raise ValueError(
