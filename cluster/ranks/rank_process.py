@@ -112,8 +112,8 @@ class _Rank:
                     transfers.step_began()  # here, not in the task: what was said behind the step is next
                     before = self._stepping[-1] if self._stepping else None
                     self._stepping.append(asyncio.create_task(self._step(parts, transfers, step, before)))
-                case ArrangeExperts() as order:
-                    self._arranging = asyncio.create_task(self._arrange(parts, order))
+                case ArrangeExperts() as arrangement:
+                    self._arranging = asyncio.create_task(self._arrange(parts, arrangement))
                 case StepEnded():
                     await self._step_over()
                 case RankFailed(reason):  # our own
@@ -135,12 +135,15 @@ class _Rank:
                 await asyncio.wait({before})
             transfers.step_ended()
 
-    async def _arrange(self, parts: RankParts, order: ArrangeExperts) -> None:
+    async def _arrange(self, parts: RankParts, arrangement: ArrangeExperts) -> None:
         """Behind the steps that were told before, on the engine's thread."""
         try:
-            await parts.loaded.engine.arrange_experts(order)
+            await parts.loaded.engine.arrange_experts(arrangement)
         except WorkerLost as error:
             self._messages.put_nowait(RankFailed(str(error)))
+        except Exception as error:  # a bug: nobody waits for this task
+            _log.exception("rank %d could not arrange experts", self._order.rank)
+            self._messages.put_nowait(RankFailed(f"{type(error).__name__}: {error}"))
 
     async def _step_over(self) -> None:
         """Wait for the first step under way, which a cancelled call leaves alone. Raises what it could not tell."""

@@ -71,7 +71,7 @@ async def test_a_rank_killed_in_the_middle_of_a_move_is_its_workers_end(
         (parts,) = [parts for parts in served.fleet.parts.values() if parts.led is not None]
         assert engine._rebalancing is not None
         assert parts.led is not None
-        (process,) = parts.led.processes
+        (process,) = parts.led.own.processes
         arrange: Callable[..., Any] = engine._rebalancing.arrange
 
         async def kill_and_arrange(order: Any) -> None:

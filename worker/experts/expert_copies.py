@@ -11,7 +11,7 @@ from twostroke.protocol.messages import NOBODY, LayerCopies
 
 LEAST_GAIN = 0.1
 """Of a rank's mean load, by which the busiest one's has to fall, or copies stay as they are: the next counts may say
-something else, and weights that move make steps longer."""
+something else, and weights that move make steps longer. No expert is copied from a rank that is as near to the mean."""
 
 
 def rank_loads(loads: Sequence[float], copies: LayerCopies) -> list[float]:
@@ -46,6 +46,8 @@ def _planned(loads: Sequence[float], now: LayerCopies) -> LayerCopies:
     def found() -> tuple[int, int] | None:
         """An expert, and a rank that should hold it, too."""
         busiest = max(range(ranks), key=totals.__getitem__)
+        if totals[busiest] * ranks <= (1 + LEAST_GAIN) * sum(totals):
+            return None
         before = sorted(totals, reverse=True)
         for expert in sorted(held[busiest], key=lambda one: -loads[one] / len(holders[one])):
             open_ranks = [
