@@ -302,6 +302,12 @@ class RankStep(Message, frozen=True):
     copies: tuple[RankCopy, ...] = ()  # to be made before
 
 
+class StageExpertHits(Message, frozen=True):
+    """How often each expert of the rank's layers was chosen so far; now and then, from one rank of each stage."""
+
+    layers: tuple[tuple[int, ...], ...]
+
+
 NOBODY = -1
 """In place of an expert's number: a slot that holds none."""
 

@@ -8,9 +8,11 @@ it, which keeps its standard input open for as long as it lives.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
+import time
 from collections import deque
 from typing import NoReturn
 
@@ -31,6 +33,7 @@ from twostroke.protocol.messages import (
     RankHello,
     RankLoaded,
     RankStep,
+    StageExpertHits,
     StepEnded,
 )
 from twostroke.protocol.network import Connection, TcpNetwork
@@ -40,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step may go on once rank 0 has hung up."""
+HITS_S = 1.0
+"""From one time that rank 0 is told how often experts were chosen to the next."""
 
 
 async def run_rank(order: RankOrder) -> None:
@@ -67,6 +72,7 @@ class _Rank:
         self._transfers: RankTransfers | None = None
         self._stepping: deque[asyncio.Task[None]] = deque()  # until rank 0's have ended, too
         self._arranging: asyncio.Task[None] | None = None  # the last one that was told
+        self._told_hits_at = -math.inf
 
     async def run(self) -> None:
         """Return when rank 0 has hung up, with all ended here."""
@@ -134,6 +140,7 @@ class _Rank:
             if before is not None:
                 await asyncio.wait({before})
             transfers.step_ended()
+            self._tell_hits(parts)
 
     async def _arrange(self, parts: RankParts, arrangement: ArrangeExperts) -> None:
         """Behind the steps that were told before, on the engine's thread."""
@@ -144,6 +151,13 @@ class _Rank:
         except Exception as error:  # a bug: nobody waits for this task
             _log.exception("rank %d could not arrange experts", self._order.rank)
             self._messages.put_nowait(RankFailed(f"{type(error).__name__}: {error}"))
+
+    def _tell_hits(self, parts: RankParts) -> None:
+        """By one rank of each stage, since all of a stage have the same; those of its own rank 0 can read."""
+        hits, ranks, now = parts.loaded.expert_hits, self._order.settings.tensor_parallel, time.monotonic()
+        if hits is not None and self._order.rank % ranks == 0 and now >= self._told_hits_at + HITS_S:
+            self._told_hits_at = now
+            self._tell(StageExpertHits(tuple(map(tuple, hits.read().tolist()))))
 
     async def _step_over(self) -> None:
         """Wait for the first step under way, which a cancelled call leaves alone. Raises what it could not tell."""

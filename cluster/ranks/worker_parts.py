@@ -66,11 +66,13 @@ async def load_parts(
 
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
+    from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.protocol.grammars import Grammars
     from twostroke.worker.block_pool import BlockPool
     from twostroke.worker.worker import Equipment
 
     balance: ExpertBalance | None = None
+    stages_hits: StagesHits | None = None
 
     def equipped(rank: RankParts, engine: "Engine", sender: "SendingSide", receiver: "ReceivingSide") -> "Equipment":
         return Equipment(
@@ -85,7 +87,7 @@ async def load_parts(
             max_context=rank.loaded.max_context,
             weights=rank.loaded.weights,
             expert_share=rank.loaded.model_config.expert_share,
-            expert_hits=None if rank.loaded.expert_hits is None else rank.loaded.expert_hits.read,
+            expert_hits=None if (hits := stages_hits or rank.loaded.expert_hits) is None else hits.read,
             expert_balance=balance,
             grammars=Grammars(lambda: vocabulary_of(settings)),
         )
@@ -125,6 +127,8 @@ async def load_parts(
         if isinstance(error, RuntimeError):  # torch's own word for ranks that don't come, or are lost
             raise WorkerLost(f"the worker can't start: {ranks.loss or error}") from error
         raise
+    if settings.pipeline_parallel > 1 and (experts := rank.loaded.model_config.num_experts):
+        stages_hits = StagesHits(rank.loaded.expert_hits, ranks.expert_hits, rank.store.layout, experts)
     balance = expert_balance(rank.loaded, settings.tensor_parallel)
     rebalancing = None if balance is None else Rebalancing(balance.next, rank.loaded.engine.arrange_experts)
     engine = TensorParallelEngine(rank.loaded.engine, ranks, rebalancing)

@@ -112,7 +112,7 @@ class PlainLinear:
             return functional.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
         # Logits, of tokens and of experts: rounded to bf16 first, they would often tie.
         x = x.float()
-        out = torch.cat([functional.linear(x, part.float()) for part in self._weight.split(ROWS_WIDENED)], dim=1)
+        out = torch.cat([functional.linear(x, part.float()) for part in torch.split(self._weight, ROWS_WIDENED)], dim=1)
         return out if self._bias is None else out.add_(self._bias)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,7 @@ from twostroke.protocol.messages import (
     RankSequence,
     RankStep,
     Refuse,
+    StageExpertHits,
     StepEnded,
     TransferEnded,
 )
@@ -53,6 +54,8 @@ class RankConnections:
         self._is_closing = False
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once the ranks can't be relied on any more."""
+        self.expert_hits: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """What a rank of each other stage told last."""
         self._watchers: list[Callable[[int, TransferEnded], None]] = []
         self._numbers = 0
 
@@ -147,6 +150,8 @@ class RankConnections:
             case TransferEnded():
                 for on_ended in self._watchers:
                     on_ended(rank, message)
+            case StageExpertHits(layers):
+                self.expert_hits[rank] = layers
             case RankFailed(reason):
                 self.fail(f"rank {rank} failed: {reason}")
             case _:

@@ -52,6 +52,7 @@ CORPUS: tuple[Message, ...] = (
     messages.RankHello(_SOURCE, 3),
     messages.RankLoaded(Address("127.0.0.1", 65535)),
     messages.RankFailed("no memory"),
+    messages.StageExpertHits(((0, 2**40), (3, 1))),
     messages.RankStep(_SEQUENCES, True),
     messages.RankStep(
         (), False, (messages.RankCopy(True, (70_000, 5), (0, 300)), messages.RankCopy(False, (1,), (2,)))
