@@ -110,8 +110,8 @@ class WorkerResources(Section):
     expert_parallel: bool = False
     """Whether each rank has some of a mixture's experts whole, instead of a part of each."""
     redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
-    """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move while
-    the worker serves."""
+    """For how many of other ranks' hot experts each rank has room in each layer, with `expert_parallel`; weights move
+    while the worker serves."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Of a step; null: the cores shared among all workers."""
     cores: str | None = None
