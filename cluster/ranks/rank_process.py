@@ -154,9 +154,10 @@ class _Rank:
 
     def _tell_hits(self, parts: RankParts) -> None:
         """By one rank of each stage, since all of a stage have the same; those of its own rank 0 can read."""
-        hits, ranks, now = parts.loaded.expert_hits, self._order.settings.tensor_parallel, time.monotonic()
-        if hits is not None and self._order.rank % ranks == 0 and now >= self._told_hits_at + HITS_S:
-            self._told_hits_at = now
+        if self._order.rank % self._order.settings.tensor_parallel or time.monotonic() < self._told_hits_at + HITS_S:
+            return
+        self._told_hits_at = time.monotonic()
+        if (hits := parts.loaded.expert_hits) is not None:
             self._tell(StageExpertHits(tuple(map(tuple, hits.read().tolist()))))
 
     async def _step_over(self) -> None:
