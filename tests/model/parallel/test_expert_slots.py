@@ -20,8 +20,11 @@ from twostroke.model.backend import Experts, ExpertWeights
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.experts import CpuExperts, PlainExperts
+from twostroke.model.cpu.kernels import experts
+from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.parallel import expert_sums
-from twostroke.model.parallel.expert_slots import ExpertSlots, make_places
+from twostroke.model.parallel.expert_slots import ExpertSlots, make_places, use_copies
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, Shard, SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
@@ -73,19 +76,19 @@ def check_copies(make: Callable[[ExpertWeights], Experts], dtype: torch.dtype, f
     expected = reference.experts(x, chosen, weights, "silu")
     counted = torch.bincount(chosen.experts.flatten(), minlength=5)
 
-    def summed(experts: Sequence[Experts]) -> Tensor:
-        for each in experts:
+    def summed(ranks: Sequence[Experts]) -> Tensor:
+        for each in ranks:
             each.hits.zero_()
-        total = sum((each(x, chosen).float() for each in experts), torch.zeros(x.shape))
-        assert all(torch.equal(each.hits, counted) for each in experts)
+        total = sum((each(x, chosen).float() for each in ranks), torch.zeros(x.shape))
+        assert all(torch.equal(each.hits, counted) for each in ranks)
         return total.to(dtype)
 
     with groups(2) as (members, threads):
-        experts = [make(of_rank(weights, member.shard, 1)) for member in members]
-        for each in experts:
+        ranks = [make(of_rank(weights, member.shard, 1)) for member in members]
+        for each in ranks:
             each(x, chosen)  # compiles
-        close(summed(experts), expected)
-        slots = list(threads.map(lambda each, member: ExpertSlots([None, each], 1, member), experts, members))
+        close(summed(ranks), expected)
+        slots = list(threads.map(lambda each, member: ExpertSlots([None, each], 1, member), ranks, members))
         size = slots[0].expert_bytes
         copies = LayerCopies(1, ((4,), (0,)))
         moves = [
@@ -96,8 +99,8 @@ def check_copies(make: Callable[[ExpertWeights], Experts], dtype: torch.dtype, f
         orders = [ArrangeExperts((), tuple(moves[::2])), ArrangeExperts((), tuple(moves[1::2]))]
         for order in [*orders, ArrangeExperts((copies,), ())]:
             list(threads.map(ExpertSlots.arrange, slots, [order] * 2))
-        close(summed(experts), expected)
-        places = experts[0].places
+        close(summed(ranks), expected)
+        places = ranks[0].places
         assert places is not None
         assert places.holders[:, 0].tolist() == [2, 1, 1, 1, 2]
 
@@ -168,3 +171,29 @@ def test_tokens_stay_what_they_are_while_experts_move(
         assert generate(together, prompts, 24, chunk=37, block_size=BLOCK_SIZE) == expected
         assert together.balance.num_copies > 0
         assert sum(bool(order.copies) for order in together.orders) > 1
+
+
+@pytest.mark.parametrize(("dtype", "form"), FORMS)
+def test_a_slot_of_packed_experts_is_all_that_an_expert_has(dtype: torch.dtype, form: str) -> None:
+    weights = expert_weights(dtype, number=3, size=32, hidden=64, form=form)
+
+    def packed(one: ExpertWeights) -> CpuExperts:
+        return CpuExperts(one, "silu", "auto", Launcher())
+
+    whole = packed(weights)
+    for number in range(3):
+        only = packed(of_rank(weights, Shard(number, 3, True), 0))
+        for found, expected in zip(whole.slot_memory(number), only.slot_memory(0), strict=True):
+            assert found.is_contiguous()
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    held = sum(part.nbytes for number in range(3) for part in whole.slot_memory(number))
+    assert held == sum(part.nbytes for stack in (whole._gate_up, whole._down) for part in stack.memory)
+
+
+def test_a_choice_is_located_by_its_row() -> None:
+    places = make_places(Shard(1, 2, True), 5, 1, CPU)
+    use_copies(places, LayerCopies(0, ((4,), (0,))), 1)
+    chosen, hits = choices(33, 5, 2).experts, torch.zeros(5, dtype=torch.int64)
+    located = experts.locate(Launcher(), chosen, places.slots, hits)
+    assert torch.equal(located, PlainExperts._slots(chosen, places))
+    assert torch.equal(hits, torch.bincount(chosen.flatten(), minlength=5))
