@@ -16,6 +16,8 @@ from twostroke.protocol.settings import Section
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 REQUIRED = "required"
 MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
+BESIDE = {"redundant_experts": {"tensor_parallel": 2, "expert_parallel": True}}
+"""Without which a setting can't be."""
 UNITS = {"_bytes_per_s": "bytes a second", "_s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
 
 
@@ -124,9 +126,9 @@ def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
 
 
 def nested(name: str, value: object) -> dict[str, Any]:
-    """The setting as YAML gives it, in a list beside what its members need."""
+    """The setting as YAML gives it, beside what it needs, in a list beside what its members need."""
     raw: Any = value
     for part in reversed(name.split(".")):
-        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw}
+        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw, **BESIDE.get(part, {})}
     assert isinstance(raw, dict)
     return raw
