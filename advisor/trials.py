@@ -165,7 +165,7 @@ def decide(
 ) -> Decision:
     """The search is repeated with what trials found until the best have been tried as they are.
 
-    Raises ConfigError where no layout keeps the promise.
+    Raises ConfigError where no layout can be bought, or keeps the promise.
     """
     weights: dict[Structure, float] = {}
     simulated: dict[Layout, float] = {}
@@ -183,7 +183,9 @@ def decide(
             simulated[layout] = simulated_goodput(layout, workload, promise, expected, say)
             weights[layout.structure] = simulated[layout] / expected
         planned = search.best(rate, weights)
-    if not planned or planned[0].goodput <= 0:
+    if not planned:
+        raise ConfigError("--gpus, --usd-per-hour: not one worker that has room can be bought for that: allow more")
+    if planned[0].goodput <= 0:
         raise ConfigError("--slo: no layout within the budget keeps it at any rate: ask for more time, or allow more")
     answers = [answer_of(one, simulated.get(one.layout), workload, promise, rate) for one in planned]
     if simulated:

@@ -295,7 +295,7 @@ def mixed(kind: Kind, count: int, workload: Workload, promise: Promise, rate: fl
         new = min(1.0, read_rate / count * float(times.mean()))
         if abs(new - busy) < 1e-3:
             break
-        busy = (busy + new) / 2
+        busy = new
     squares = idle * alone**2 + float(with_rows @ stretches**2) * beside**2
     wait = wait_of(read_rate, count, float(times.mean()), float(squares.mean()))
     beside_s = rows_s(kind, batch.mean, context)
