@@ -70,15 +70,14 @@ def fleet_words(layout: Layout) -> str:
 
 
 def answer_of(
-    planned: Planned, simulated: float | None, workload: Workload, promise: Promise, rate: float | None
+    planned: Planned, workload: Workload, promise: Promise, rate: float | None, *, is_simulated: bool
 ) -> Answer:
     """`rate`: what is asked of it, where that is less than it serves; cost follows what is served."""
-    layout = planned.layout
-    goodput = planned.goodput if simulated is None else simulated
+    layout, goodput = planned.layout, planned.goodput
     served = goodput if rate is None else min(rate, goodput)
-    binds = layout.met(workload, promise, layout.goodput(workload, promise) * OVER).binds(promise)
+    binds = layout.met(workload, promise, layout.goodput(workload, promise, goodput) * OVER).binds(promise)
     cost = layout.usd_per_million_tokens(workload, served) if served > 0 else float("inf")
-    return Answer(layout, goodput, simulated is not None, binds, cost)
+    return Answer(layout, goodput, is_simulated, binds, cost)
 
 
 def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype: str, on_cpu: bool) -> dict[str, Any]:

@@ -192,8 +192,9 @@ def _measure(
 def _expected(candidate: Candidate, kind: Kind, workload: Workload, promise: Promise) -> float:
     """Where to begin: at what the planner expects."""
     layout = candidate.layout({candidate.kind: measured_worker(kind, candidate.kind)})
-    by_formulas = layout.goodput(workload, promise)
-    return simulated_goodput(layout, workload, promise, by_formulas, lambda line: None) or by_formulas or 1.0
+    return (
+        simulated_goodput(layout, workload, promise, layout.goodput(workload, promise) or 1.0, lambda line: None) or 1.0
+    )
 
 
 def _turn(candidate: Candidate, asked: Plan, rate: float, pace: float, folder: Path) -> Turn:

@@ -13,7 +13,7 @@ from twostroke.advisor.answer import Answer, answer_of
 from twostroke.planner.layouts import Layout
 from twostroke.planner.queueing import CALL_S
 from twostroke.planner.queueing import Kind as PlannedKind
-from twostroke.planner.search import Planned, Search
+from twostroke.planner.search import Planned, Search, best_of_each
 from twostroke.planner.workload import Promise, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
@@ -29,8 +29,8 @@ BATCHES = 4
 MOST_REQUESTS = 6000
 STEP = 1.2  # between rates, until one holds and one does not
 PRECISION = 0.05
-FEW = 4  # layouts that are simulated, in each of
-ROUNDS = 3
+FEW = 4  # layouts that are simulated in each of the first two rounds; then the best one, until it is known
+ROUNDS = 10
 RUNNERS_UP = 4
 Structure = tuple[str, str, str]
 
@@ -149,7 +149,7 @@ def simulated_goodput(
 class Decision:
     """What a search and its trials end in."""
 
-    answers: list[Answer]  # the best first
+    answers: list[Answer]  # of layouts that were tried, where any was; the best first
     planned: list[Planned]  # all near ones, by formulas and weights
     weights: dict[Structure, float]  # what simulation made of formulas
 
@@ -170,8 +170,8 @@ def decide(
     weights: dict[Structure, float] = {}
     simulated: dict[Layout, float] = {}
     planned = search.best(rate, weights)
-    for _ in range(ROUNDS if simulates else 0):
-        unknown = [one for one in planned[:FEW] if one.layout not in simulated]
+    for number in range(ROUNDS if simulates else 0):
+        unknown = [one for one in planned[: FEW if number < 2 else 1] if one.layout not in simulated]
         if not unknown:
             break
         for one in unknown:
@@ -187,8 +187,7 @@ def decide(
         raise ConfigError("--gpus, --usd-per-hour: not one worker that has room can be bought for that: allow more")
     if planned[0].goodput <= 0:
         raise ConfigError("--slo: no layout within the budget keeps it at any rate: ask for more time, or allow more")
-    answers = [answer_of(one, simulated.get(one.layout), workload, promise, rate) for one in planned]
-    if simulated:
-        answers = [one for one in answers if one.is_simulated] or answers
-    answers.sort(key=lambda one: Planned(one.layout, one.goodput).rank(rate), reverse=True)
-    return Decision(answers[: 1 + RUNNERS_UP], planned, weights)
+    tried = [Planned(layout, served) for layout, served in simulated.items() if served > 0]
+    best = best_of_each(tried or planned, rate)[: 1 + RUNNERS_UP]
+    answers = [answer_of(one, workload, promise, rate, is_simulated=bool(tried)) for one in best]
+    return Decision(answers, planned, weights)

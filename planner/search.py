@@ -220,6 +220,14 @@ class Planned:
         return 0.0, self.goodput, -layout.usd_per_hour, -float(layout.num_quantised), 0.0
 
 
+def best_of_each(planned: Iterable[Planned], rate: float | None) -> list[Planned]:
+    """Of each structure the best layout, the best of all first."""
+    found: dict[tuple[str, str, str], Planned] = {}
+    for one in sorted(planned, key=lambda one: one.rank(rate), reverse=True):
+        found.setdefault(one.layout.structure, one)
+    return list(found.values())
+
+
 class Search:
     """All that is asked of the fleets but their number: what was computed is remembered from search to search."""
 
@@ -259,11 +267,7 @@ class Search:
             replace(one, goodput=self.goodput(one.layout, one.goodput) * known.get(one.layout.structure, 1.0))
             for one in chosen
         ]
-        planned.sort(key=lambda one: one.rank(rate), reverse=True)
-        of_structure: dict[tuple[str, str, str], Planned] = {}
-        for one in planned:
-            of_structure.setdefault(one.layout.structure, one)
-        return list(of_structure.values())
+        return best_of_each(planned, rate)
 
     def goodput(self, layout: Layout, near: float = 1.0) -> float:
         """By formulas; `near` is a guess."""
