@@ -11,7 +11,7 @@ import argparse
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -108,19 +108,26 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         make_folder(folder)
         workload = _workload(arguments)
-        turns = _read(folder / POINTS_FILE)
-        for name in (name for name in CANDIDATES if name in arguments.layouts):
-            turns = _measure(CANDIDATES[name], arguments, workload, promise, folder, turns)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
+    turns, failed = _read(folder / POINTS_FILE), dict[str, str]()
+    for name in (name for name in CANDIDATES if name in arguments.layouts):
+        try:
+            for turn in _measure(CANDIDATES[name], arguments, workload, promise, folder, turns):
+                turns.append(turn)
+                say(line_of(turn))
+                (folder / POINTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(turns)) + b"\n")
+        except (ConfigError, LoadTestError, OSError) as error:
+            failed[name] = str(error).splitlines()[0]
+            say(f"{name} is given up: {error}")
     for line in table(turns):
         say(line)
     if missing := [name for name in LEARNT_BY if not (folder / f"{name}.json").exists()]:
-        conclude({"folder": str(folder), "missing": [LEARNT_BY[name] for name in missing]})
+        conclude({"folder": str(folder), "failed": failed, "missing": [LEARNT_BY[name] for name in missing]})
         return 1
     planned = planned_goodputs(_kinds(folder), workload, promise)
     told = verdict_of(planned, goodputs(turns))
-    conclude({"folder": str(folder), **told})
+    conclude({"folder": str(folder), "failed": failed, **told})
     return 0 if told["regret"] is not None else 1
 
 
@@ -158,9 +165,9 @@ def _measure(
     promise: Promise,
     folder: Path,
     before: Sequence[Turn],
-) -> list[Turn]:
-    """Put the workload on one layout, so many times; returns all turns that there are."""
-    turns = list(before)
+) -> Iterator[Turn]:
+    """Put the workload on one layout, so many times, at rates that follow from all turns so far."""
+    mine = [turn for turn in before if turn.layout == candidate.name]
     one = {"name": "standard", "ttft_s": promise.ttft_s, "tpot_s": promise.tpot_s}
     settings = {"model": {"path": arguments.model}, "slo": {"classes": [one], "admission": False}}
     learnt = folder / f"{candidate.kind}.json"
@@ -176,17 +183,14 @@ def _measure(
         expected = _expected(candidate, kind, workload, promise)
         plan = plan_for(url, workload_of(arguments), arguments.seconds, WARM_UP_S, 0, arguments.max_context)
         for _ in range(arguments.runs):
-            mine = [turn for turn in turns if turn.layout == candidate.name]
             pace = pace_of(url, plan.model, kind, seed=len(mine))
             rate = next_rate(mine, expected / pace)
             # The same number, the same requests, whatever the layout.
             asked = msgspec.structs.replace(
                 at_rate(plan, rate), seed=1 + len(mine), slo=SLO(promise.ttft_s, promise.tpot_s)
             )
-            turns.append(_turn(candidate, asked, rate, pace, folder))
-            say(line_of(turns[-1]))
-            (folder / POINTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(turns)) + b"\n")
-    return turns
+            mine.append(_turn(candidate, asked, rate, pace, folder))
+            yield mine[-1]
 
 
 def _expected(candidate: Candidate, kind: Kind, workload: Workload, promise: Promise) -> float:
