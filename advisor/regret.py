@@ -42,7 +42,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.simulator.kinds import Kind, kind_of
 
 HALVES = 2  # a machine's, in which the planner counts: a worker takes one or both
-STEP = 1.25  # between rates, until one holds and one does not
+STEP = 1.25  # between the first two rates; steps grow until one rate holds and one does not
 NEAR = 1.1  # rates that are no further apart are measured again
 WARM_UP_S = 3.0
 POINTS_FILE = "points.json"
@@ -217,7 +217,8 @@ def next_rate(turns: Sequence[Turn], first: float) -> float:
     holding = [one.rate for one in points if one.attainment.value >= TARGET]
     broken = [one.rate for one in points if one.attainment.value < TARGET]
     if not broken or not holding:
-        return round(max(holding) * STEP if holding else min(broken) / STEP, 3)
+        step = STEP ** len(points)
+        return round(max(holding) * step if holding else min(broken) / step, 3)
     low, high = sorted((max(holding), min(broken)))
     if high / low > NEAR:
         return round(math.sqrt(low * high), 3)

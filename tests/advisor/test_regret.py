@@ -77,7 +77,7 @@ def turn(rate: float, met: int, layout: str = "one", requests: int = 200) -> Tur
 def test_rates_close_in_on_where_the_promise_breaks() -> None:
     def follow(most: float) -> list[float]:
         turns: list[Turn] = []
-        while len(turns) < 7:
+        while len(turns) < 10:
             rate = next_rate(turns, 4.0)
             turns.append(turn(rate, 200 if rate <= most else 100))
         return [one.rate for one in turns]
