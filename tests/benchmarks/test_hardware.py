@@ -9,9 +9,12 @@ import torch
 
 from twostroke.benchmarks.hardware import row_of
 from twostroke.cluster.cli import main
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.planner.hardware import hardware_of
 from twostroke.planner.operations import Limits
-from twostroke.planner.search import Terms, machine_of
+from twostroke.planner.search import Terms, kinds_of, machine_of
+from twostroke.planner.workload import Workload
 from twostroke.protocol.errors import ConfigError
 
 ROUNDS = [Limits(gemm, read) for gemm, read in ((40e9, 9e9), (60e9, 12e9), (50e9, 50e9))]
@@ -36,7 +39,8 @@ def test_a_measured_cpu_is_planned_with_one_rank_a_worker(tmp_path: Path, capsys
     served = [*asked, "--slo", "ttft_p90_s=2,tpot_p90_s=0.2", "--output", str(tmp_path / "serving.yaml")]
     assert main(served) == 0
     best = json.loads(capsys.readouterr().out)["best"]
-    assert set(best["tp"].values()) == {1}
+    shape, workload = load_model_config(BUNDLED_MODEL_DIR), Workload("short", ((100, 10),))
+    assert [kind.ranks for kind in kinds_of(shape, hardware_of(str(file)), ("auto",), workload, Terms())] == [1]
     assert set(best["hardware"].values()) == {"this-cpu"}
     assert "num_gpus" not in (tmp_path / "serving.yaml").read_text()
 
