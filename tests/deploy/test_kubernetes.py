@@ -336,6 +336,16 @@ def test_serve_takes_the_settings_and_all_keep_the_same_promises(overlay: str) -
             del one["applications"][0]["args"][name]
     assert told == first
     assert config(overlay).router.node_labels.items() <= groups(overlay)["router"]["labels"].items()
+    assert told["applications"][0]["args"]["logging"] == {"format": "json", "to": "stdout"}  # kubectl logs
+
+
+@every_overlay
+def test_every_pod_of_ours_has_the_image_that_the_overlay_names(overlay: str) -> None:
+    pods = {name: one["spec"] for name, one in templates(overlay).items() if name in ("head", *groups(overlay))}
+    pods |= {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in of_kind(overlay, "Job")}
+    (image,) = {one["image"] for pod in pods.values() for one in (*pod["containers"], *pod.get("initContainers", ()))}
+    assert image.startswith("REGISTRY/twostroke:")
+    assert image.endswith("-cpu") == (overlay == "cpu-demo")
 
 
 @every_overlay
