@@ -278,6 +278,16 @@ def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
     assert selected("h100-16", "nvidia.com/gpu.product") == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
 
 
+def test_the_line_that_lets_pods_of_a_running_cluster_go_is_about_those_with_gpus() -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (number,) = re.findall(r"/spec/workerGroupSpecs/(\d+)/minReplicas", page)
+    group = ray_cluster("h100-16")["workerGroupSpecs"][int(number)]
+    assert gpus_of(group) == 8
+    free_hosts = (config("h100-16").autoscaling.budget - int(re.findall(r"`budget: (\d+)`", page)[0])) / 8
+    strategy = ray_service("h100-16")["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]
+    assert free_hosts >= group["maxReplicas"] * strategy["maxSurgePercent"] / 100
+
+
 def test_both_roles_run_on_one_type_of_instance_of_aws_with_h100() -> None:
     assert selected("aws", "node.kubernetes.io/instance-type") == {None, "p5.48xlarge"}
 
