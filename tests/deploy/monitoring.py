@@ -64,6 +64,7 @@ _SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10
 
 EMPTY_UNTIL = {
     "Hottest experts": "the model has experts",
+    "Copies of hot experts": "the model has experts, and copies of them",
     "Queues by class": "a scrape finds requests that wait",
 }
 """Panels that may be empty here, by what has to happen first. We see to refusals, errors and a lost worker."""
