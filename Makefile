@@ -21,15 +21,18 @@ PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 DEMO_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
-# A process for each core, for tests that neither start processes of their own nor look at the clock.
+# A process for each core, for tests that neither start servers of their own nor look at the clock: they yield to others, and are not starved.
 PARALLEL := --numprocesses auto --dist worksteal
+YIELDING := nice -n 5 $(PYTEST) $(PARALLEL)
+# What has a step of its own.
+APART := $(addprefix --ignore=tests/,faults kernels e2e gpu clients)
 # uv takes its own variable for what pip calls PIP_FIND_LINKS.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Where a shell forbids bytecode files, each process that a test or a server starts compiles torch's sources again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench constraints clean
+.PHONY: help setup serve tools test computed served lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -59,18 +62,24 @@ tools: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'nixl>=1.5,<2' \
 		|| echo "    NIXL can't be had: its tests will be skipped"
 
-# In this order, each only if those before it went well.
+# Each line only if those before it went well. What waits for the network, for leases and for processes to start leaves a
+# core idle: tests that only compute have it meanwhile. Chaos has the machine to itself.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory tools
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory types
-	@$(MAKE) --no-print-directory unit
-	@$(MAKE) --no-print-directory simulation
-	@$(MAKE) --no-print-directory faults
-	@$(MAKE) --no-print-directory kernels
-	@$(MAKE) --no-print-directory e2e
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target tools types
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target computed served
 	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 2"
-	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos"
+	@echo "--> All steps passed: lint, types, unit, simulation, kernels, faults, e2e, chaos"
+
+# In one go, since each process takes seconds to load what tests need.
+computed: $(STAMP)
+	@echo "--> Unit tests, simulation on virtual time"
+	@$(YIELDING) tests $(APART)
+	@$(MAKE) --no-print-directory kernels
+
+served: $(STAMP)
+	@$(MAKE) --no-print-directory faults
+	@$(MAKE) --no-print-directory e2e
 
 lint: $(STAMP)
 	@echo "--> Style: ruff"
@@ -84,11 +93,11 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
-	@$(PYTEST) $(PARALLEL) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/clients
+	@$(YIELDING) tests $(APART) --ignore=tests/simulation
 
 simulation: $(STAMP)
 	@echo "--> Simulation on virtual time"
-	@$(PYTEST) $(PARALLEL) tests/simulation
+	@$(YIELDING) tests/simulation
 
 faults: $(STAMP)
 	@echo "--> Faults: processes killed, stopped, cut off and lied to while KV moves"
@@ -96,7 +105,7 @@ faults: $(STAMP)
 
 kernels: $(STAMP)
 	@echo "--> Kernels, by Triton's interpreter and ahead-of-time compiler"
-	@$(PYTEST) $(PARALLEL) tests/kernels
+	@$(YIELDING) tests/kernels
 
 e2e: $(STAMP)
 	@echo "--> End to end, on a real local cluster"
@@ -120,7 +129,7 @@ test-gpu:
 
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
-	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/clients
+	@$(YIELDING) tests $(APART) -m models
 	@$(PYTEST) tests/e2e -m models
 
 # Some minutes to set up, and of a server's time: not part of `make test`.
@@ -141,7 +150,7 @@ test-nixl: tools
 
 test-wide: $(STAMP)
 	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read, more requests"
-	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text tests/http_fuzz -m wide
+	@$(YIELDING) tests/simulation tests/kernels tests/integration tests/router/text tests/http_fuzz -m wide
 
 bench: $(STAMP)
 	@echo "--> Engine"
