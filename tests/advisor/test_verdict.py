@@ -94,7 +94,18 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     monkeypatch.setattr(verdict, "SEEDS", 1)
     costs = tmp_path / "costs.json"
     costs.write_bytes(msgspec.json.encode(SMALL))
-    asked = ("--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--modes", "aggregated", "disaggregated", "--json")
+    asked = (
+        "--input-tokens",
+        "512",
+        "--costs",
+        str(costs),
+        "--slo",
+        "ttft=0.5,tpot=0.05",
+        "--modes",
+        "aggregated",
+        "disaggregated",
+        "--json",
+    )
     assert main([*ASKED, *asked, "--output", str(tmp_path / "out")]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["basis"] == "simulation alone"

@@ -76,7 +76,7 @@ _ATTENTION_SHAPES = {
 
 
 Shapes = Sequence[tuple[int, int, AttentionForm]]
-_FEW_SHAPES: Shapes = ((64, 64, SUNK), (128, 16, PLAIN))
+_FEW_SHAPES: Shapes = ((64, 64, SUNK), (128, 128, PLAIN))
 
 
 def attention(capability: int, shapes: Shapes | None = None) -> None:
