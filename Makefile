@@ -21,11 +21,12 @@ PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 DEMO_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
-# A process for each core, for tests that neither start servers of their own nor look at the clock: they yield to others, and are not starved.
+# A process for each core, for tests that start no servers of their own.
 PARALLEL := --numprocesses auto --dist worksteal
-YIELDING := nice -n 5 $(PYTEST) $(PARALLEL)
 # What has a step of its own.
 APART := $(addprefix --ignore=tests/,faults kernels e2e gpu clients)
+# Tests that only compute: on no clock, on a virtual one, or on their processes' own time.
+COMPUTING := $(addprefix tests/,advisor http_fuzz loadtests/report loadtests/workloads model planner simulation simulator)
 # uv takes its own variable for what pip calls PIP_FIND_LINKS.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Where a shell forbids bytecode files, each process that a test or a server starts compiles torch's sources again: 4 s.
@@ -63,19 +64,20 @@ tools: $(STAMP)
 		|| echo "    NIXL can't be had: its tests will be skipped"
 
 # Each line only if those before it went well. What waits for the network, for leases and for processes to start leaves a
-# core idle: tests that only compute have it meanwhile. Chaos has the machine to itself.
+# core idle: tests that only compute have it meanwhile. All others have the machine to themselves.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target tools types
+	@echo "--> Unit tests, but for those that only compute"
+	@$(PYTEST) $(PARALLEL) tests $(APART) $(COMPUTING:%=--ignore=%)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target computed served
 	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 2"
 	@echo "--> All steps passed: lint, types, unit, simulation, kernels, faults, e2e, chaos"
 
-# In one go, since each process takes seconds to load what tests need.
 computed: $(STAMP)
-	@echo "--> Unit tests, simulation on virtual time"
-	@$(YIELDING) tests $(APART)
-	@$(MAKE) --no-print-directory kernels
+	@echo "--> Unit tests that only compute, simulation on virtual time"
+	@nice -n 5 $(PYTEST) $(PARALLEL) $(COMPUTING)
+	@nice -n 5 $(MAKE) --no-print-directory kernels
 
 served: $(STAMP)
 	@$(MAKE) --no-print-directory faults
@@ -93,11 +95,11 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
-	@$(YIELDING) tests $(APART) --ignore=tests/simulation
+	@$(PYTEST) $(PARALLEL) tests $(APART) --ignore=tests/simulation
 
 simulation: $(STAMP)
 	@echo "--> Simulation on virtual time"
-	@$(YIELDING) tests/simulation
+	@$(PYTEST) $(PARALLEL) tests/simulation
 
 faults: $(STAMP)
 	@echo "--> Faults: processes killed, stopped, cut off and lied to while KV moves"
@@ -105,7 +107,7 @@ faults: $(STAMP)
 
 kernels: $(STAMP)
 	@echo "--> Kernels, by Triton's interpreter and ahead-of-time compiler"
-	@$(YIELDING) tests/kernels
+	@$(PYTEST) $(PARALLEL) tests/kernels
 
 e2e: $(STAMP)
 	@echo "--> End to end, on a real local cluster"
@@ -129,7 +131,7 @@ test-gpu:
 
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
-	@$(YIELDING) tests $(APART) -m models
+	@$(PYTEST) $(PARALLEL) tests $(APART) -m models
 	@$(PYTEST) tests/e2e -m models
 
 # Some minutes to set up, and of a server's time: not part of `make test`.
@@ -150,7 +152,7 @@ test-nixl: tools
 
 test-wide: $(STAMP)
 	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read, more requests"
-	@$(YIELDING) tests/simulation tests/kernels tests/integration tests/router/text tests/http_fuzz -m wide
+	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text tests/http_fuzz -m wide
 
 bench: $(STAMP)
 	@echo "--> Engine"

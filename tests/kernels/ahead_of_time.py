@@ -153,7 +153,7 @@ def peer_sums(capability: int) -> None:
         sums.sum_add_norm(empty(8, hidden), empty(8, hidden), empty(hidden, dtype=torch.float32), 1e-5)
 
 
-def latents(capability: int) -> None:
+def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
     """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128."""
     block_size = 64
 
@@ -164,7 +164,7 @@ def latents(capability: int) -> None:
     cos_sin = empty(8192, 64, dtype=torch.float32)
     backend = CudaBackend(TARGETS[capability])
     backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
-    for heads in (16, 128):
+    for heads in all_heads:
         attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
         attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)
 
@@ -185,10 +185,10 @@ def _layout(tokens: int, block_size: int) -> BatchLayout:
     )
 
 
-def transfer(capability: int) -> None:
+def transfer(capability: int, shapes: Sequence[tuple[int, int]] = ((64, 16), (128, 16), (128, 128))) -> None:
     """The kernels of KV transfer, which are launched alike on every GPU."""
     del capability
-    for head_dim, block_size in ((64, 16), (128, 16), (128, 128)):
+    for head_dim, block_size in shapes:
         run_transfer(head_dim, block_size, groups=8)
 
 
@@ -335,6 +335,8 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "peer_sums": peer_sums,
     "few_attention": functools.partial(attention, shapes=_FEW_SHAPES),
     "few_attention_over_fp8": functools.partial(attention_over_fp8, shapes=_FP8_SHAPES[:1]),
+    "few_latents": functools.partial(latents, all_heads=(16,)),
+    "few_transfer": functools.partial(transfer, shapes=((128, 16),)),
     "few_projections": functools.partial(projections, all_tokens=(64, 256)),
     "few_gated_projections": functools.partial(gated_projections, few=True),
 }
