@@ -22,6 +22,7 @@ _COMMANDS = {
         "cluster.commands.configuration:schema",
         "print the JSON schema of the file, for editors to check and complete by",
     ),
+    "config reference": ("cluster.commands.configuration:reference", "print the tables of docs/configuration.md"),
     "key new": (
         "cluster.commands.keys:new",
         "draw an API key, and print it with its line of YAML or add that to a file",
