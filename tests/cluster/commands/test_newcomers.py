@@ -84,11 +84,16 @@ def test_a_command_of_vllms_sets_what_it_sets_there(typed: str, settings: dict[s
 def test_what_is_otherwise_here_is_told_with_what_to_type(
     capsys: pytest.CaptureFixture[str], typed: str, told: str
 ) -> None:
-    try:
-        assert main(shlex.split(typed)) == 2
-    except SystemExit as ended:
-        assert ended.code == 2
+    assert exit_code_of(typed) == 2
     assert told in capsys.readouterr().err
+
+
+def exit_code_of(typed: str) -> object:
+    """Of a command that returns it, or ends by it."""
+    try:
+        return main(shlex.split(typed))
+    except SystemExit as ended:
+        return ended.code
 
 
 def test_a_file_of_vllms_form_is_told_line_by_line_what_it_is_here(
