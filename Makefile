@@ -70,7 +70,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory kernels
 	@$(MAKE) --no-print-directory e2e
 	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 2"
-	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos"
+	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos$$($(BIN)/python -m tests.deploy.programs --skipped)"
 
 lint: $(STAMP)
 	@echo "--> Style: ruff"

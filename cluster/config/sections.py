@@ -136,6 +136,9 @@ class WorkerResources(Section):
     as before. For experts that are too narrow to be cut, or whose number of features the ranks don't divide; a step
     waits for the rank whose experts are hit most. The roles may differ. Without effect on one rank, and refused for
     models without experts and those through transformers (docs/engine.md#expert-parallelism)."""
+    redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
+    """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move
+    while the worker serves (docs/engine.md#copies-of-hot-experts)."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Cores for the steps of one worker (of each of its ranks); null: this machine's, shared equally among all."""
     cores: str | None = None
@@ -170,6 +173,16 @@ class WorkerResources(Section):
     def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):
             raise ValueError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
+        if self.redundant_experts and not (self.expert_parallel and self.tensor_parallel > 1):
+            raise ValueError(
+                f"redundant_experts: {self.redundant_experts} copies of whole experts on ranks that don't divide them: "
+                "set expert_parallel: true and tensor_parallel: 2, 4 or 8, or leave it out"
+            )
+        if self.redundant_experts and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"redundant_experts: {self.redundant_experts} with pipeline_parallel: {self.pipeline_parallel}: "
+                "experts move among the ranks of an only stage: leave out one of the two"
+            )
         if self.num_ranks > 1 and self.num_gpus not in ("auto", 0, 1):
             raise ValueError(
                 f"num_gpus: {self.num_gpus:g} for each of a worker's {self.num_ranks} ranks: give each one GPU, or none"

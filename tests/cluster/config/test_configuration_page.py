@@ -16,6 +16,8 @@ from twostroke.protocol.errors import ConfigError
 PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
 SETTINGS = {one.path: one for one in settings_of(ClusterConfig)}
 MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
+BESIDE = {"redundant_experts": {"tensor_parallel": 2, "expert_parallel": True}}
+"""Without which a setting can't be."""
 NUMBER = r"-?\d+(?:\.\d+)?"
 RANGE = re.compile(
     rf"(?:(?:at least|(?P<above>above)) )?(?P<low>{NUMBER})(?:,? to (?P<below>below )?(?P<high>{NUMBER}))?"
@@ -99,10 +101,10 @@ def test_the_files_that_the_page_shows_are_right() -> None:
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
-    """The setting as YAML gives it, in a list beside what its members need."""
+    """The setting as YAML gives it, beside what it needs, in a list beside what its members need."""
     raw: Any = value
     for part in reversed(path.split(".")):
-        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw}
+        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw, **BESIDE.get(part, {})}
     assert isinstance(raw, dict)
     return raw
 
