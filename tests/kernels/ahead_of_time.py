@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, LatentHeads, RowNorms
+from twostroke.model.backend import AttentionForm, ExpertPlaces, ExpertWeights, HeadNorms, LatentHeads, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
@@ -293,6 +293,9 @@ def experts(capability: int) -> None:
     )
     for weights, activation, quantization in kinds:
         backend.make_experts(weights, activation, quantization, torch.bfloat16)(x, chosen)
+    places = ExpertPlaces(torch.zeros((128, 9), dtype=torch.int32), torch.zeros((128, 9), dtype=torch.int64), number)
+    copied = ExpertWeights(number, *plain, None, None, 0, 128, places)
+    backend.make_experts(copied, "silu", "none", torch.bfloat16)(x, chosen)
 
 
 def sampling(capability: int) -> None:
