@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from twostroke.advisor import verdict
+from twostroke.advisor import capacities, verdict
 from twostroke.advisor.agreement import Cell, summary_of, table
 from twostroke.advisor.capacities import Flip, Point, flips_of, measured_capacity, simulated_capacity
 from twostroke.advisor.modes import Counts, Fleet, Mode
@@ -92,10 +92,13 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "SEEDS", 1)
+    monkeypatch.setattr(verdict, "SPLIT_WORKERS", 2)
+    monkeypatch.setattr(capacities, "PRECISION", 0.5)
     costs = tmp_path / "costs.json"
     costs.write_bytes(msgspec.json.encode(SMALL))
-    asked = ("--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--modes", "aggregated", "disaggregated", "--json")
-    assert main([*ASKED, *asked, "--output", str(tmp_path / "out")]) == 0
+    asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--json")
+    modes = ("--modes", "aggregated", "disaggregated")
+    assert main([*ASKED, *asked, *modes, "--output", str(tmp_path / "out")]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["basis"] == "simulation alone"
     assert told["best"] in ("aggregated", "disaggregated")

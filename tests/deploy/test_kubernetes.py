@@ -278,6 +278,16 @@ def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
     assert selected("h100-16", "nvidia.com/gpu.product") == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
 
 
+def test_the_line_that_lets_pods_of_a_running_cluster_go_is_about_those_with_gpus() -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (number,) = re.findall(r"/spec/workerGroupSpecs/(\d+)/minReplicas", page)
+    group = ray_cluster("h100-16")["workerGroupSpecs"][int(number)]
+    assert gpus_of(group) == 8
+    free_hosts = (config("h100-16").autoscaling.budget - int(re.findall(r"`budget: (\d+)`", page)[0])) / 8
+    strategy = ray_service("h100-16")["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]
+    assert free_hosts >= group["maxReplicas"] * strategy["maxSurgePercent"] / 100
+
+
 def test_both_roles_run_on_one_type_of_instance_of_aws_with_h100() -> None:
     assert selected("aws", "node.kubernetes.io/instance-type") == {None, "p5.48xlarge"}
 
@@ -336,6 +346,16 @@ def test_serve_takes_the_settings_and_all_keep_the_same_promises(overlay: str) -
             del one["applications"][0]["args"][name]
     assert told == first
     assert config(overlay).router.node_labels.items() <= groups(overlay)["router"]["labels"].items()
+    assert told["applications"][0]["args"]["logging"] == {"format": "json", "to": "stdout"}  # kubectl logs
+
+
+@every_overlay
+def test_every_pod_of_ours_has_the_image_that_the_overlay_names(overlay: str) -> None:
+    pods = {name: one["spec"] for name, one in templates(overlay).items() if name in ("head", *groups(overlay))}
+    pods |= {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in of_kind(overlay, "Job")}
+    (image,) = {one["image"] for pod in pods.values() for one in (*pod["containers"], *pod.get("initContainers", ()))}
+    assert image.startswith("REGISTRY/twostroke:")
+    assert image.endswith("-cpu") == (overlay == "cpu-demo")
 
 
 @every_overlay
