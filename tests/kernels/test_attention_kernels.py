@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,18 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Few enough programs that each works off several tiles.
 SMALL_HOPPER = Target(Architecture.HOPPER, multiprocessors=3, specializes_warps=True)
+
+
+def wide(*values: Any) -> Any:
+    """A case that `make test-wide` has alone, since the interpreter takes its time: more of the same."""
+    return pytest.param(*values, marks=pytest.mark.wide)
+
+
+DIMS = (8, 64, 80, 96, 128, 256)
+FEW = list(zip(DIMS, itertools.cycle(DTYPES), strict=False))
+DIM_AND_DTYPE = pytest.mark.parametrize(
+    ("dim", "dtype"), [*FEW, *(wide(*one) for one in itertools.product(DIMS, DTYPES) if one not in FEW)]
+)
 
 
 def check(
@@ -82,14 +95,13 @@ def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None
     torch.testing.assert_close(actual, expected.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
+@DIM_AND_DTYPE
 def test_prefill_attention_equals_its_reference_at_every_head_dim(dim: int, dtype: torch.dtype) -> None:
     case = paged_case([(2, 2), (19, 50)], dim=dim, dtype=dtype)
     check(case, PLAIN)
 
 
-@pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
+@pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), wide(16, 32), (24, 16), wide(32, 16), (128, 64)])
 def test_prefill_attention_is_right_at_the_edges_of_blocks(block_size: int, block_n: int) -> None:
     lengths = [(n, n) for n in (1, block_size - 1, block_size, block_size + 1)]
     lengths += [(1, block_size), (1, block_size + 1), (2, block_size + 1), (3, 2 * block_size)]
@@ -98,7 +110,7 @@ def test_prefill_attention_is_right_at_the_edges_of_blocks(block_size: int, bloc
 
 @pytest.mark.parametrize(
     ("config", "prefixes"),
-    [(PLAIN, 34), (replace(PLAIN, block_n=32), 34), (replace(BY_TMA, num_stages=2), 66)],
+    [(PLAIN, 34), wide(replace(PLAIN, block_n=32), 34), (replace(BY_TMA, num_stages=2), 66)],
     ids=str,
 )
 def test_prefill_is_right_after_a_cached_prefix_of_any_alignment(
@@ -113,7 +125,7 @@ def test_prefill_passes_over_sequences_without_queries(config: PrefillConfig | T
 
 
 @BOTH
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (16, 1), (10, 2)])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), wide(4, 4), (6, 2), (7, 1), wide(16, 1), wide(10, 2)])
 def test_prefill_takes_any_number_of_heads_of_a_group(
     heads: int, groups: int, config: PrefillConfig | TmaPrefillConfig
 ) -> None:
@@ -142,7 +154,7 @@ def test_prefill_neither_overflows_on_large_scores_nor_loses_the_largest(
 
 
 @pytest.mark.parametrize("architecture", Architecture)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [wide(torch.float32), torch.bfloat16])
 def test_prefill_attention_is_right_with_the_tables_own_tiles(architecture: Architecture, dtype: torch.dtype) -> None:
     case = paged_case([(5, 5), (150, 290)], heads=2, groups=1, dtype=dtype)
     check(case, prefill_config(architecture, 64, dtype, 2, 150))
@@ -193,8 +205,9 @@ def test_prefill_caps_scores_and_counts_sinks(form: dict[str, Any], config: Pref
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize(
+    ("programs", "dtype"), [(1, torch.float32), wide(1, torch.bfloat16), wide(4, torch.float32), (4, torch.bfloat16)]
+)
 def test_decodes_cap_scores_and_count_sinks_once(programs: int, dtype: torch.dtype, form: dict[str, Any]) -> None:
     case = paged_case([(1, 1), (1, 75), (1, 30)], heads=6, groups=2, dim=16, dtype=dtype, **form)
     case.q.mul_(4)
@@ -236,8 +249,7 @@ def test_a_windows_work_does_not_grow_with_the_context(
     assert products_of(1024) == products_of(512)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
+@DIM_AND_DTYPE
 @pytest.mark.parametrize("programs", [1, 4])
 def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, programs: int, dtype: torch.dtype) -> None:
     case = paged_case([(1, 1), (1, 75)], dim=dim, dtype=dtype)
@@ -245,7 +257,7 @@ def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, progr
 
 
 @pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
-@pytest.mark.parametrize("programs", [1, 2, 7])
+@pytest.mark.parametrize("programs", [1, wide(2), 7])
 def test_decode_attention_is_right_at_the_edges_of_blocks_and_segments(
     block_size: int, block_n: int, programs: int
 ) -> None:
@@ -287,7 +299,7 @@ def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -
 
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("lengths", [(700, 9, 1, 30, 17), (3, 0, 300, 301, 0), (16,) * 5], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [wide(torch.float32), torch.bfloat16])
 def test_decodes_of_skewed_lengths_equal_the_reference(
     lengths: tuple[int, ...], window: int, dtype: torch.dtype
 ) -> None:
@@ -333,12 +345,12 @@ def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> Non
     ("dim", "block_size", "dtype"),
     [
         (64, 64, torch.bfloat16),
-        (64, 128, torch.float16),
-        (80, 64, torch.float16),
-        (96, 128, torch.bfloat16),
+        wide(64, 128, torch.float16),
+        wide(80, 64, torch.float16),
+        wide(96, 128, torch.bfloat16),
         (128, 64, torch.float16),
-        (128, 128, torch.bfloat16),
-        (256, 64, torch.float16),
+        wide(128, 128, torch.bfloat16),
+        wide(256, 64, torch.float16),
         (256, 128, torch.bfloat16),
         (16, 192, torch.float16),
     ],
@@ -354,7 +366,7 @@ def test_tma_prefill_equals_its_reference_with_blackwells_tiles() -> None:
     check(paged_case([(90, 170)], heads=2, groups=2, block_size=64, dtype=torch.float16), config_of(B200, 64, 64))
 
 
-@pytest.mark.parametrize(("block_size", "block_n"), [(64, 64), (64, 32), (128, 128), (128, 64)])
+@pytest.mark.parametrize(("block_size", "block_n"), [wide(64, 64), (64, 32), (128, 128), wide(128, 64)])
 def test_tma_prefill_is_right_at_the_edges_of_blocks_and_tiles(block_size: int, block_n: int) -> None:
     lengths = [(n, n) for n in (1, block_size - 1, block_size, block_size + 1, 127, 128, 129)]
     lengths += [(1, block_size), (1, block_size + 1), (3, 2 * block_size - 1), (130, 2 * block_size + 131)]
@@ -388,7 +400,7 @@ def test_tma_prefills_steps_are_as_long_as_blocks_and_shared_memory_allow() -> N
 
 
 @pytest.mark.parametrize("as_bits", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [wide(torch.float32), wide(torch.float16), torch.bfloat16])
 @pytest.mark.parametrize(
     "config",
     [PLAIN, DecodeConfig(16, 4, 2, SplitConfig(1, 8)), DecodeConfig(16, 4, 2, SplitConfig(3, 8))],
