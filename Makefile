@@ -21,15 +21,19 @@ PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 DEMO_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
-# A process for each core, for tests that neither start processes of their own nor look at the clock.
+# A process for each core, for tests that start no servers of their own.
 PARALLEL := --numprocesses auto --dist worksteal
+# What has a step of its own.
+APART := $(addprefix --ignore=tests/,faults kernels e2e gpu clients)
+# Tests that only compute: on no clock, on a virtual one, or on their processes' own time.
+COMPUTING := $(addprefix tests/,advisor http_fuzz loadtests/report loadtests/workloads model planner simulation simulator)
 # uv takes its own variable for what pip calls PIP_FIND_LINKS.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Where a shell forbids bytecode files, each process that a test or a server starts compiles torch's sources again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench constraints clean
+.PHONY: help setup serve tools test computed served lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -59,18 +63,25 @@ tools: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'nixl>=1.5,<2' \
 		|| echo "    NIXL can't be had: its tests will be skipped"
 
-# In this order, each only if those before it went well.
+# Each line only if those before it went well. What waits for the network, for leases and for processes to start leaves a
+# core idle: tests that only compute have it meanwhile. All others have the machine to themselves.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory tools
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory types
-	@$(MAKE) --no-print-directory unit
-	@$(MAKE) --no-print-directory simulation
-	@$(MAKE) --no-print-directory faults
-	@$(MAKE) --no-print-directory kernels
-	@$(MAKE) --no-print-directory e2e
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target tools types
+	@echo "--> Unit tests, but for those that only compute"
+	@$(PYTEST) $(PARALLEL) tests $(APART) $(COMPUTING:%=--ignore=%)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target computed served
 	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 2"
-	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos"
+	@echo "--> All steps passed: lint, types, unit, simulation, kernels, faults, e2e, chaos$$($(BIN)/python -m tests.deploy.programs --skipped)"
+
+computed: $(STAMP)
+	@echo "--> Unit tests that only compute, simulation on virtual time"
+	@nice -n 5 $(PYTEST) $(PARALLEL) $(COMPUTING)
+	@nice -n 5 $(MAKE) --no-print-directory kernels
+
+served: $(STAMP)
+	@$(MAKE) --no-print-directory faults
+	@$(MAKE) --no-print-directory e2e
 
 lint: $(STAMP)
 	@echo "--> Style: ruff"
@@ -84,7 +95,7 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
-	@$(PYTEST) $(PARALLEL) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/clients
+	@$(PYTEST) $(PARALLEL) tests $(APART) --ignore=tests/simulation
 
 simulation: $(STAMP)
 	@echo "--> Simulation on virtual time"
@@ -120,7 +131,7 @@ test-gpu:
 
 test-models: $(STAMP)
 	@echo "--> The wide matrix of models"
-	@$(PYTEST) $(PARALLEL) tests -m models --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/clients
+	@$(PYTEST) $(PARALLEL) tests $(APART) -m models
 	@$(PYTEST) tests/e2e -m models
 
 # Some minutes to set up, and of a server's time: not part of `make test`.

@@ -51,31 +51,33 @@ class Answer:
 
     def line(self) -> str:
         """For people."""
-        layout = self.layout
-        parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {_worker(layout.prefill)}"]
-        parts.append(f"{layout.num_decode} decode on {_worker(layout.decode)}")
         return (
-            f"{layout.mode}: {' and '.join(parts)}; {self.goodput:.3g} requests a second"
-            f"{'' if self.is_simulated else ' by formulas alone'}, {layout.usd_per_hour:.2f} USD an hour, "
+            f"{fleet_words(self.layout)}; {self.goodput:.3g} requests a second"
+            f"{'' if self.is_simulated else ' by formulas alone'}, {self.layout.usd_per_hour:.2f} USD an hour, "
             f"{self.usd_per_million_tokens:.3g} USD a million tokens of answers; {self.binds} binds"
         )
 
 
-def _worker(kind: Kind) -> str:
-    weights = "" if kind.quantization == "auto" else f" with {kind.quantization} weights"
-    return f"{kind.ranks} {kind.hardware}{weights}"
+def fleet_words(layout: Layout) -> str:
+    """For people: how many of which workers."""
+
+    def worker(kind: Kind) -> str:
+        weights = "" if kind.quantization == "auto" else f" with {kind.quantization} weights"
+        return f"{kind.ranks} {kind.hardware}{weights}"
+
+    parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
+    return f"{layout.mode}: {' and '.join([*parts, f'{layout.num_decode} decode on {worker(layout.decode)}'])}"
 
 
 def answer_of(
-    planned: Planned, simulated: float | None, workload: Workload, promise: Promise, rate: float | None
+    planned: Planned, workload: Workload, promise: Promise, rate: float | None, *, is_simulated: bool
 ) -> Answer:
     """`rate`: what is asked of it, where that is less than it serves; cost follows what is served."""
-    layout = planned.layout
-    goodput = planned.goodput if simulated is None else simulated
+    layout, goodput = planned.layout, planned.goodput
     served = goodput if rate is None else min(rate, goodput)
-    binds = layout.met(workload, promise, layout.goodput(workload, promise) * OVER).binds(promise)
+    binds = layout.met(workload, promise, layout.goodput(workload, promise, goodput) * OVER).binds(promise)
     cost = layout.usd_per_million_tokens(workload, served) if served > 0 else float("inf")
-    return Answer(layout, goodput, simulated is not None, binds, cost)
+    return Answer(layout, goodput, is_simulated, binds, cost)
 
 
 def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype: str, on_cpu: bool) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype:
 
 
 def sensitivities(
-    best: Layout,
+    chosen: Layout,
     structures: Sequence[Planned],
     workload: Workload,
     promise: Promise,
@@ -133,21 +135,24 @@ def sensitivities(
             for factor in factors:
                 value = base * factor**direction
                 planned = search_at(value)
-                if planned is not None and _kind_of(planned.layout) != _kind_of(best):
+                if planned is not None and _kind_of(planned.layout) != _kind_of(chosen):
                     found = True
-                    yield f"{name} {word} about {value:.3g} {unit}: {_described(planned.layout)}"
+                    yield f"{name} {word} about {value:.3g} {unit}: {fleet_words(planned.layout)}"
                     break
 
+    def best(search: Search, rate: float | None) -> Planned | None:
+        """None where nothing keeps the promise at that rate."""
+        planned = search.best(rate, weights)
+        return planned[0] if planned and planned[0].goodput > 0 and planned[0].goodput >= (rate or 0.0) else None
+
     def with_promise(changed: Promise) -> Planned | None:
-        planned = Search(prefill, decode, workload, changed, budget).best(rate, weights)
-        return planned[0] if planned and planned[0].goodput > 0 else None
+        return best(Search(prefill, decode, workload, changed, budget), rate)
 
     if rate is not None:
         search = Search(prefill, decode, workload, promise, budget)
 
         def at_rate(value: float) -> Planned | None:
-            planned = search.best(value, weights)
-            return planned[0] if planned and planned[0].goodput >= value else None
+            return best(search, value)
 
         yield from first_other("a rate", "requests a second", rate, RATE_FACTORS, at_rate)
     yield from first_other(
@@ -170,8 +175,7 @@ def sensitivities(
 
             def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
                 readers, writers = (_at_price(kinds, name, value / price) for kinds in (prefill, decode))
-                planned = Search(readers, writers, workload, promise, budget).best(rate, weights)
-                return planned[0] if planned else None
+                return best(Search(readers, writers, workload, promise, budget), rate)
 
             yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
     if not found:
@@ -182,13 +186,6 @@ def _kind_of(layout: Layout) -> tuple[str, str, str]:
     """Quantisation aside: mode, and GPUs by role."""
     prefill = "" if layout.prefill is None else layout.prefill.hardware
     return layout.mode, prefill, layout.decode.hardware
-
-
-def _described(layout: Layout) -> str:
-    on = [kind.hardware for kind in (layout.prefill, layout.decode) if kind is not None]
-    return (
-        f"{layout.mode} on {' and '.join(dict.fromkeys(on))}, {layout.num_prefill} prefill, {layout.num_decode} decode"
-    )
 
 
 def _distinct(kinds: Any) -> list[Kind]:
@@ -207,11 +204,14 @@ def _at_price(kinds: Sequence[Kind], hardware: str, factor: float) -> list[Kind]
 def roofline_lines(shape: ModelConfig, machine: Machine, workload: Workload, batch: int) -> Iterator[str]:
     """The operations of a prompt and of a decode step of this workload on one worker."""
     hardware = machine.hardware
+    roofs = " and ".join(
+        f"{hardware.flops_per_s[number] / 1e12:.3g} TFLOP/s in {number}, ridge at {hardware.ridge(number):.0f}"
+        for number in dict.fromkeys((hardware.native, machine.number(shape)))
+    )
     yield (
-        f"{hardware.title} x{machine.ranks}: {hardware.flops_per_s['bf16'] / 1e12:.0f} TFLOP/s, "
-        f"{hardware.read_bytes_per_s / 1e12:.2f} TB/s, ridge at {hardware.ridge():.0f} operations a byte "
-        f"({hardware.source}); steps are expected to get {machine.efficiency.compute:.0%} "
-        f"and {machine.efficiency.read:.0%} of them"
+        f"{hardware.title} x{machine.ranks}: {hardware.read_bytes_per_s / 1e12:.3g} TB/s, {roofs} "
+        f"({hardware.source}); steps are expected to get {machine.efficiency.compute:.0%} of the FLOPs "
+        f"and {machine.efficiency.read:.0%} of the bytes"
     )
     prompt, context = int(workload.mean_prompt), workload.mean_context
     yield from _table(f"prefill of {prompt} tokens", shape, machine, prefill_operations(shape, prompt, 0, machine.held))
@@ -223,9 +223,8 @@ def _table(title: str, shape: ModelConfig, machine: Machine, operations: Sequenc
     total_s = sum(machine.operation_s(shape, one) for one in operations)
     yield f"{title}: {total_s * 1000:.3g} ms, sums and host aside"
     yield f"  {'':24}{'GFLOP':>12}{'MB':>10}{'FLOP/byte':>11}{'bound by':>12}{'of time':>9}"
-    ridge = machine.hardware.ridge(machine.number(shape))
     for one in operations:
-        bound = "FLOPs" if one.intensity > ridge else "bandwidth"
+        bound = machine.bound(shape, one)
         share = machine.operation_s(shape, one) / total_s
         figures = f"{one.flops / 1e9:>12.4g}{one.bytes / 1e6:>10.4g}{one.intensity:>11.3g}"
         yield f"  {one.name:24}{figures}{bound:>12}{share:>9.1%}"

@@ -6,15 +6,11 @@ import numpy as np
 
 from twostroke.loadtests.report.chart import BLUE, GREY, ORANGE, VERMILION, Plot, in_our_style, panels, plot_of
 from twostroke.model.config import ModelShape
-from twostroke.planner.hardware import Hardware
-from twostroke.planner.operations import AS_BF16, Held, Operation, decode_operations, prefill_operations
-
-PROMPT, BATCH, CONTEXT = 2048, 32, 2048
+from twostroke.planner.floors import Machine
+from twostroke.planner.operations import Held, Operation, decode_operations, prefill_operations
 
 
-def phases(
-    shape: ModelShape, prompt: int = PROMPT, batch: int = BATCH, context: int = CONTEXT, held: Held = AS_BF16
-) -> dict[str, list[Operation]]:
+def phases(shape: ModelShape, held: Held, prompt: int, batch: int, context: int) -> dict[str, list[Operation]]:
     """The operations of a prompt, and of a decode step."""
     return {
         f"prefill, {prompt:,} tokens": prefill_operations(shape, prompt, held=held),
@@ -23,19 +19,23 @@ def phases(
 
 
 @in_our_style
-def roofline(hardware: Hardware, of_phases: Mapping[str, Sequence[Operation]]) -> Plot:
-    """Operations a second against operations a byte (Williams et al., CACM 2009)."""
+def roofline(machine: Machine, shape: ModelShape, of_phases: Mapping[str, Sequence[Operation]]) -> Plot:
+    """Operations a second against operations a byte (Williams et al., CACM 2009), a roof for each kind of number."""
     figure, axes = panels(1, height=4.6)
-    chart, peak = axes[0, 0], hardware.flops_per_s["bf16"]
-    points = np.logspace(-1, 4.5, 200)
-    chart.loglog(points, np.minimum(peak, points * hardware.read_bytes_per_s) / 1e12, color=GREY)
-    chart.axvline(hardware.ridge(), color=GREY, linewidth=0.8, linestyle="--")
-    chart.annotate(f"ridge: {hardware.ridge():.0f}", (hardware.ridge(), 0.2), color=GREY, rotation=90, ha="right")
+    chart, hardware = axes[0, 0], machine.hardware
+    points, read = np.logspace(-1, 4.5, 200), hardware.read_bytes_per_s
+    for number in dict.fromkeys((hardware.native, machine.number(shape))):
+        peak, ridge = hardware.flops_per_s[number], hardware.ridge(number)
+        chart.loglog(points, np.minimum(peak, points * read) / 1e12, color=GREY)
+        chart.axvline(ridge, color=GREY, linewidth=0.8, linestyle="--")
+        foot = ridge, points[0] * read / 1e12
+        chart.annotate(f"ridge in {number}: {ridge:.0f}", foot, color=GREY, rotation=90, ha="right", va="bottom")
     for (phase, operations), colour, place in zip(
         of_phases.items(), (VERMILION, BLUE), ((4, 4), (4, -12)), strict=False
     ):
         at = np.array([one.intensity for one in operations])
-        rates = np.minimum(peak, at * hardware.read_bytes_per_s) / 1e12
+        peaks = np.array([hardware.flops_per_s[machine.number(shape, one.kind)] for one in operations])
+        rates = np.minimum(peaks, at * read) / 1e12
         chart.loglog(at, rates, "o", color=colour, label=phase)
         for one, x, y in zip(operations, at, rates, strict=True):
             chart.annotate(one.name, (x, y), textcoords="offset points", xytext=place, color=colour, fontsize=8)

@@ -6,16 +6,16 @@ Progress goes to stderr; with --json the last line on stdout is one JSON object.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import yaml
 
-from twostroke.advisor.answer import Answer, answer_of, gpu_names, roofline_lines, sensitivities, settings_of
-from twostroke.advisor.trials import simulated_goodput
+from twostroke.advisor.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.advisor.trials import decide, measured_worker
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.loadtests import LoadTestError
@@ -24,11 +24,12 @@ from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
+from twostroke.planner.floors import Machine
 from twostroke.planner.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
 from twostroke.planner.models import MODELS, published_model
 from twostroke.planner.published import check_lines
 from twostroke.planner.queueing import Kind
-from twostroke.planner.search import Budget, Planned, Search, Terms, check_floors, kinds_of, machine_of, nowhere
+from twostroke.planner.search import Budget, Search, Terms, check_floors, kinds_of, machine_of, nowhere
 from twostroke.planner.tables import tables
 from twostroke.planner.workload import Promise, Workload, promise_of
 from twostroke.protocol.errors import ConfigError
@@ -36,10 +37,6 @@ from twostroke.simulator.kinds import kind_of
 
 REQUESTS = 2000  # of the workload, that a plan looks at
 MOST_CONTEXT = 32_768  # of a workload's requests, where nobody says
-FEW = 4  # layouts that are simulated, in each of
-ROUNDS = 3
-RUNNERS_UP = 4
-Structure = tuple[str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,25 +98,41 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for."""
+
+    shape: ModelConfig
+    workload: Workload
+    promise: Promise
+    terms: Terms
+    hardware: Mapping[str, Hardware]  # by name; none where workers are measured
+
+    def machine(self, kind: Kind) -> Machine:
+        return machine_of(self.hardware[kind.hardware], kind.ranks, kind.quantization, self.terms)
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         raise ConfigError("plan: name a MODEL, or give --check or --tables")
-    shape = model_of(arguments.model)
-    promise = promise_of(arguments.slo)
+    if arguments.costs is not None and arguments.gpu is not None:
+        raise ConfigError("--costs: beside --gpu: give one of them")
+    shape, promise = model_of(arguments.model), promise_of(arguments.slo)
     workload = workload_for(arguments, shape)
-    terms = _terms(arguments)
-    kinds = _kinds(arguments, shape, workload, promise, terms)
+    hardware = {} if arguments.costs is not None else {one.name: one for one in _hardware(arguments)}
+    asked = Asked(shape, workload, promise, _terms(arguments), hardware)
+    kinds = _kinds(arguments, asked)
     budget = Budget(arguments.gpus, arguments.usd_per_hour)
     search = Search(kinds, kinds, workload, promise, budget)
     _say(f"{len(kinds)} kinds of worker have room; searching")
-    answers, planned, weights = _decide(search, workload, promise, arguments)
-    best = answers[0]
+    found = decide(search, workload, promise, arguments.rate, _say, simulates=not arguments.formulas)
+    best = found.answers[0]
     settings = settings_of(
         best.layout,
         arguments.model,
         promise,
         kv_cache_dtype=arguments.kv_cache_dtype,
-        on_cpu=arguments.costs is not None,
+        on_cpu=not any(one.is_gpu for one in hardware.values()),
     )
     read_config(settings)
     text = yaml.safe_dump(settings, sort_keys=False)
@@ -129,14 +142,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--output {arguments.output}: {error.strerror}") from error
     _say("searching for what would change the answer")
-    changes = list(sensitivities(best.layout, planned, workload, promise, budget, arguments.rate, weights))
+    changes = list(sensitivities(best.layout, found.planned, workload, promise, budget, arguments.rate, found.weights))
     if arguments.report is not None:
-        _draw(arguments.report, shape, best, workload, promise, terms)
+        _draw(arguments.report, best, asked)
     if not arguments.json:
-        _print(arguments, shape, answers, changes, text, workload, promise, terms)
+        _print(arguments, asked, found.answers, changes, text)
     print(
         json.dumps(
-            {"best": best.told(), "runners_up": [one.told() for one in answers[1:]], "what_would_change_it": changes}
+            {
+                "best": best.told(),
+                "runners_up": [one.told() for one in found.answers[1:]],
+                "what_would_change_it": changes,
+            }
         )
     )
     return 0
@@ -166,6 +183,11 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
         slo=SLO(),
         seconds=1e9,
     )
+    return sample_of(plan, Path(arguments.workload).stem)
+
+
+def sample_of(plan: Plan, name: str) -> Workload:
+    """The lengths of a load test's first requests. Raises LoadTestError."""
     lengths: list[tuple[int, int]] = []
     for session in islice(sessions(plan), REQUESTS):
         before = 0
@@ -173,7 +195,7 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
             prompt = before + sum(piece.tokens for piece in turn.prompt)
             lengths.append((prompt, turn.output_tokens))
             before = prompt + turn.output_tokens
-    return Workload(Path(arguments.workload).stem, tuple(lengths[:REQUESTS]))
+    return Workload(name, tuple(lengths[:REQUESTS]))
 
 
 def _terms(arguments: argparse.Namespace) -> Terms:
@@ -184,7 +206,7 @@ def _terms(arguments: argparse.Namespace) -> Terms:
         except ValueError:
             raise ConfigError(f"--efficiency {arguments.efficiency}: write COMPUTE,READ, as in 0.55,0.72") from None
         efficiency = Efficiency(compute, read)
-    kv = 2.0 if arguments.kv_cache_dtype == "auto" else 1.0
+    kv = None if arguments.kv_cache_dtype == "auto" else 1.0
     return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency)
 
 
@@ -218,15 +240,12 @@ def _quantizations(arguments: argparse.Namespace) -> list[Quantization]:
     return found
 
 
-def _kinds(
-    arguments: argparse.Namespace, shape: ModelConfig, workload: Workload, promise: Promise, terms: Terms
-) -> list[Kind]:
+def _kinds(arguments: argparse.Namespace, asked: Asked) -> list[Kind]:
+    shape, workload, terms = asked.shape, asked.workload, asked.terms
     if arguments.costs is not None:
-        if arguments.gpu is not None:
-            raise ConfigError("--costs: beside --gpu: give one of them")
-        return [_measured(arguments, workload, promise)]
-    hardware, quantizations = _hardware(arguments), _quantizations(arguments)
-    check_floors(shape, hardware, quantizations, workload, promise, terms)
+        return [_measured(arguments, workload, asked.promise)]
+    hardware, quantizations = list(asked.hardware.values()), _quantizations(arguments)
+    check_floors(shape, hardware, quantizations, workload, asked.promise, terms)
     kinds = [kind for one in hardware for kind in kinds_of(shape, one, quantizations, workload, terms)]
     if not kinds:
         raise nowhere(shape, hardware, workload, terms)
@@ -245,55 +264,7 @@ def _measured(arguments: argparse.Namespace, workload: Workload, promise: Promis
     for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, row_s)):
         if asked_s < floor_s:
             raise ConfigError(f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s of such a worker")
-    return Kind(
-        name=known.name,
-        costs=known.costs,
-        kv_tokens=known.kv_tokens,
-        kv_bytes=known.kv_bytes,
-        link_bytes_per_s=known.link_bytes_per_s,
-        num_layers=known.num_layers,
-        step_tokens=known.step_tokens,
-        max_batch=known.max_batch,
-        gpus=1,
-        usd_per_hour=prices.get(known.name, 1.0),
-        hardware=known.name,
-    )
-
-
-def _decide(
-    search: Search, workload: Workload, promise: Promise, arguments: argparse.Namespace
-) -> tuple[list[Answer], list[Planned], dict[Structure, float]]:
-    """The best few layouts, the best first; all near ones by formulas; and by structure what simulation made of it.
-
-    Simulation says what part of the formulas' rate a structure serves; the search is repeated with that until the best
-    have been simulated as they are.
-    """
-    rate: float | None = arguments.rate
-    weights: dict[Structure, float] = {}
-    simulated: dict[Any, float] = {}
-    planned = search.best(rate, weights)
-    for _ in range(0 if arguments.formulas else ROUNDS):
-        unknown = [one for one in planned[:FEW] if one.layout not in simulated]
-        if not unknown:
-            break
-        for one in unknown:
-            layout, expected = one.layout, search.goodput(one.layout)
-            if expected <= 0:
-                simulated[layout] = 0.0
-                continue
-            _say(f"simulating {layout.mode}, {layout.num_prefill} prefill and {layout.num_decode} decode workers")
-            simulated[layout] = simulated_goodput(layout, workload, promise, expected, _say)
-            weights[layout.structure] = simulated[layout] / expected
-        planned = search.best(rate, weights)
-    if not planned or planned[0].goodput <= 0:
-        raise ConfigError(
-            f"--slo {arguments.slo}: no layout within the budget keeps it at any rate: ask for more time, or allow more"
-        )
-    answers = [answer_of(one, simulated.get(one.layout), workload, promise, rate) for one in planned]
-    if simulated:
-        answers = [one for one in answers if one.is_simulated] or answers
-    answers.sort(key=lambda one: Planned(one.layout, one.goodput).rank(rate), reverse=True)
-    return answers[: 1 + RUNNERS_UP], planned, weights
+    return measured_worker(known, usd_per_hour=prices.get(known.name, 1.0))
 
 
 def _say(line: str) -> None:
@@ -301,16 +272,9 @@ def _say(line: str) -> None:
 
 
 def _print(
-    arguments: argparse.Namespace,
-    shape: ModelConfig,
-    answers: Sequence[Answer],
-    changes: Sequence[str],
-    text: str,
-    workload: Workload,
-    promise: Promise,
-    terms: Terms,
+    arguments: argparse.Namespace, asked: Asked, answers: Sequence[Answer], changes: Sequence[str], text: str
 ) -> None:
-    best = answers[0]
+    best, workload, promise = answers[0], asked.workload, asked.promise
     print(
         f"{workload.name}: prompts of {workload.mean_prompt:.0f} tokens, answers of {workload.mean_answer:.0f}, means; "
         f"longest request {workload.longest:,}"
@@ -334,28 +298,25 @@ def _print(
         )
         for kind in {one.name: one for one in (best.layout.prefill, best.layout.decode) if one is not None}.values():
             print()
-            for line in roofline_lines(shape, _machine(kind, terms), workload, batch):
+            for line in roofline_lines(asked.shape, asked.machine(kind), workload, batch):
                 print(line)
-    print(f"\n# serve it: twostroke serve --config FILE\n{text}")
+    copy = ", with your copy of the model as its path" if arguments.model in MODELS else ""
+    print(f"\n# serve it: twostroke serve --config FILE{copy}\n{text}")
 
 
-def _machine(kind: Kind, terms: Terms) -> Any:
-    quantization: Any = kind.quantization
-    return machine_of(hardware_of(kind.hardware), kind.ranks, quantization, terms)
-
-
-def _draw(folder: Path, shape: ModelConfig, best: Answer, workload: Workload, promise: Promise, terms: Terms) -> None:
+def _draw(folder: Path, best: Answer, asked: Asked) -> None:
     from twostroke.advisor.pictures import batch_sweep, phases, roofline
     from twostroke.planner.queueing import rows_s
 
-    decode = best.layout.decode
+    decode, workload = best.layout.decode, asked.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
     step_s = [rows_s(decode, batch, workload.mean_context) for batch in batches]
     pictures = [batch_sweep(batches, step_s, full)]
-    if decode.hardware in gpu_names():
-        of_phases = phases(shape, int(workload.mean_prompt), max(1, full), int(workload.mean_context))
-        pictures.append(roofline(hardware_of(decode.hardware), of_phases))
+    if decode.hardware in asked.hardware:
+        machine, prompt = asked.machine(decode), int(workload.mean_prompt)
+        of_phases = phases(asked.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
+        pictures.append(roofline(machine, asked.shape, of_phases))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in pictures:

@@ -1,15 +1,21 @@
 """Layouts on trial: how many requests a second they serve in time when the live router's decisions are simulated.
 
 The coarse simulator serves the same requests, drawn from the workload, at rising rates until a promise is broken.
+What a structure then serves as a part of what formulas said weighs it in the next round of the search.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from twostroke.advisor.answer import Answer, answer_of
 from twostroke.planner.layouts import Layout
 from twostroke.planner.queueing import CALL_S
 from twostroke.planner.queueing import Kind as PlannedKind
+from twostroke.planner.search import Planned, Search, best_of_each
 from twostroke.planner.workload import Promise, Workload
+from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.coarse.fleet import Fleet, run
 from twostroke.simulator.coarse.live_router import LiveRouter
@@ -21,8 +27,30 @@ REQUESTS = 800
 BATCHES = 4
 """Times what decode workers hold at once, at least: the first of them find an empty fleet, and are not judged."""
 MOST_REQUESTS = 6000
-STEPS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)
-"""Rates that are tried, as parts of the one that formulas give."""
+STEP = 1.2  # between rates, until one holds and one does not
+PRECISION = 0.05
+FEW = 4  # layouts that are simulated in each of the first two rounds; then the best one, until it is known
+ROUNDS = 10
+RUNNERS_UP = 4
+Structure = tuple[str, str, str]
+
+
+def measured_worker(kind: Kind, name: str | None = None, *, gpus: int = 1, usd_per_hour: float = 1.0) -> PlannedKind:
+    """What the planner takes a worker for whose costs were measured: its machine's other workers are as busy as it."""
+    return PlannedKind(
+        name=name or kind.name,
+        costs=kind.costs if kind.beside is None else kind.beside,
+        kv_tokens=kind.kv_tokens,
+        kv_bytes=kind.kv_bytes,
+        link_bytes_per_s=kind.link_bytes_per_s,
+        num_layers=kind.num_layers,
+        step_tokens=kind.step_tokens,
+        max_batch=kind.max_batch,
+        gpus=gpus,
+        usd_per_hour=usd_per_hour,
+        hardware=name or kind.name,
+        call_s=kind.http_s + kind.admit_s + (CALL_S if kind.call_s is None else kind.call_s),
+    )
 
 
 def kind_of_worker(kind: PlannedKind) -> Kind:
@@ -77,7 +105,7 @@ def tails(layout: Layout, workload: Workload, promise: Promise, rate: float, see
     ttfts = sorted(one.ttft_s for one in judged)
     tpots = sorted(one.tpot_s for one in judged if one.output_tokens > 1) or [0.0]
     return (
-        ttfts[min(len(ttfts) - 1, int(promise.ttft_share * len(ttfts)))] + CALL_S,
+        ttfts[min(len(ttfts) - 1, int(promise.ttft_share * len(ttfts)))] + (layout.prefill or layout.decode).call_s,
         tpots[min(len(tpots) - 1, int(promise.tpot_share * len(tpots)))],
     )
 
@@ -88,24 +116,78 @@ def simulated_goodput(
     promise: Promise,
     expected: float,
     progress: Callable[[str], None],
-    steps: Sequence[float] = STEPS,
+    *,
+    precision: float = PRECISION,
     seed: int = 0,
 ) -> float:
-    """The highest of the tried rates up to which both promises hold, between it and the next by halving once."""
+    """The highest rate that is found to keep both promises; the lowest that is not is near by `precision`.
+
+    From `expected` on in steps, then halving. 0 where a hundredth of it keeps none.
+    """
 
     def holds(rate: float) -> bool:
         ttft_s, tpot_s = tails(layout, workload, promise, rate, seed)
         progress(f"{rate:.3g} requests a second: TTFT {ttft_s:.3g} s, TPOT {tpot_s * 1000:.3g} ms")
         return ttft_s <= promise.ttft_s and tpot_s <= promise.tpot_s
 
-    rates = [expected * step for step in steps]
-    low, high = 0, len(rates)  # all below `low` hold, `high` does not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if holds(rates[middle]) else (low, middle)
-    if low == 0:
-        return expected * steps[0] / 2 if holds(expected * steps[0] / 2) else 0.0
-    if low == len(rates):
-        return rates[-1]
-    middle_rate = (rates[low - 1] + rates[low]) / 2
-    return middle_rate if holds(middle_rate) else rates[low - 1]
+    low = high = expected
+    if holds(expected):
+        while low == high or holds(high):
+            low, high = high, high * STEP
+    else:
+        while low == high or not holds(low):
+            low, high = low / STEP, low
+            if low < 0.01 * expected:
+                return 0.0
+    while high / low > 1 + precision:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a search and its trials end in."""
+
+    answers: list[Answer]  # of layouts that were tried, where any was; the best first
+    planned: list[Planned]  # all near ones, by formulas and weights
+    weights: dict[Structure, float]  # what simulation made of formulas
+
+
+def decide(
+    search: Search,
+    workload: Workload,
+    promise: Promise,
+    rate: float | None,
+    say: Callable[[str], None],
+    *,
+    simulates: bool = True,
+) -> Decision:
+    """The search is repeated with what trials found until the best have been tried as they are.
+
+    Raises ConfigError where no layout can be bought, or keeps the promise.
+    """
+    weights: dict[Structure, float] = {}
+    simulated: dict[Layout, float] = {}
+    planned = search.best(rate, weights)
+    for number in range(ROUNDS if simulates else 0):
+        unknown = [one for one in planned[: FEW if number < 2 else 1] if one.layout not in simulated]
+        if not unknown:
+            break
+        for one in unknown:
+            layout, expected = one.layout, search.goodput(one.layout)
+            if expected <= 0:
+                simulated[layout] = 0.0
+                continue
+            say(f"simulating {layout.mode}, {layout.num_prefill} prefill and {layout.num_decode} decode workers")
+            simulated[layout] = simulated_goodput(layout, workload, promise, expected, say)
+            weights[layout.structure] = simulated[layout] / expected
+        planned = search.best(rate, weights)
+    if not planned:
+        raise ConfigError("--gpus, --usd-per-hour: not one worker that has room can be bought for that: allow more")
+    if planned[0].goodput <= 0:
+        raise ConfigError("--slo: no layout within the budget keeps it at any rate: ask for more time, or allow more")
+    tried = [Planned(layout, served) for layout, served in simulated.items() if served > 0]
+    best = best_of_each(tried or planned, rate)[: 1 + RUNNERS_UP]
+    answers = [answer_of(one, workload, promise, rate, is_simulated=bool(tried)) for one in best]
+    return Decision(answers, planned, weights)

@@ -35,6 +35,8 @@ from twostroke.advisor.capacities import (
     simulated_capacity,
 )
 from twostroke.advisor.modes import MODES, Fleet, Mode, counts_of, learn_kind, server_in, write_kind
+from twostroke.advisor.plan import sample_of
+from twostroke.advisor.trials import kind_of_worker
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
@@ -51,10 +53,9 @@ from twostroke.loadtests.plan import Chat, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.run_folder import make_folder
 from twostroke.loadtests.workloads.sessions import sessions
-from twostroke.model.sizes import num_parameters
-from twostroke.planner.floors import Machine, step_costs
 from twostroke.planner.hardware import hardware_of
 from twostroke.planner.models import published_model
+from twostroke.planner.search import Terms, kinds_of, nowhere
 from twostroke.protocol.errors import ConfigError
 from twostroke.simulator.exact.plans import VOCABULARY
 from twostroke.simulator.kinds import KINDS, Kind, kind_of
@@ -224,13 +225,9 @@ def _plan(arguments: argparse.Namespace, url: str) -> Plan:
 
 
 def _by_simulation(arguments: argparse.Namespace, found: Found) -> Plan:
-    kind = kind_of(arguments.costs) if arguments.costs is not None else gpu_kind(arguments.gpu, arguments.model)
-    for mode in arguments.modes:
-        aggregated = arguments.prefill + arguments.decode  # a machine's worth each
-        found.fleets[mode] = Fleet(mode, counts_of(mode, arguments.prefill, arguments.decode, aggregated), kind)
-    return Plan(
+    plan = Plan(
         url="simulated",
-        model=kind.name,
+        model=arguments.model,
         max_context=arguments.max_context or 8192,
         arrivals=Poisson(1.0),
         workload=workload_of(arguments),
@@ -240,26 +237,22 @@ def _by_simulation(arguments: argparse.Namespace, found: Found) -> Plan:
         warm_up_s=arguments.warm_up,
         vocabulary=VOCABULARY,
     )
+    kind = kind_of(arguments.costs) if arguments.costs is not None else gpu_kind(arguments.gpu, plan)
+    for mode in arguments.modes:
+        aggregated = arguments.prefill + arguments.decode  # a machine's worth each
+        found.fleets[mode] = Fleet(mode, counts_of(mode, arguments.prefill, arguments.decode, aggregated), kind)
+    return plan
 
 
-def gpu_kind(gpu: str, model: str) -> Kind:
-    """A worker of one such GPU, by the planner's roofline. Raises ConfigError for a GPU or model it does not know."""
-    hardware, config = hardware_of(gpu), published_model(model)
-    kv_bytes = float(config.kv_kinds * config.kv_size * config.num_layers * 2)
-    room = 0.9 * hardware.memory_bytes - 2 * num_parameters(config)
-    if room < kv_bytes * 4096:
-        raise ConfigError(f"--gpu {gpu}: {model} leaves no room for KV in one; name a larger GPU or a smaller model")
-    return Kind(
-        name=f"{model} on {gpu}",
-        costs=step_costs(Machine(hardware), config, 1024, 8192),
-        kv_bytes=kv_bytes,
-        kv_tokens=int(room / kv_bytes),
-        link_bytes_per_s=hardware.link_bytes_per_s,
-        step_tokens=8192,
-        max_batch=256,
-        source="the planner's roofline; no GPU has confirmed it",
-        num_layers=config.num_layers,
-    )
+def gpu_kind(gpu: str, plan: Plan) -> Kind:
+    """A worker of one such GPU, as the planner knows it. Raises ConfigError for a GPU or model that it does not know,
+    and where the model, or the longest request, has no room."""
+    hardware, shape, terms = hardware_of(gpu), published_model(plan.model), Terms()
+    workload = sample_of(msgspec.structs.replace(plan, seconds=1e9), "asked")
+    fitting = [kind for kind in kinds_of(shape, hardware, ("auto",), workload, terms) if kind.ranks == 1]
+    if not fitting:
+        raise nowhere(shape, [hardware], workload, terms)
+    return msgspec.structs.replace(kind_of_worker(fitting[0]), source="the planner's roofline; no GPU has confirmed it")
 
 
 def _simulate(arguments: argparse.Namespace, plan: Plan, found: Found, say: Callable[[str], None]) -> None:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     kind = Kind(
         name=args.model,
         costs=costs,
-        kv_bytes=float(config.kv_kinds * config.kv_size * config.num_layers * 2),
+        kv_bytes=2.0 * config.kv_values,
         kv_tokens=args.kv_tokens,
         link_bytes_per_s=float(args.link),
         step_tokens=2048,

@@ -36,6 +36,18 @@ from twostroke.model.step import Draw, SequenceStep
 from twostroke.planner.operations import Limits, Work, decode_work, input_sizes, prefill_work
 from twostroke.protocol.requests import SamplingParams
 
+_1_2B = {  # Llama-3.2-1B
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
 MODELS: Mapping[str, dict[str, Any]] = {
     "160m": {  # GPT-2 small's layers, with grouped-query attention: 125 million parameters
@@ -49,18 +61,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     },
-    "1.2b": {  # Llama-3.2-1B
-        **_LLAMA,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
+    "1.2b": {**_LLAMA, **_1_2B},
     "smollm2": {  # SmolLM2-135M
         **_LLAMA,
         "vocab_size": 49152,
@@ -141,6 +142,15 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "moe-1.2b-active": {  # as Qwen3-MoE, of 1.2b's size for a token: its MLPs are eight of 32 experts
+        **_1_2B,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 1024,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
 }
 _DISTINCT = 1 << 22  # values, repeated: drawing a billion takes longer than measuring
 
@@ -163,10 +173,10 @@ READ_BYTES = 512 * 2**20  # far more than any cache holds
 class Machine:
     """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
 
-    def __init__(self, shapes: list[tuple[int, int, int]] | None = None):
+    def __init__(self, shapes: list[tuple[int, int, int]] | None = None, dtype: torch.dtype = torch.bfloat16):
         """`shapes`: (rows, columns in, columns out) of the products that the GEMM rate is measured with."""
         self._products = [
-            (torch.randn(rows, inner).to(torch.bfloat16), torch.randn(outer, inner).to(torch.bfloat16))
+            (torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype))
             for rows, inner, outer in shapes or [(1024, GEMM_SIZE, GEMM_SIZE)]
         ]
         self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
@@ -224,6 +234,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="160m", help="the shape of the random model")
     parser.add_argument("--quantization", choices=KINDS, default="none", help="of the engine that is measured whole")
     parser.add_argument("--way", choices=("native", "transformers"), default="native", help="who computes the layers")
+    parser.add_argument(
+        "--against",
+        choices=MODELS,
+        default=None,
+        help="decode in turns with a model of this shape, and measure no more",
+    )
     parser.add_argument("--rounds", type=positive, default=7, help="turns of limit and subject; medians are reported")
     parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
     parser.add_argument("--prompt-tokens", type=positive, default=1024, help="length of the prompt that prefill reads")
@@ -235,6 +251,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; the last line of stdout is one JSON object. Returns the exit code."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    if args.against is not None:
+        return _run_pair(args)
     with tempfile.TemporaryDirectory() as folder:
         say(f"writing a random model of the shape {args.model}")
         write_random_model(Path(folder), args.model, max_position=max(4096, args.prompt_tokens))
@@ -312,14 +330,20 @@ async def _in_turns(
         after = machine.measure()
         limits = before.mean(after)
         before = after
-        results.append(
-            Result(
-                tokens_per_s=work.tokens / step_s,
-                over_floor=work.floor_s(limits) / step_s,
-                over_gemm=work.operations / step_s / limits.gemm,
-                over_read=work.bytes / step_s / limits.read,
-            )
-        )
+        results.append(_result(work, step_s, limits))
+    return _medians(results)
+
+
+def _result(work: Work, step_s: float, limits: Limits) -> Result:
+    return Result(
+        tokens_per_s=work.tokens / step_s,
+        over_floor=work.floor_s(limits) / step_s,
+        over_gemm=work.operations / step_s / limits.gemm,
+        over_read=work.bytes / step_s / limits.read,
+    )
+
+
+def _medians(results: Sequence[Result]) -> Result:
     return Result(*(statistics.median(figures) for figures in zip(*results, strict=True)))
 
 
@@ -343,6 +367,56 @@ async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Na
             if engine is not measured:
                 engine.engine.close()
     return {kind: statistics.median(ratios[kind]) for kind in KINDS if kind != "none"}
+
+
+def _run_pair(args: argparse.Namespace) -> int:
+    """Decodes of two shapes, in turns: limit, one, the other, limit, ..."""
+    names, loaded = (args.model, args.against), []
+    try:
+        for name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                say(f"writing a random model of the shape {name}")
+                write_random_model(Path(folder), name)
+                loaded.append(_load(Path(folder), args.quantization, args, "native"))
+        results = {batch: asyncio.run(_pair_in_turns(loaded, batch, args)) for batch in BATCHES}
+    finally:
+        for engine in loaded:
+            engine.engine.close()
+    print(f"{args.model} and {args.against}, {'bf16' if args.quantization == 'none' else args.quantization}")
+    print(f"{'':12}" + "".join(f"{name:>18}{'of floor':>10}" for name in names) + f"{'ratio':>8}")
+    told: dict[str, float] = {}
+    for batch, pair in results.items():
+        ratio = pair[0].tokens_per_s / pair[1].tokens_per_s
+        shares = "".join(f"{result.tokens_per_s:>18.1f}{result.over_floor:>10.2f}" for result in pair)
+        print(f"{f'decode_b{batch}':12}{shares}{ratio:>8.2f}")
+        for result, who in zip(pair, ("", "against_"), strict=True):
+            told[f"{who}decode_b{batch}_tok_s"] = round(result.tokens_per_s, 1)
+            told[f"{who}decode_b{batch}_over_floor"] = round(result.over_floor, 3)
+    print(json.dumps(told))
+    return 0
+
+
+async def _pair_in_turns(loaded: Sequence[LoadedEngine], batch: int, args: argparse.Namespace) -> list[Result]:
+    """Medians of each."""
+    machine, turns = Machine(), []
+    each = [
+        (
+            engine,
+            _decode_steps(batch, engine.model_config, args),
+            decode_work(engine.model_config, batch, args.context + args.steps / 2, args.quantization),
+        )
+        for engine in loaded
+    ]
+    for engine, steps, _ in each:
+        await _step_s(engine, steps[:2])
+    before = machine.measure()
+    for turn in range(args.rounds):
+        say(f"decode at batch {batch}: turn {turn + 1} of {args.rounds}")
+        seconds = [await _step_s(engine, steps) for engine, steps, _ in each]
+        after = machine.measure()
+        limits, before = before.mean(after), after
+        turns.append([_result(work, step_s, limits) for (*_, work), step_s in zip(each, seconds, strict=True)])
+    return [_medians(results) for results in zip(*turns, strict=True)]
 
 
 async def _share_of_native(measured: LoadedEngine, folder: Path, args: argparse.Namespace) -> float:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import takewhile
 
 from twostroke.protocol.errors import ConfigError
 
@@ -22,6 +23,7 @@ _COMMANDS = {
         "cluster.commands.configuration:schema",
         "print the JSON schema of the file, for editors to check and complete by",
     ),
+    "config reference": ("cluster.commands.configuration:reference", "print the tables of docs/configuration.md"),
     "key new": (
         "cluster.commands.keys:new",
         "draw an API key, and print it with its line of YAML or add that to a file",
@@ -67,6 +69,10 @@ _COMMANDS = {
         "benchmarks.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
+    "bench hardware": (
+        "benchmarks.hardware",
+        "what this machine's CPU can do, into a file that `plan --gpu` reads",
+    ),
     "should-i-disaggregate": (
         "advisor.verdict",
         "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
@@ -74,6 +80,10 @@ _COMMANDS = {
     "bench simulation": (
         "advisor.agreement",
         "this machine's server beside its simulation: three modes, workloads and rates",
+    ),
+    "bench plan": (
+        "advisor.regret",
+        "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
     ),
     "plan": ("advisor.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
     "simulate": (
@@ -104,7 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong setting, file or folder."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        # As vLLM takes them, too: --max_model_len.
+        arguments = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), one) for one in arguments]
         parser, command, run = _parser(arguments)
+        _check_command(parser, arguments)
         known, unknown = parser.parse_known_args(arguments)
         if unknown:
             command.error(_unrecognised(command, unknown))
@@ -119,16 +132,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """What argparse would say of them, and what to write instead, as far as that is known."""
     told = f"unrecognized arguments: {' '.join(unknown)}"
-    flag = next((one.partition("=")[0] for one in unknown if one.startswith("-")), None)
-    if flag is None:
-        return told
-    if command.prog == "twostroke serve":
-        from twostroke.cluster.config.vllm_names import what_is_ours
+    flags = [re.split("[=.]", one)[0] for one in unknown if re.match("--?[a-zA-Z]", one)]
+    if not flags and command.prog == "twostroke serve":
+        return f"{told}\none model is served, and a flag has one value"
+    return "\n".join([told, *filter(None, (_hint(command, flag) for flag in flags))])
 
-        if (ours := what_is_ours(flag)) is not None:
-            return f"{told}\n{ours}"
-    near = get_close_matches(flag.replace("_", "-"), re.findall(r"--[a-z][a-z-]+", command.format_usage()), n=1)
-    return f"{told}\ndid you mean {near[0]}?" if near else told
+
+def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:
+    """What to write instead of a flag that the command lacks."""
+    from twostroke.cluster.config.vllm_names import OF_BENCH_SERVE, SAME, what_is_ours
+
+    name = flag.lstrip("-").replace("-", "_")
+    if command.prog == "twostroke serve" and (ours := what_is_ours(flag)) is not None:
+        return f"{ours}, in the file of --config" if name in SAME else ours
+    if command.prog.startswith("twostroke loadtest ") and name in OF_BENCH_SERVE:
+        return f"vLLM's {flag}: {OF_BENCH_SERVE[name]}"
+    near = get_close_matches(flag, re.findall(r"--?[a-z][a-z-]+", command.format_usage()), n=1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Ends with what to write instead of a command that is none."""
+    words = list(takewhile(lambda one: not one.startswith("-"), arguments))[:2]
+    called = words if words[:1] and words[0] in _GROUPS else words[:1]
+    names = {" ".join(one.split()[: len(called)]) for one in _COMMANDS}
+    name = " ".join(called)
+    if not called or name in names:
+        return
+    from twostroke.cluster.config.vllm_names import COMMANDS
+
+    near = get_close_matches(name, names, n=1)
+    hint = f"vLLM's {name}: {COMMANDS[name]}" if name in COMMANDS else f"did you mean {near[0]}?" if near else ""
+    parser.error(f"{name}: there is no such command\n{hint}".rstrip())
 
 
 def _parser(

@@ -14,27 +14,40 @@ class DecodeConfig(WorkerConfig):
     """Bounds of one step, and the worker's housekeeping."""
 
     max_step_tokens: Count = 512
-    """Tokens of one step: one for each running request, the rest for prompts computed here."""
+    """Tokens of one step, at least `max_batch`: one for each running request, the rest for prompts computed here.
+    Larger ones end such prompts sooner, and space the running streams' tokens out."""
     max_batch: Count = 256
-    """Requests in one step."""
+    """Requests in one step, at most `max_step_tokens`. Fewer for shorter times between tokens."""
     tpot_safety: Annotated[float, Ge(0.01), Le(1)] = 0.9
-    """Of the time per token that a request was promised, what its steps may be planned to take."""
+    """Share of the promised time per token that a step is planned to take at most. Less where streams miss their
+    promise, more to fill batches further."""
     max_stall_s: Interval | None = None
-    """How long prompts may make a step whose requests were promised nothing; null: by the step's costs."""
+    """How long prompts computed beside streams that were promised nothing may make a step. Less for smoother streams,
+    more to get prompts through sooner. null, where `stall_factor` is null too: what a step with 384 prompt tokens takes
+    by the worker's own step costs, but 0.05 s at least (what GPUs keep to) and 0.25 s at most (on CPUs), and never less
+    than 1.75 times what the step takes without prompts."""
     stall_factor: Annotated[float, Ge(1)] | None = None
-    """How many times as long prompts may make such a step; null: `max_stall_s` alone counts."""
+    """`max_stall_s` in times of what the step takes without prompts. Where both are set, the tighter one counts; null:
+    `max_stall_s` alone does."""
     min_chunk_tokens: Count = 8
-    """Of prompts that a step computes beside decodes, whatever time they take."""
+    """Tokens of prompts that a step computes beside streams however long it takes, so that prompts always get on."""
     watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
-    """Share of the blocks that admission leaves free, for running requests to grow into."""
+    """Share of the blocks that is left free on admission, for running requests to grow into. Raise it where requests
+    are preempted often."""
     preemption: Preemption = "auto"
-    """What becomes of a request's KV where blocks run out; auto: by estimated cost."""
+    """What becomes of the youngest request's KV where blocks run out: dropped and computed again later, or copied to
+    host memory and back. auto: what costs less time by this worker's own rates; without `swap_gib` it is always
+    `recompute`."""
     swap_gib: NonNegativeFloat = 0.0
-    """Host memory for KV of such requests; 0: all are computed again."""
+    """Host memory for KV of preempted requests, of each rank; 0: all is computed again. It is pinned where workers have
+    GPUs. Not with `preemption: recompute`, and needed for `swap`."""
     run_ahead: bool = True
-    """Schedule a step while the one before it runs, so that the engine never waits for it."""
+    """Whether a step is scheduled while the one before it runs, so that the engine never waits for the event loop.
+    Without it, requests that have just come join one step sooner."""
     router_wait_s: Interval = 30.0
-    """Where a transfer has failed, and the router says nothing for so long, compute here."""
+    """Where a KV transfer has failed, its router says what is to become of the request; should it say nothing for so
+    long, the decode worker computes the prompt. For a transfer that has not begun it waits however long, as long as the
+    router lives."""
 
     @model_validator(mode="after")
     def _check_steps_and_swap(self) -> "DecodeConfig":

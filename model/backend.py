@@ -27,6 +27,7 @@ class LoadOptions:
     max_context: int  # tokens
     quantization: Quantization = "auto"
     kv_dtype: torch.dtype | None = None  # of the cache; None: that of activations
+    redundant_experts: int = 0  # a layer, for whose copies the rank has slots
 
 
 class Linear(Protocol):
@@ -122,6 +123,16 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class ExpertPlaces:
+    """Which ranks hold each of a layer's experts, where they may hold copies. Row r of a step takes, of n holders of an
+    expert, the one with number r mod n: each rank knows its part alone. Steps read both tables as they run."""
+
+    slots: Tensor  # int32 [experts, 1 + ranks], on the device: n, then each holder's slot, if that is this rank
+    holders: Tensor  # int64 [experts, 1 + ranks], on the host: n, then the holders
+    number: int  # of this rank's slots; in `slots`: a holder elsewhere
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """Of a layer's experts, those of this rank, or its part of each, one below the other; inputs are in order."""
 
@@ -132,6 +143,7 @@ class ExpertWeights:
     down_bias: Tensor | None  # [number, hidden]
     first: int = 0  # which of the layer's the first one is
     of_layer: int | None = None  # how many the layer has, here and on other ranks; None: these are all
+    places: ExpertPlaces | None = None  # None: experts are where `first` says; else the last ones are slots for copies
 
     @property
     def layer_number(self) -> int:
@@ -153,6 +165,7 @@ class Experts(Protocol):
     """A layer's experts with their weights inside, laid out once for the device: there is no other copy."""
 
     hits: Tensor  # int64 [experts of the layer], on the device: how often each was chosen so far
+    places: ExpertPlaces | None  # as ExpertWeights.places
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """x [T, hidden] -> the weighted sum of what each token's experts make of it, in x's dtype.
@@ -160,6 +173,9 @@ class Experts(Protocol):
         Of those that this rank holds: `chosen` counts all of the layer's, and others add nothing.
         An expert e is down_e(gate(gate_up_e(x))). Sums over experts are fp32, rounded once.
         """
+
+    def slot_memory(self, slot: int) -> list[Tensor]:
+        """All that one of its slots holds, as contiguous tensors in memory: the same shapes for each slot."""
 
 
 class Backend(Protocol):

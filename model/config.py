@@ -263,6 +263,11 @@ class ModelShape:
         """Width of the keys (or the values) of one token."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def kv_values(self) -> int:
+        """Numbers that the caches of all layers hold of one token."""
+        return self.kv_kinds * self.num_layers * self.kv_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):

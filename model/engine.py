@@ -11,6 +11,7 @@ import torch
 from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import ArrangeExperts
 from twostroke.protocol.requests import SampledToken
 
 
@@ -78,6 +79,13 @@ class ThreadEngine:
         finally:
             wanted.clear()
 
+    async def arrange_experts(self, order: ArrangeExperts) -> None:
+        """This rank's part of it, between the steps that were asked for before and behind it.
+
+        Raises WorkerLost when it fails, as does every step from then on.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._arrange, order)
+
     @property
     def num_broken_rows(self) -> int:
         """As model.step.Engine.num_broken_rows; a step under way may still raise it."""
@@ -103,6 +111,14 @@ class ThreadEngine:
                     return LaunchedStep([])
             self._earlier = self._runner.launch(batch, on_layer, self._earlier)
             return self._earlier
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _arrange(self, order: ArrangeExperts) -> None:
+        if self._failure is not None:
+            raise WorkerLost(f"the engine is dead since a step failed: {self._failure}")
+        try:
+            self._runner.arrange_experts(order)
         except Exception as error:
             raise self._failed(error) from error
 

@@ -34,6 +34,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # ranks that share each stage of the model
     pipeline_parallel: int = 1  # stages that share its layers
     expert_parallel: bool = False  # each has some experts whole, and not a part of each
+    redundant_experts: int = 0  # copies of others' experts that each has slots for, in each layer
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None

@@ -36,6 +36,7 @@ from twostroke.model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
+from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import (
     GroupRanks,
@@ -77,6 +78,7 @@ class LoadedEngine:
     kv_cache: KVCache
     swap_space: SwapSpace | None
     expert_hits: ExpertHits | None  # None: the model has no experts, or nobody counts their hits
+    expert_slots: ExpertSlots | None  # None: ranks have no room for copies of experts
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
@@ -95,7 +97,7 @@ class LoadedEngine:
         self.weights = found.weights_as(config.quantization)
         ranks = config.tensor_parallel, config.expert_parallel, config.pipeline_parallel
         found.check_ranks(*ranks)
-        weights = found.weight_bytes(self._dtype, config.quantization, *ranks)
+        weights = found.weight_bytes(self._dtype, config.quantization, *ranks, config.redundant_experts)
         block = block_bytes(config, model, self._kv_dtype)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype.itemsize) if self._device.type == "cpu" else 0
@@ -139,7 +141,8 @@ class LoadedEngine:
 
                 group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
         backend = _backend(device, config)
-        options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype)
+        spare = config.redundant_experts
+        options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype, spare)
         decoder = found.decoder(options, backend, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else None
         make_cache = partial(
@@ -164,6 +167,9 @@ class LoadedEngine:
         self.max_context = resolve_max_context(config, model, blocks)
         captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         hits = self.expert_hits = _expert_hits(decoder)
+        self.expert_slots = None
+        if spare and isinstance(decoder, Decoder):
+            self.expert_slots = ExpertSlots(decoder.experts, spare, self.parallel)
         runner = ModelRunner(
             decoder,
             sampler,
@@ -174,6 +180,7 @@ class LoadedEngine:
             hits,
             prompt_graphs=prompts,
             parallel=self.parallel,
+            expert_slots=self.expert_slots,
         )
         _warm_up(runner, self.kv_cache, self.max_context)
         if hits is not None:
@@ -252,7 +259,8 @@ def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache)
 
 
 def _expert_hits(decoder: StepDecoder) -> ExpertHits | None:
-    hits = decoder.expert_hits if isinstance(decoder, Decoder) else []
+    layers = decoder.experts if isinstance(decoder, Decoder) else []
+    hits = [None if experts is None else experts.hits for experts in layers]
     return ExpertHits(hits) if any(layer is not None for layer in hits) else None
 
 

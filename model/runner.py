@@ -20,6 +20,7 @@ from twostroke.model.cache.kv_cache import KVCache, layer_announcing
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
+from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.pipeline import PipelinedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
@@ -33,6 +34,7 @@ from twostroke.model.step import (
     SequenceStep,
     with_drawn_tokens,
 )
+from twostroke.protocol.messages import ArrangeExperts
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
@@ -151,13 +153,15 @@ class ModelRunner:
         expert_hits: ExpertHits | None = None,
         prompt_graphs: PromptGraphs | None = None,
         parallel: TensorParallel | None = None,
+        expert_slots: ExpertSlots | None = None,
     ):
         """`sampler` is rank 0's, which alone draws; None on all others of `parallel`, which are the decoder's.
 
         `captured` runs the decode steps that it can, `prompt_graphs` others, over the same decoder and cache;
         `swap_space` is its.
 
-        `expert_hits` are the decoder's, and sees to it that they can be read.
+        `expert_hits` are the decoder's, and sees to it that they can be read; `expert_slots` are where its ranks hold
+        copies of experts.
         """
         self._decoder = decoder
         self._sampler = sampler
@@ -167,6 +171,7 @@ class ModelRunner:
         self._swap_space = swap_space
         self._expert_hits = expert_hits
         self._prompt_graphs = prompt_graphs
+        self._expert_slots = expert_slots
         self._parallel = SingleRank() if parallel is None else parallel
         self._pipeline: PipelinedSteps | None = None
         if self._parallel.link is not None:
@@ -193,6 +198,14 @@ class ModelRunner:
             raise ValueError("blocks are to be copied, and there is no swap space")
         for copy in copies:
             self._swap_space.copy(copy)
+
+    @torch.inference_mode()
+    def arrange_experts(self, order: ArrangeExperts) -> None:
+        """Change which copies of experts the next step uses, and move weights, with all ranks. Raises ValueError where
+        there are no slots for copies."""
+        if self._expert_slots is None:
+            raise ValueError("experts are to be copied, and there are no slots for copies")
+        self._expert_slots.arrange(order)
 
     @torch.inference_mode()
     def launch(

@@ -60,6 +60,7 @@ class ServedModel(Protocol):
         ranks: int,
         expert_parallel: bool = False,
         stages: int = 1,
+        redundant_experts: int = 0,
     ) -> int:
         """Of one of so many ranks of each stage, that can share the model, the largest, once it is loaded in
         `dtype`."""
@@ -125,8 +126,10 @@ class NativeModel:
         ranks: int,
         expert_parallel: bool = False,
         stages: int = 1,
+        redundant_experts: int = 0,
     ) -> int:
-        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, ranks, expert_parallel, stages)
+        shared = ranks, expert_parallel, stages, redundant_experts
+        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, *shared)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)

@@ -199,6 +199,7 @@ def weight_bytes(
     ranks: int = 1,
     expert_parallel: bool = False,
     stages: int = 1,
+    redundant_experts: int = 0,
 ) -> int:
     """Of one of so many ranks of each stage, that with the most, once the model is loaded in `dtype`; that norms are
     fp32 is nothing beside the rest, nor is what each rank has whole.
@@ -241,7 +242,7 @@ def weight_bytes(
     if not expert_parallel or experts is None:
         return -(-max(total) // ranks)
     count = experts.routing.num_experts
-    most = -(-count // ranks)
+    most = -(-count // ranks) + redundant_experts
     return max(
         -(-(of_stage - of_its_experts) // ranks) + of_its_experts * most // count
         for of_stage, of_its_experts in zip(total, of_experts, strict=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.planner.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
-from twostroke.planner.operations import AS_BF16, Held, Operation, decode_operations, prefill_operations
+from twostroke.planner.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
 from twostroke.protocol.stats import StepCosts
 
 SUMS_A_LAYER = 2
@@ -26,21 +26,25 @@ class Machine:
     held: Held = AS_BF16
     efficiency: Efficiency = EFFICIENCY
 
-    def number(self, shape: ModelShape) -> Number:
-        """What products multiply in: FP8 where a checkpoint has it so and the GPU can, else bf16.
+    def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
+        """What such operations multiply in: products in FP8 where the checkpoint is and the GPU can, else natively.
 
         int8 and int4 are weights alone: they are read, and multiplied in bf16 (docs/engine.md).
         """
         stored = shape.stored if isinstance(shape, ModelConfig) else None
         is_fp8 = stored is not None and stored.form.kind == "fp8" and self.held.quantization == "auto"
-        return "fp8" if is_fp8 and "fp8" in self.hardware.flops_per_s else "bf16"
+        can = kind == "product" and "fp8" in self.hardware.flops_per_s
+        return "fp8" if is_fp8 and can else self.hardware.native
+
+    def bound(self, shape: ModelShape, one: Operation) -> str:
+        """What it waits for at the peaks: FLOPs or bandwidth."""
+        return "FLOPs" if one.intensity > self.hardware.ridge(self.number(shape, one.kind)) else "bandwidth"
 
     def operation_s(self, shape: ModelShape, one: Operation) -> float:
         """Seconds of one kind of operation."""
         hardware, efficiency = self.hardware, self.efficiency
         share = 1.0 if one.kind == "norm" else 1.0 / self.ranks
-        number: Number = self.number(shape) if one.kind == "product" else "bf16"
-        computing_s = one.flops * share / (hardware.flops_per_s[number] * efficiency.compute)
+        computing_s = one.flops * share / (hardware.flops_per_s[self.number(shape, one.kind)] * efficiency.compute)
         kv = one.kv_bytes * self.kv_share(shape)
         moved = (one.weight_bytes + one.activation_bytes) * share + kv
         return max(computing_s, moved / (hardware.read_bytes_per_s * efficiency.read))

@@ -6,12 +6,15 @@ peak is its efficiency: `EFFICIENCY`, until a machine is measured.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from twostroke.protocol.errors import ConfigError
 
 GIB = 2**30
-Number = Literal["bf16", "fp8", "int8", "fp4"]
+Number = Literal["fp32", "bf16", "fp8", "int8", "fp4"]
 """What a product multiplies in."""
 
 
@@ -30,9 +33,22 @@ class Hardware:
     is_gpu: bool = True
     kernel_s: float = 1e-5  # of a sum over ranks, whatever its size
 
-    def ridge(self, number: Number = "bf16") -> float:
-        """Operations a byte from which on computing takes longer than reading (Williams et al., CACM 2009)."""
-        return self.flops_per_s[number] / self.read_bytes_per_s
+    @property
+    def native(self) -> Number:
+        """What it multiplies unquantised weights in, and holds activations in: CPUs without bf16 widen to fp32."""
+        return "bf16" if "bf16" in self.flops_per_s else "fp32"
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of such a number."""
+        return 2.0 if self.native == "bf16" else 4.0
+
+    def ridge(self, number: Number | None = None) -> float:
+        """Operations a byte from which on computing takes longer than reading (Williams et al., CACM 2009).
+
+        None: of its native numbers.
+        """
+        return self.flops_per_s[number or self.native] / self.read_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,18 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """Raises ConfigError for a GPU that the table does not have."""
-    if name not in HARDWARE:
-        raise ConfigError(f"--gpu {name}: no such GPU in the table; there are {', '.join(HARDWARE)}")
-    return HARDWARE[name]
+    """The table's, or a file's that `twostroke bench hardware` wrote. Raises ConfigError."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    if not name.endswith(".json"):
+        raise ConfigError(
+            f"--gpu {name}: no such GPU in the table; there are {', '.join(HARDWARE)}, and files of `bench hardware`"
+        )
+    try:
+        found = msgspec.json.decode(Path(name).read_bytes(), type=Hardware)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--gpu {name}: {error}; make it by `twostroke bench hardware --output {name}`") from error
+    figures = (found.memory_bytes, found.read_bytes_per_s, found.link_bytes_per_s, *found.flops_per_s.values())
+    if min(figures) <= 0 or not {"bf16", "fp32"} & found.flops_per_s.keys():
+        raise ConfigError(f"--gpu {name}: all figures are to be above 0, and flops_per_s has fp32 or bf16")
+    return found

@@ -1,5 +1,7 @@
 """Layouts of a fleet, and how many requests a second each serves in time."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +20,12 @@ from twostroke.planner.queueing import (
 )
 from twostroke.planner.workload import Promise, Workload
 
+Work = Literal["read", "write", "both"]
 Mode = Literal["aggregated", "disaggregated", "hybrid"]
 """aggregated: decode workers read all prompts; disaggregated: none; hybrid: where that is quicker."""
 
-READ_BY_DECODE = (0.1, 0.25)
-"""Shares of prompts that a hybrid's decode workers are tried with."""
-PRECISION = 0.005  # of a rate that is searched
+HALVINGS = 5  # of the interval in which the share of prompts lies that a hybrid's decode workers read
+STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the first step from a guess, and where it ends
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,7 @@ class Layout:
             return mixed(self.decode, self.num_decode, workload, promise, rate, rate)
         if self.mode == "disaggregated":
             return self._apart(self.prefill, workload, promise, rate)
-        return max(
-            (self._shared(self.prefill, workload, promise, rate, share) for share in READ_BY_DECODE),
-            key=lambda one: min(one.ttft, one.tpot, one.room),
-        )
+        return self._shared(self.prefill, workload, promise, rate)
 
     def _apart(self, prefill: Kind, workload: Workload, promise: Promise, rate: float) -> Met:
         read = reading(prefill, self.num_prefill, workload, promise, rate)
@@ -74,17 +73,25 @@ class Layout:
         written = decoding(self.decode, self.num_decode, workload, promise, rate, lates)
         return Met(read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds)
 
-    def _shared(self, prefill: Kind, workload: Workload, promise: Promise, rate: float, share: float) -> Met:
-        read = reading(prefill, self.num_prefill, workload, promise, rate * (1 - share))
-        both = mixed(self.decode, self.num_decode, workload, promise, rate, rate * share)
-        if both == NOTHING:
-            return both
+    def _shared(self, prefill: Kind, workload: Workload, promise: Promise, rate: float) -> Met:
+        """Prompts go where they are read sooner, until both ways take as long (Wardrop 1952)."""
+        low, high = 0.0, 1.0  # of prompts that decode workers read
+        read = both = NOTHING
+        share = 0.0
+        for _ in range(HALVINGS):
+            share = (low + high) / 2
+            read = reading(prefill, self.num_prefill, workload, promise, rate * (1 - share))
+            both = mixed(self.decode, self.num_decode, workload, promise, rate, rate * share)
+            low, high = (share, high) if read.ttft_s > both.ttft_s else (low, share)
         ttft = read.ttft * (1 - share) + both.ttft * share
         return Met(ttft, both.tpot, both.room, both.batch, read.ttft_binds, both.tpot_binds)
 
-    def goodput(self, workload: Workload, promise: Promise) -> float:
-        """The most requests a second at which the promise holds; 0 where it never does."""
-        return highest_rate(lambda rate: self.met(workload, promise, rate).holds(promise))
+    def goodput(self, workload: Workload, promise: Promise, near: float = 1.0) -> float:
+        """The most requests a second at which the promise holds (Zhong et al., DistServe, 2024); 0 where it never does.
+
+        `near`: a guess, from which on it is sought.
+        """
+        return highest_rate(lambda rate: self.met(workload, promise, rate).holds(promise), near)
 
     def usd_per_million_tokens(self, workload: Workload, rate: float) -> float:
         """Of answers' tokens, at so many requests a second."""
@@ -92,19 +99,19 @@ class Layout:
 
 
 def highest_rate(holds: Callable[[float], bool], first: float = 1.0) -> float:
-    """By doubling and halving, to PRECISION; 0 where nothing holds. `holds` is to fall from true to false once."""
-    low, high = 0.0, first
+    """From `first` by growing steps, then by halving, to PRECISION; 0 where nothing holds. `holds` falls once."""
+    low = high = first
+    factor = STEP
     if holds(first):
-        while holds(high) and high < 1e9:
-            low, high = high, high * 2
+        while holds(high := high * factor) and high < 1e9:
+            low, factor = high, factor * factor
     else:
-        low = first / 2
-        while not holds(low):
-            low, high = low / 2, low
+        while not holds(low := low / factor):
+            high, factor = low, factor * factor
             if low < 1e-6 * first:
                 return 0.0
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
+    while high / low > 1 + PRECISION:
+        middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
@@ -115,27 +122,29 @@ class Pools:
     def __init__(self, workload: Workload, promise: Promise) -> None:
         self._workload = workload
         self._promise = promise
-        self._known: dict[tuple[str, str, int], float] = {}
+        self._lates = [HANDOVER_S] * len(workload.strata)
+        self._known: dict[tuple[Work, str], dict[int, float]] = defaultdict(dict)
 
-    def read(self, kind: Kind, count: int) -> float:
-        """Requests a second whose first tokens come in time."""
-        return self._rate("read", kind, count, lambda rate: reading(kind, count, self._workload, self._promise, rate))
+    def met(self, work: Work, kind: Kind, count: int, rate: float) -> Met:
+        """What comes in time where so many workers do that, and nothing else limits them."""
+        workload, promise = self._workload, self._promise
+        match work:
+            case "read":
+                return reading(kind, count, workload, promise, rate)
+            case "write":
+                return decoding(kind, count, workload, promise, rate, self._lates)
+            case "both":
+                return mixed(kind, count, workload, promise, rate, rate)
 
-    def write(self, kind: Kind, count: int) -> float:
-        """Requests a second whose answers come in time, whatever the link does."""
-        lates = [HANDOVER_S] * len(self._workload.strata)
-        return self._rate(
-            "write", kind, count, lambda rate: decoding(kind, count, self._workload, self._promise, rate, lates)
-        )
+    def holds(self, work: Work, kind: Kind, count: int, rate: float) -> bool:
+        """Whether so many keep the promise at a rate."""
+        return self.met(work, kind, count, rate).holds(self._promise)
 
-    def both(self, kind: Kind, count: int) -> float:
-        """Requests a second that workers serve which read and write."""
-        return self._rate(
-            "both", kind, count, lambda rate: mixed(kind, count, self._workload, self._promise, rate, rate)
-        )
-
-    def _rate(self, what: str, kind: Kind, count: int, met: Callable[[float], Met]) -> float:
-        key = what, kind.name, count
-        if key not in self._known:
-            self._known[key] = highest_rate(lambda rate: met(rate).holds(self._promise), first=float(count))
-        return self._known[key]
+    def rate(self, work: Work, kind: Kind, count: int) -> float:
+        """The most requests a second at which they do."""
+        known = self._known[work, kind.name]
+        if count not in known:
+            nearest = min(known, key=lambda one: abs(one - count), default=None)
+            near = count * (1.0 if nearest is None else known[nearest] / nearest)
+            known[count] = highest_rate(lambda rate: self.holds(work, kind, count, rate), near or float(count))
+        return known[count]

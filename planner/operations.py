@@ -73,12 +73,15 @@ class Held:
 AS_BF16 = Held()
 
 
+Kind = Literal["product", "attention", "norm"]
+
+
 @dataclass(frozen=True)
 class Operation:
     """One kind of operation, all of a step's layers together."""
 
     name: str
-    kind: Literal["product", "attention", "norm"]
+    kind: Kind
     flops: float
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0  # read of the cache

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from twostroke.model.config import ModelShape
-from twostroke.model.sizes import kv_block_bytes, num_active_parameters, num_parameters, weight_bytes
+from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planner.floors import usd_per_million
 from twostroke.planner.hardware import HARDWARE
 from twostroke.planner.models import MODELS, published_model
@@ -110,25 +110,20 @@ _HUB_POST = "Hugging Face, Llama 3.1, 2024: inference memory requirements"
 _INSIGHTS = "Zhao et al., Insights into DeepSeek-V3, ISCA 2025"
 
 
-def kv_bytes(shape: ModelShape, itemsize: float = 2.0) -> float:
-    """Of a token, in all layers."""
-    return shape.kv_kinds * shape.num_layers * shape.kv_size * itemsize
-
-
 def _kv() -> Iterator[Row]:
     for name, theirs in (("Llama-3.1-8B", "128"), ("Llama-3.1-70B", "320"), ("Llama-3.1-405B", "504")):
-        ours = kv_block_bytes(published_model(name), 1, 2) / 1024
+        ours = 2 * published_model(name).kv_values / 1024
         yield Row(
             f"{name}: KV of a token, KiB", "of the sizes in Grattafiori et al., arXiv:2407.21783, table 3", ours, theirs
         )
     yield Row(
         "Llama-2-7b: KV of a token, MiB",
         "Touvron et al., arXiv:2307.09288: 32 layers, 32 heads of 128",
-        kv_bytes(published_model("Llama-2-7b")) / 2**20,
+        2 * published_model("Llama-2-7b").kv_values / 2**20,
         "0.5",
     )
     for name, theirs in (("DeepSeek-V3", "70.272"), ("Qwen2.5-72B", "327.680"), ("Llama-3.1-405B", "516.096")):
-        ours = kv_bytes(published_model(name)) / 1000
+        ours = 2 * published_model(name).kv_values / 1000
         yield Row(f"{name}: KV of a token, kB", f"{_INSIGHTS}, table 1", ours, theirs)
     for name, tokens, theirs in (
         ("Llama-3.1-8B", 16_000, "1.95"),
@@ -136,15 +131,18 @@ def _kv() -> Iterator[Row]:
         ("Llama-3.1-70B", 16_000, "4.88"),
         ("Llama-3.1-70B", 128_000, "39.06"),
     ):
-        ours = kv_bytes(published_model(name)) * tokens / 2**30
+        ours = 2 * published_model(name).kv_values * tokens / 2**30
         yield Row(f"{name}: KV of {tokens:,} tokens, GiB", _HUB_POST, ours, theirs)
     yield Row(
-        "OPT-13B: KV of a token, KiB", "Kwon et al., vLLM, SOSP 2023, section 3", kv_bytes(_opt(40, 40)) / 1024, "800"
+        "OPT-13B: KV of a token, KiB",
+        "Kwon et al., vLLM, SOSP 2023, section 3",
+        2 * _opt(40, 40).kv_values / 1024,
+        "800",
     )
     yield Row(
         "OPT-66B: KV of 512 tokens, GiB",
         "Zhong et al., DistServe, OSDI 2024, section 3.3",
-        kv_bytes(_opt(64, 72)) * 512 / 2**30,
+        2 * _opt(64, 72).kv_values * 512 / 2**30,
         "1.13",
     )
     layout = KVLayout("", "bfloat16", 80, 8, 128, 16, tp_size=8)

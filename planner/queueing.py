@@ -1,21 +1,26 @@
 """What a fleet does to a load, by queueing formulas: how many first tokens, and tokens, come in time.
 
 Prompts wait at prefill workers as at an M/G/n queue, first come first served: the chance to wait is Erlang's (1917),
-the mean wait Allen and Cunneen's (1978), and waits beyond it fall exponentially. A decode worker's batch is what
-Little's law (1961) makes of its own step time, a fixed point; around it the batch varies as M/G/infinity's, which is
-Poisson. A worker that does both reads prompts in what its steps have left beside their rows (Agrawal et al.,
-Sarathi-Serve, OSDI 2024).
+the mean wait Allen and Cunneen's (1978), and waits beyond it fall exponentially. A decode worker's rows share it: how
+many there are has the product form of processor sharing whose pace depends on their number (Cohen 1979). A worker that
+does both reads prompts in what its steps have left beside their rows (Agrawal et al., Sarathi-Serve, OSDI 2024).
 Simulation then says how far this is from what schedulers do.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.model.config import Quantization
 from twostroke.planner.workload import Promise, Workload
 from twostroke.protocol.stats import StepCosts
 
-CALL_S = 0.005  # to a worker and back
+CALL_S = 0.005  # to a worker and back, where nobody has measured it
 HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
 JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the one scheduled ahead
 PACE = 0.9  # of the promised time a token, that a step with a chunk of a prompt is planned to take
@@ -25,6 +30,8 @@ LATE_SHARE = 0.05  # of all answers, that miss their promise for nothing but lat
 SEEN = 2 / 3
 """Of the variance of a batch at a moment, what is left of it in the mean over one answer's time: the batch of
 M/D/infinity correlates by 1 - t / T, whose double integral over an answer is 2/3."""
+FULL = 0.01  # of the time that a batch may be the largest
+Floats = NDArray[np.float64]
 _NORMAL = NormalDist()
 
 
@@ -44,8 +51,9 @@ class Kind:
     usd_per_hour: float
     hardware: str = ""
     ranks: int = 1
-    quantization: str = "auto"
+    quantization: Quantization = "auto"
     block_size: int = 16
+    call_s: float = CALL_S  # of a first token, beside queues and steps: HTTP, admission, to a worker and back
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Met:
     batch: float = 0.0  # of a decode worker
     ttft_binds: str = "FLOPs"
     tpot_binds: str = "bandwidth"
+    ttft_s: float = math.inf  # mean
 
     def holds(self, promise: Promise) -> bool:
         return self.ttft >= promise.ttft_share and self.tpot >= promise.tpot_share and self.room >= promise.tpot_share
@@ -90,13 +99,12 @@ class Wait:
     chance: float
     mean_s: float  # of all, also of those that don't wait
 
-    def within(self, seconds: float) -> float:
-        """The share that waits no longer."""
-        if seconds < 0:
-            return 0.0
+    def share_within(self, seconds: Floats) -> float:
+        """Of requests that may wait so long, each: the share that waits no longer."""
         if self.mean_s <= 0:
-            return 1.0
-        return 1.0 - self.chance * math.exp(-seconds * self.chance / self.mean_s)
+            return float((seconds >= 0).mean())
+        late = self.chance * np.exp(-np.maximum(seconds, 0.0) * self.chance / self.mean_s)
+        return float(np.where(seconds < 0, 0.0, 1.0 - late).mean())
 
 
 def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> Wait | None:
@@ -142,42 +150,80 @@ def rows_s(kind: Kind, batch: float, context: float) -> float:
     return costs.reading_s(batch) + batch * (costs.row_s + context * costs.context_s)
 
 
-def batch_of(kind: Kind, workload: Workload, rate: float, longer_s: float = 0.0, share: float = 0.0) -> float:
-    """How many rows a decode worker has, at so many requests a second: the least fixed point of Little's law.
+@lru_cache(maxsize=64)
+def _steps_s(kind: Kind, context: float) -> Floats:
+    """Of 1, 2, ... rows."""
+    return np.array([rows_s(kind, rows, context) for rows in range(1, kind.max_batch + 1)])
 
-    For `share` of the time steps take `longer_s`. Infinite beyond `max_batch`.
+
+@dataclass(frozen=True)
+class Batch:
+    """How many rows a decode worker has at a moment, or whoever comes meets."""
+
+    chances: Floats  # of 0, 1, 2, ...
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.chances @ np.arange(len(self.chances)))
+
+    @cached_property
+    def variance(self) -> float:
+        return float(self.chances @ np.arange(len(self.chances)) ** 2) - self.mean**2
+
+    def sum_of(self, mean: float, square: float) -> tuple[float, float]:
+        """Mean and variance of what all rows have together, of whom each has `mean`, and of its square `square`."""
+        return self.mean * mean, self.mean * (square - mean * mean) + self.variance * mean * mean
+
+
+def batch_of(kind: Kind, workload: Workload, rate: float, longer_s: float = 0.0, share: float = 0.0) -> Batch | None:
+    """At so many requests a second; for `share` of the time steps take `longer_s`, where that is more.
+
+    Rows share a worker, and each goes on by a token a step, whatever a step of so many takes: the chance of n rows is
+    that of n - 1 times rate * answer * step(n) / n, however long single answers are (Cohen, The multiple phase service
+    network with generalized processor sharing, 1979). Poisson's where steps take the same time, geometric where all of
+    it is the rows'. None where the batch is often `max_batch`.
     """
-    batch, asked = 0.0, rate * workload.mean_answer
-    for _ in range(400):
-        step_s = rows_s(kind, batch, workload.mean_context)
-        new = asked * (share * max(longer_s, step_s) + (1 - share) * step_s)
-        if new > kind.max_batch:
-            return math.inf
-        if abs(new - batch) <= 1e-3 * max(1.0, batch):
-            return new
-        batch = new
-    return math.inf
+    steps_s = _steps_s(kind, workload.mean_context)
+    ratios = share * np.maximum(longer_s, steps_s) + (1 - share) * steps_s
+    ratios *= rate * workload.mean_answer / np.arange(1, len(steps_s) + 1)
+    logarithms = np.concatenate(([0.0], np.cumsum(np.log(ratios))))
+    weights = np.exp(logarithms - logarithms.max())
+    chances = weights / weights.sum()
+    return Batch(chances) if chances[-1] < FULL else None
 
 
-def room_of(kind: Kind, workload: Workload, batch: float) -> float:
-    """The chance that the cache holds a batch that varies as Poisson's; requests as they are met in it."""
-    mean, square = workload.held
-    spread = math.sqrt(max(1e-9, batch * square))
-    return _NORMAL.cdf((kind.kv_tokens - batch * mean) / spread)
+def _within(mean: float, variance: float, most: float) -> float:
+    """The chance that a sum is at most so much: gamma's, by the cube root of Wilson and Hilferty (1931)."""
+    if most <= 0 or mean <= 0:
+        return float(most >= 0 and mean <= 0)
+    ninth = variance / (9 * mean * mean)
+    if ninth < 1e-12:
+        return float(mean <= most)
+    return _NORMAL.cdf(((most / mean) ** (1 / 3) - 1 + ninth) / math.sqrt(ninth))
 
 
-def _batch_within(kind: Kind, workload: Workload, batch: float, step_s: float) -> float:
-    """The share of answers over whose time the mean step takes no longer than `step_s`."""
-    low, high = 0.0, 4.0 * kind.max_batch
-    if rows_s(kind, low, workload.mean_context) > step_s:
-        return 0.0
-    if kind.costs.experts_s == 0:
-        low = (step_s - kind.costs.base_s) / (rows_s(kind, 1.0, workload.mean_context) - kind.costs.base_s)
-    else:
-        for _ in range(24):
-            middle = (low + high) / 2
-            low, high = (middle, high) if rows_s(kind, middle, workload.mean_context) <= step_s else (low, middle)
-    return _NORMAL.cdf((low - batch) / math.sqrt(max(1e-6, SEEN * batch)))
+def room_of(kind: Kind, workload: Workload, batch: Batch) -> float:
+    """The chance that the cache holds all rows; requests as they are met in it."""
+    return _within(*batch.sum_of(*workload.held), kind.kv_tokens)
+
+
+def _steps_within(kind: Kind, workload: Workload, batch: Batch, limits_s: Sequence[float]) -> float:
+    """The share of answers over whose time the mean step takes no longer than its limit, one a stratum.
+
+    A step reads weights, and its own row and context beside those of the others, as the answer met them (Wolff,
+    Poisson arrivals see time averages, 1982).
+    """
+    costs = kind.costs
+    of_row = costs.row_s + workload.mean_context * costs.context_s
+    square = costs.row_s * (costs.row_s + 2 * workload.mean_context * costs.context_s)
+    square += workload.context_square * costs.context_s**2
+    mean, variance = batch.sum_of(of_row, square)
+    reading_s = costs.reading_s(batch.mean + 1)
+    met = 0.0
+    for (prompt, answer), limit_s in zip(workload.strata, limits_s, strict=True):
+        own_s = costs.row_s + (prompt + answer / 2) * costs.context_s
+        met += 1.0 if answer == 1 else _within(mean, SEEN * variance, limit_s - reading_s - own_s)
+    return met / len(limits_s)
 
 
 def _step_binds(kind: Kind, batch: float, context: float) -> str:
@@ -189,65 +235,80 @@ def _step_binds(kind: Kind, batch: float, context: float) -> str:
 def decoding(kind: Kind, count: int, workload: Workload, promise: Promise, rate: float, lates: list[float]) -> Met:
     """Decode workers that only write. `lates`: of each of the workload's strata, when its KV is there."""
     batch = batch_of(kind, workload, rate / count)
-    if math.isinf(batch):
+    if batch is None:
         return replace(NOTHING, ttft=1.0, tpot_binds=_step_binds(kind, kind.max_batch, workload.mean_context))
-    step_s = rows_s(kind, batch, workload.mean_context)
-    shares = [
-        _batch_within(kind, workload, batch, promise.tpot_s - (late_s + JOIN_STEPS * step_s) / (answer - 1))
-        if answer > 1
-        else 1.0
+    step_s = rows_s(kind, batch.mean + 1, workload.mean_context)
+    limits = [
+        promise.tpot_s - (late_s + JOIN_STEPS * step_s) / max(1, answer - 1)
         for (_, answer), late_s in zip(workload.strata, lates, strict=True)
     ]
-    met = sum(shares) / len(shares)
-    is_late = _batch_within(kind, workload, batch, promise.tpot_s) - met > LATE_SHARE
-    binds = "link" if is_late else _step_binds(kind, batch, workload.mean_context)
-    return Met(1.0, met, room_of(kind, workload, batch), batch, tpot_binds=binds)
+    met = _steps_within(kind, workload, batch, limits)
+    is_late = _steps_within(kind, workload, batch, [promise.tpot_s] * len(limits)) - met > LATE_SHARE
+    binds = "link" if is_late else _step_binds(kind, batch.mean, workload.mean_context)
+    return Met(1.0, met, room_of(kind, workload, batch), batch.mean, tpot_binds=binds)
+
+
+@lru_cache(maxsize=64)
+def _read_s(kind: Kind, strata: tuple[tuple[int, int], ...]) -> tuple[Floats, Floats, Floats]:
+    """Of each stratum's prompt: alone, where others wait, and beside rows, which read the weights anyway."""
+    alone = np.array([read_alone_s(kind, prompt) for prompt, _ in strata])
+    busy = np.array([_read_busy_s(kind, prompt) for prompt, _ in strata])
+    return alone, busy, np.array([kind.costs.prompt_s(prompt) for prompt, _ in strata])
 
 
 def reading(kind: Kind, count: int, workload: Workload, promise: Promise, rate: float) -> Met:
     """Prefill workers, of all of them together."""
-    times = [_read_busy_s(kind, prompt) for prompt, _ in workload.strata]
-    wait = wait_of(rate, count, sum(times) / len(times), sum(one * one for one in times) / len(times))
+    alone, times, _ = _read_s(kind, workload.strata)
+    wait = wait_of(rate, count, float(times.mean()), float((times**2).mean()))
     binds = "FLOPs" if kind.costs.prompt_s(int(workload.mean_prompt)) > kind.costs.weights_s else "bandwidth"
     if wait is None:
         return replace(NOTHING, tpot=1.0, room=1.0, ttft_binds=binds)
-    shares = [wait.within(promise.ttft_s - CALL_S - read_alone_s(kind, prompt)) for prompt, _ in workload.strata]
-    return Met(sum(shares) / len(shares), 1.0, 1.0, ttft_binds=binds)
+    met = wait.share_within(promise.ttft_s - kind.call_s - alone)
+    return Met(met, 1.0, 1.0, ttft_binds=binds, ttft_s=kind.call_s + wait.mean_s + float(alone.mean()))
+
+
+@lru_cache(maxsize=64)
+def _stretches(kind: Kind, context: float, pace_s: float, token_s: float) -> Floats:
+    """How many times as long as alone a prompt takes beside 1, 2, ... rows, where `token_s` is a token's of it."""
+    beside_s = _steps_s(kind, context)
+    longest_s = beside_s + np.maximum(1.0, kind.step_tokens - np.arange(1, len(beside_s) + 1)) * token_s
+    steps_s = np.maximum(np.minimum(pace_s, longest_s), beside_s + LEAST_CHUNK * token_s)
+    return steps_s / (steps_s - beside_s)
 
 
 def mixed(kind: Kind, count: int, workload: Workload, promise: Promise, rate: float, read_rate: float) -> Met:
-    """Workers that write `rate` answers a second, all of them together, and read the prompts of `read_rate`."""
-    costs, context = kind.costs, workload.mean_context
-    share, batch, step_s = 0.0, 0.0, 0.0
-    unhindered = [(read_alone_s(kind, prompt), costs.prompt_s(prompt)) for prompt, _ in workload.strata]
-    times: list[float] = []
-    for _ in range(60):
-        beside_s = rows_s(kind, batch, context)
-        token_s = costs.prompt_s(int(workload.mean_prompt)) / max(1, int(workload.mean_prompt))
-        longest_s = beside_s + max(1.0, kind.step_tokens - batch) * token_s
-        step_s = max(min(promise.tpot_s * PACE, longest_s), beside_s + LEAST_CHUNK * token_s)
-        stretch = step_s / (step_s - beside_s)
-        alone = math.exp(-batch)  # the chance that there are no rows
-        times = [alone * alone_s + (1 - alone) * prompt_s * stretch for alone_s, prompt_s in unhindered]
-        busy = read_rate / count * sum(times) / len(times)
-        new = batch_of(kind, workload, rate / count, step_s, min(1.0, busy))
-        if busy >= 1 or math.isinf(new):
+    """Workers that write `rate` answers a second, all of them together, and read the prompts of `read_rate`.
+
+    Beside n rows a step takes up to PACE of the promise, and reads in what the rows leave of it.
+    """
+    costs, context, pace_s = kind.costs, workload.mean_context, promise.tpot_s * PACE
+    prompt = max(1, int(workload.mean_prompt))
+    alone, _, beside = _read_s(kind, workload.strata)
+    stretches = _stretches(kind, context, pace_s, costs.prompt_s(prompt) / prompt)
+    busy = 0.0
+    while True:  # it rises to the least fixed point
+        batch = batch_of(kind, workload, rate / count, pace_s, busy)
+        if batch is None:
             return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=_step_binds(kind, kind.max_batch, context))
-        if abs(new - batch) < 1e-3 * max(1.0, batch) and abs(busy - share) < 1e-4:
+        idle, with_rows = float(batch.chances[0]), batch.chances[1:]
+        times = idle * alone + float(with_rows @ stretches) * beside
+        new = min(1.0, read_rate / count * float(times.mean()))
+        if abs(new - busy) < 1e-3:
             break
-        share, batch = busy, (batch + new) / 2
-    wait = wait_of(read_rate, count, sum(times) / len(times), sum(one * one for one in times) / len(times))
+        busy = new
+    squares = idle * alone**2 + float(with_rows @ stretches**2) * beside**2
+    wait = wait_of(read_rate, count, float(times.mean()), float(squares.mean()))
+    beside_s = rows_s(kind, batch.mean, context)
+    tpot_binds = _step_binds(kind, batch.mean, context)
     if wait is None:
-        return NOTHING
-    shares = [
-        wait.within(promise.ttft_s - CALL_S - seconds - (1 - math.exp(-batch)) * beside_s / 2) for seconds in times
-    ]
-    tpot = _batch_within(kind, workload, batch, promise.tpot_s) if step_s <= promise.tpot_s else 0.0
+        return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=tpot_binds)
+    joined_s = (1 - idle) * beside_s / 2  # until the step that runs has ended
     return Met(
-        sum(shares) / len(shares),
-        tpot,
+        wait.share_within(promise.ttft_s - kind.call_s - times - joined_s),
+        _steps_within(kind, workload, batch, [promise.tpot_s] * len(times)),
         room_of(kind, workload, batch),
-        batch,
-        ttft_binds="FLOPs" if costs.prompt_s(int(workload.mean_prompt)) > beside_s else "bandwidth",
-        tpot_binds=_step_binds(kind, batch, context),
+        batch.mean,
+        ttft_binds="FLOPs" if costs.prompt_s(prompt) > beside_s else "bandwidth",
+        tpot_binds=tpot_binds,
+        ttft_s=kind.call_s + wait.mean_s + float(times.mean()) + joined_s,
     )

@@ -4,16 +4,16 @@ Pools of one role are searched by themselves; disaggregated fleets are put toget
 OSDI 2024, algorithm 1), and the most promising are then computed whole.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.fit import Fit, fit
 from twostroke.model.sizes import StepBounds, check_size, weight_bytes
 from twostroke.planner.floors import Machine, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planner.hardware import EFFICIENCY, GIB, Efficiency, Hardware
-from twostroke.planner.layouts import Layout, Pools
+from twostroke.planner.layouts import Layout, Pools, Work
 from twostroke.planner.operations import Held
 from twostroke.planner.queueing import Kind
 from twostroke.planner.workload import Promise, Workload
@@ -26,14 +26,14 @@ MOST_GPUS = 64  # where nobody says
 BLOCK_SIZES = (16, 32, 64, 128)
 BLOCK_WASTE = 0.02  # of a request's KV, that its last block may leave empty: longer blocks are fewer pieces on a link
 WHOLE = 10  # layouts that are computed whole
-NAMES = {2.0: "bfloat16", 1.0: "float8_e4m3fn"}
+NAMES = {4.0: "float32", 2.0: "bfloat16", 1.0: "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Terms:
     """How workers hold the model, and what they may do in a step, whichever kind they are."""
 
-    kv_itemsize: float = 2.0
+    kv_itemsize: float | None = None  # None: as activations
     link_bytes_per_s: float = 25e9  # between workers, of one GPU
     step_tokens: int = 2048
     max_batch: int = 256
@@ -45,7 +45,8 @@ class Terms:
 
 
 def machine_of(hardware: Hardware, ranks: int, quantization: Quantization, terms: Terms) -> Machine:
-    return Machine(hardware, ranks, Held(quantization, 2.0, terms.kv_itemsize), terms.efficiency)
+    itemsize = hardware.itemsize
+    return Machine(hardware, ranks, Held(quantization, itemsize, terms.kv_itemsize or itemsize), terms.efficiency)
 
 
 def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
@@ -53,9 +54,9 @@ def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
     check_size(shape, machine.ranks)
     return fit(
         shape,
-        _weight_bytes(shape, machine.held.quantization, machine.ranks),
-        itemsize=2,
-        kv_itemsize=int(terms.kv_itemsize),
+        _weight_bytes(shape, int(machine.held.itemsize), machine.held.quantization, machine.ranks),
+        itemsize=int(machine.held.itemsize),
+        kv_itemsize=int(machine.held.kv_itemsize),
         memory=int(machine.hardware.memory_bytes * (MEMORY_SHARE if machine.hardware.is_gpu else 1.0)),
         ranks=machine.ranks,
         is_gpu=machine.hardware.is_gpu,
@@ -64,9 +65,14 @@ def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
 
 
 @cache
-def _weight_bytes(shape: ModelConfig, quantization: Quantization, ranks: int) -> int:
+def _weight_bytes(shape: ModelConfig, itemsize: int, quantization: Quantization, ranks: int) -> int:
     """Remembered: of hundreds of experts it takes a while."""
-    return weight_bytes(shape, 2, quantization, None, ranks)
+    return weight_bytes(shape, itemsize, quantization, None, ranks)
+
+
+def ranks_of(hardware: Hardware) -> Sequence[int]:
+    """How many may share a model. A measured CPU is a machine's all, and no machine has two."""
+    return RANKS if hardware.is_gpu else RANKS[:1]
 
 
 def kinds_of(
@@ -75,11 +81,10 @@ def kinds_of(
     quantizations: Iterable[Quantization],
     workload: Workload,
     terms: Terms,
-    ranks: Iterable[int] = RANKS,
 ) -> list[Kind]:
     """The kinds of worker on such GPUs that have room for the workload's longest request, and a cache to batch with."""
     found = []
-    for count in ranks:
+    for count in ranks_of(hardware):
         for quantization in quantizations:
             machine = machine_of(hardware, count, quantization, terms)
             try:
@@ -98,7 +103,7 @@ def _kind(
     block = max((size for size in BLOCK_SIZES if size / 2 <= BLOCK_WASTE * held), default=BLOCK_SIZES[0])
     layout = KVLayout(
         "planned",
-        NAMES[terms.kv_itemsize],
+        NAMES[machine.held.kv_itemsize],
         shape.num_layers,
         shape.num_kv_heads,
         shape.head_dim,
@@ -130,7 +135,7 @@ def nowhere(shape: ModelConfig, hardware: Sequence[Hardware], workload: Workload
     """Why no worker has room, and what it would take."""
     largest = max(hardware, key=lambda one: one.memory_bytes)
     needs = []
-    for count in RANKS:
+    for count in ranks_of(largest):
         for quantization in ("auto", "int8", "int4"):
             machine = machine_of(replace(largest, memory_bytes=1 << 50), count, quantization, terms)
             try:
@@ -162,7 +167,7 @@ def check_floors(
     prompt = prompts[min(len(prompts) - 1, int(promise.ttft_share * len(prompts)))]
     machines = []
     for one in hardware:
-        for count in RANKS:
+        for count in ranks_of(one):
             for quantization in quantizations:
                 machine = machine_of(one, count, quantization, terms)
                 try:
@@ -215,6 +220,14 @@ class Planned:
         return 0.0, self.goodput, -layout.usd_per_hour, -float(layout.num_quantised), 0.0
 
 
+def best_of_each(planned: Iterable[Planned], rate: float | None) -> list[Planned]:
+    """Of each structure the best layout, the best of all first."""
+    found: dict[tuple[str, str, str], Planned] = {}
+    for one in sorted(planned, key=lambda one: one.rank(rate), reverse=True):
+        found.setdefault(one.layout.structure, one)
+    return list(found.values())
+
+
 class Search:
     """All that is asked of the fleets but their number: what was computed is remembered from search to search."""
 
@@ -232,34 +245,38 @@ class Search:
         `weights`: by structure, what a layout really serves as a part of what formulas say.
         """
         known = weights or {}
-        rough: list[tuple[Planned, Layout]] = []
+        rough: list[Planned] = []
         for kind in self._decode:
             target = self._over(rate, known.get(("aggregated", "", kind.name), 1.0))
-            count = self._count(partial(self._pools.both, kind), self._budget.most(kind), target)
+            count = self._count("both", kind, self._budget.most(kind), target)
             if count:
-                layout = Layout("aggregated", kind, count)
-                rough.append((Planned(layout, self._pools.both(kind, count)), layout))
+                rough.append(Planned(Layout("aggregated", kind, count), self._pools.rate("both", kind, count)))
         for prefill in self._prefill:
             for decode in self._decode:
                 target = self._over(rate, known.get(("disaggregated", prefill.name, decode.name), 1.0))
                 counts = self._pair(prefill, decode, target)
                 if counts is not None:
-                    served = min(self._pools.read(prefill, counts[0]), self._pools.write(decode, counts[1]))
-                    layout = Layout("disaggregated", decode, counts[1], prefill, counts[0])
-                    rough.append((Planned(layout, served), layout))
-        rough.sort(key=lambda pair: pair[0].rank(rate), reverse=True)
-        chosen = [layout for _, layout in rough[:WHOLE]]
-        chosen += [hybrid for layout in chosen[: WHOLE // 2] for hybrid in self._hybrids(layout)]
-        planned = [Planned(layout, self.goodput(layout) * known.get(layout.structure, 1.0)) for layout in chosen]
-        planned.sort(key=lambda one: one.rank(rate), reverse=True)
-        of_structure: dict[tuple[str, str, str], Planned] = {}
-        for one in planned:
-            of_structure.setdefault(one.layout.structure, one)
-        return list(of_structure.values())
+                    served = min(
+                        self._pools.rate("read", prefill, counts[0]), self._pools.rate("write", decode, counts[1])
+                    )
+                    rough.append(Planned(Layout("disaggregated", decode, counts[1], prefill, counts[0]), served))
+        rough.sort(key=lambda one: one.rank(rate), reverse=True)
+        chosen = rough[:WHOLE]
+        chosen += [replace(one, layout=hybrid) for one in chosen[: WHOLE // 2] for hybrid in self._hybrids(one.layout)]
+        planned = [
+            replace(one, goodput=self.goodput(one.layout, one.goodput) * known.get(one.layout.structure, 1.0))
+            for one in chosen
+        ]
+        return best_of_each(planned, rate)
 
-    def goodput(self, layout: Layout) -> float:
+    def goodput(self, layout: Layout, near: float = 1.0) -> float:
+        """By formulas; `near` is a guess."""
         if layout not in self._goodputs:
-            self._goodputs[layout] = layout.goodput(self._workload, self._promise)
+            self._goodputs[layout] = (
+                self._pools.rate("both", layout.decode, layout.num_decode)
+                if layout.prefill is None
+                else layout.goodput(self._workload, self._promise, near or 1.0)
+            )
         return self._goodputs[layout]
 
     @staticmethod
@@ -279,42 +296,39 @@ class Search:
 
     def _pair(self, prefill: Kind, decode: Kind, rate: float | None) -> tuple[int, int] | None:
         """How many of each: as many as the rate needs, or else what serves most."""
-        read, write = self._pools.read, self._pools.write
-        most = self._budget.most(prefill, decode.gpus, decode.usd_per_hour)
+        pools, most = self._pools, self._budget.most(prefill, decode.gpus, decode.usd_per_hour)
         if most < 1:
             return None
-        if rate is not None:
-            readers = self._count(partial(read, prefill), most, rate)
-            room = self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
-            writers = self._count(partial(write, decode), room, rate)
-            if readers and writers and read(prefill, readers) >= rate and write(decode, writers) >= rate:
-                return readers, writers
-        low, high = 1, most  # readers: what they serve rises with them, what is left for writers falls
 
         def left(readers: int) -> int:
             return self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
 
+        if rate is not None and pools.holds("read", prefill, most, rate):
+            readers = self._count("read", prefill, most, rate)
+            if left(readers) >= 1 and pools.holds("write", decode, left(readers), rate):
+                return readers, self._count("write", decode, left(readers), rate)
+        low, high = 1, most  # readers: what they serve rises with them, what is left for writers falls
         while low < high:
             middle = (low + high) // 2
-            if read(prefill, middle) >= write(decode, left(middle)):
+            if pools.rate("read", prefill, middle) >= pools.rate("write", decode, left(middle)):
                 high = middle
             else:
                 low = middle + 1
         tried = [count for count in (low - 1, low) if count >= 1 and left(count) >= 1]
-        if not tried:
-            return None
-        best = max(tried, key=lambda count: min(read(prefill, count), write(decode, left(count))))
-        return best, left(best)
+        return max(
+            ((readers, left(readers)) for readers in tried),
+            key=lambda pair: min(pools.rate("read", prefill, pair[0]), pools.rate("write", decode, pair[1])),
+            default=None,
+        )
 
-    @staticmethod
-    def _count(serves: Callable[[int], float], most: int, rate: float | None) -> int:
+    def _count(self, work: Work, kind: Kind, most: int, rate: float | None) -> int:
         """The fewest that serve the rate, or `most`."""
         if most < 1:
             return 0
-        if rate is None or serves(most) < rate:
+        if rate is None or not self._pools.holds(work, kind, most, rate):
             return most
         low, high = 1, most
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if serves(middle) >= rate else (middle + 1, high)
+            low, high = (low, middle) if self._pools.holds(work, kind, middle, rate) else (middle + 1, high)
         return low

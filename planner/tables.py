@@ -14,7 +14,7 @@ from twostroke.planner.floors import (
 from twostroke.planner.hardware import GIB, HARDWARE, Hardware
 from twostroke.planner.models import MODELS, published_model
 from twostroke.planner.operations import decode_operations, prefill_operations
-from twostroke.planner.published import kv_bytes, rows
+from twostroke.planner.published import rows
 from twostroke.planner.search import Terms, fit_of, machine_of
 
 PLACES = (
@@ -85,14 +85,14 @@ def _models() -> Iterator[str]:
         shape = published_model(name)
         weights = (weight_bytes(shape, 2, kind) / 1e9 for kind in ("auto", "int8", "int4"))
         kept = sum(not shape.window(layer) for layer in range(shape.num_layers)) / shape.num_layers
-        windowed = "" if kept == 1 else f" ({kept * kv_bytes(shape) / 1024:.4g} without windows')"
+        windowed = "" if kept == 1 else f" ({kept * 2 * shape.kv_values / 1024:.4g} without windows')"
         return (
             name,
             f"{num_parameters(shape) / 1e9:.2f}",
             f"{num_active_parameters(shape) / 1e9:.2f}",
             *(f"{one:.1f}" for one in weights),
-            f"{kv_bytes(shape) / 1024:.4g}{windowed}",
-            f"{kv_bytes(shape, 1.0) / 1024:.4g}",
+            f"{2 * shape.kv_values / 1024:.4g}{windowed}",
+            f"{shape.kv_values / 1024:.4g}",
             MODELS[name].source,
         )
 
@@ -123,8 +123,8 @@ def _room() -> Iterator[str]:
 
 def _operations() -> Iterator[str]:
     shape = published_model("Llama-3.1-8B")
-    ridge = HARDWARE["h100-80gb"].ridge()
-    yield f"Llama-3.1-8B in bf16, on an H100, whose ridge is at {ridge:.0f}."
+    machine = _machine("h100-80gb", 1)
+    yield f"Llama-3.1-8B in bf16, on an H100, whose ridge is at {machine.hardware.ridge():.0f}."
     yield ""
 
     def body() -> Iterator[Sequence[str]]:
@@ -135,8 +135,8 @@ def _operations() -> Iterator[str]:
             ("decode, 256 rows", decode_operations(shape, 256, PROMPT)),
         ):
             for one in operations:
-                bound = "FLOPs" if one.intensity > ridge else "bandwidth"
-                yield phase, one.name, f"{one.flops / 1e9:.4g}", f"{one.bytes / 1e6:.4g}", f"{one.intensity:.3g}", bound
+                figures = f"{one.flops / 1e9:.4g}", f"{one.bytes / 1e6:.4g}", f"{one.intensity:.3g}"
+                yield phase, one.name, *figures, machine.bound(shape, one)
 
     yield from _table(("", "operation", "GFLOP", "MB", "FLOP/byte", "bound by"), body())
 
@@ -181,7 +181,7 @@ def _links() -> Iterator[str]:
     speeds = (1.25e9, 12.5e9, 25e9, 50e9, 450e9)
 
     def row(name: str) -> Sequence[str]:
-        size = kv_bytes(published_model(name)) * PROMPT
+        size = 2 * published_model(name).kv_values * PROMPT
         return name, f"{size / 2**20:.0f}", *(f"{transfer_s(size, speed) * 1000:.3g}" for speed in speeds)
 
     names = ("Llama-2-7b", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "DeepSeek-V3")

@@ -41,6 +41,11 @@ class Workload:
         return sum(answer * (prompt + answer / 2) for prompt, answer in self.lengths) / self._answers
 
     @cached_property
+    def context_square(self) -> float:
+        """The mean square of such a row's context."""
+        return sum(answer * (prompt + answer / 2) ** 2 for prompt, answer in self.lengths) / self._answers
+
+    @cached_property
     def held(self) -> tuple[float, float]:
         """Tokens of KV that a row of a decode step takes in the end, and the mean of their squares."""
         mean = sum(answer * (prompt + answer) for prompt, answer in self.lengths) / self._answers

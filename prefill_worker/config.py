@@ -8,6 +8,7 @@ class PrefillConfig(WorkerConfig):
     """Bounds of one step, and the worker's housekeeping."""
 
     max_step_tokens: Count = 2048
-    """Prompt tokens of one step, over all prompts that share it."""
+    """Prompt tokens of one step, over all prompts that share it. Larger steps compute better, and let a prompt that has
+    just come wait longer."""
     max_batch: Count = 32
-    """Prompts in one step."""
+    """Prompts that share a step."""

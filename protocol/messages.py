@@ -302,6 +302,59 @@ class RankStep(Message, frozen=True):
     copies: tuple[RankCopy, ...] = ()  # to be made before
 
 
+class StageExpertHits(Message, frozen=True):
+    """How often each expert of the rank's layers was chosen so far; now and then, from one rank of each stage."""
+
+    layers: tuple[tuple[int, ...], ...]
+
+
+NOBODY = -1
+"""In place of an expert's number: a slot that holds none."""
+
+
+class LayerCopies(msgspec.Struct, frozen=True, array_like=True):
+    """Which experts of a layer a worker's ranks hold copies of. Each rank has an equal part of the experts of its own,
+    which never move, and behind those as many slots for copies as any other."""
+
+    layer: int
+    slots: tuple[tuple[int, ...], ...]  # by rank: the experts in its slots, or NOBODY
+
+    def own_experts(self, rank: int, number: int) -> range:
+        """Of `number` experts, those whose home the rank is."""
+        ranks = len(self.slots)
+        return range(rank * number // ranks, (rank + 1) * number // ranks)
+
+    def holders(self, number: int) -> list[list[tuple[int, int]]]:
+        """Of each of `number` experts, the ranks that hold it and its slot there: its home, then by rank."""
+        homes = [self.own_experts(rank, number) for rank in range(len(self.slots))]
+        found = [[(rank, expert - home.start)] for rank, home in enumerate(homes) for expert in home]
+        for rank, slots in enumerate(self.slots):
+            for place, expert in enumerate(slots):
+                if expert != NOBODY:
+                    found[expert].append((rank, len(homes[rank]) + place))
+        return found
+
+
+class ExpertMove(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of an expert, as one rank holds it, to be copied into a slot of another."""
+
+    layer: int
+    source: int  # rank
+    source_slot: int
+    target: int
+    target_slot: int
+    first_byte: int
+    num_bytes: int
+
+
+class ArrangeExperts(Message, frozen=True):
+    """Between the steps before and behind this: first take the experts as `copies` say, then make the moves, into slots
+    that no step reads."""
+
+    copies: tuple[LayerCopies, ...]
+    moves: tuple[ExpertMove, ...]
+
+
 def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, host_blocks: int) -> int:
     """How long a RankStep can get: its tokens, its sequences with block tables of `blocks_of_one`, and its copies."""
     number = 5  # bytes of one below 2^32, or of a length

@@ -147,6 +147,8 @@ class WorkerStats(msgspec.Struct, frozen=True):
     costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
     is_draining: bool = False  # takes no new requests
     expert_skews: tuple[float, ...] = ()  # by layer: hits of the hottest expert over the mean, of late; 0: no hits
+    expert_copies: int = 0  # of experts of all layers, that ranks hold beside their own
+    expert_imbalances: tuple[float, ...] = ()  # by layer: the busiest rank's rows of late over the mean; 0: no rows
 
 
 class TransferStats(msgspec.Struct, array_like=True):

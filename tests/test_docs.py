@@ -37,6 +37,20 @@ def test_every_file_and_link_is_there(page: Path) -> None:
     assert [file for file in sorted(files) if not any(ROOT.glob(file))] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them, and those that are set by hand."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    by_hand = re.findall(r'<a id="([^"]+)">', text)
+    return {*by_hand, *(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_place_that_a_link_leads_to_is_there(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert [f"{to}#{anchor}" for to, anchor in links if anchor not in anchors(page.parent / to if to else page)] == []
+
+
 def test_every_make_target_is_there() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = {target for page in PAGES for line in code(page) for target in re.findall(r"^make ([a-z][\w-]*)", line)}

@@ -18,15 +18,19 @@ class WorkerConfig(Section):
     max_batch: Count
     """Requests in one step."""
     max_waiting: Count = 1024
-    """Requests that wait for their first step; more are refused with status 429."""
+    """Requests that wait for their first step; a worker refuses what comes beyond with status 429."""
     queue: QueuePolicy = "edf"
-    """Whose turn it is within a priority: least time left, fewest tokens, or first come."""
+    """Whose turn it is among requests of one priority: the one with the least time left (`edf`), the shortest prompt
+    less what is cached (`sjf`), or the first that came (docs/routing.md#queues-classes-and-chunks-on-the-workers)."""
     pull_wait_s: Interval = 0.5
-    """A prompt waits so long for another worker to offer its beginning."""
+    """A prompt whose beginning is to be pulled waits so long for the other worker's offer, then is computed here."""
     min_pull_tokens: Count = 64
-    """An offer that would spare fewer is declined: they are computed as quickly."""
+    """An offer that would spare fewer tokens, since more is cached here than the router knew, is declined; pulls that
+    spare less than `router.pull_min_tokens` are not even asked for. Raise it where the wire is slow and the worker is
+    fast."""
     max_step_s: Interval = 60.0
-    """A step that takes longer is stuck, and the worker unhealthy."""
+    """A step that takes longer is stuck: the worker takes nothing more and is replaced. Longer for huge steps on slow
+    machines."""
     integrity_interval_s: NonNegativeFloat = 10.0
     """An idle worker checks its block accounting at most this often."""
     token_channel: TokenServerConfig = Field(default_factory=TokenServerConfig)

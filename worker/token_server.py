@@ -48,11 +48,13 @@ class TokenServerConfig(Section):
     """Times and bounds of a worker's token channel."""
 
     stats_interval_s: Annotated[float, Ge(0.01)] = 0.5
-    """Between StatsFrames."""
+    """Between a worker's reports of its numbers, which are its sign of life; at most a third of `lease_s` beside it,
+    and half of `router.token_channel.silence_s`."""
     lease_s: Annotated[float, Ge(0.1)] = 10.0
-    """A router silent for longer is lost."""
+    """A router that is silent for longer is lost, and its requests end. At least three times `stats_interval_s`, and
+    three times `router.token_channel.ping_s`."""
     max_unsent_bytes: Count = 4 * 1024 * 1024
-    """A router that leaves more than this unread is dropped."""
+    """A router that leaves more of its tokens unread is dropped."""
 
     @model_validator(mode="after")
     def _check(self) -> "TokenServerConfig":

@@ -31,7 +31,8 @@ from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Pro
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
-from twostroke.worker.expert_load import ExpertLoad, ReadHits
+from twostroke.worker.experts.expert_balance import ExpertBalance
+from twostroke.worker.experts.expert_load import ExpertLoad, ReadHits
 from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerLife
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
@@ -60,6 +61,7 @@ class Equipment:
     weights: str | None = None  # what quantised ones are held in
     expert_share: float = 0.0  # of the model's experts, that a token takes; 0: it has none
     expert_hits: ReadHits | None = None  # None: nobody counts them
+    expert_balance: ExpertBalance | None = None  # None: ranks hold no copies of experts
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
 
 
@@ -226,6 +228,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in self._scheduler.decoding]
         self._costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
         costs = self._costs.costs()
+        balance = self._equipment.expert_balance
         return WorkerStats(
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
@@ -251,6 +254,8 @@ class Worker(ABC, Generic[JobT, CallT]):
             costs=costs,
             is_draining=self._life.is_draining,
             expert_skews=() if self._expert_load is None else self._expert_load.skews(),
+            expert_copies=0 if balance is None else balance.num_copies,
+            expert_imbalances=() if balance is None else balance.imbalances(),
             **asdict(self._counters),
         )
 

@@ -108,7 +108,7 @@ def _of_worker(
     model.check_ranks(ranks, expert_parallel, stages)
     found = fit(
         model.shape,
-        model.weight_bytes(dtype, held.quantization, ranks, expert_parallel, stages),
+        model.weight_bytes(dtype, held.quantization, ranks, expert_parallel, stages, section.redundant_experts),
         itemsize=dtype.itemsize,
         kv_itemsize=kv_dtype.itemsize,
         memory=memory,

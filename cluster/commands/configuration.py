@@ -1,4 +1,4 @@
-"""What helps to write a configuration: `twostroke config check FILE`, and `config schema` for editors."""
+"""What helps to write a configuration: `config check`, `config schema` for editors, and its documentation's tables."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from twostroke.cluster.config.checking import faults_of
 from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.reference import reference
 
 WRONG_EXIT = 2
 
@@ -40,4 +41,14 @@ def run_schema(_: argparse.Namespace) -> int:
     """Print the schema; returns 0."""
     schema = ClusterConfig.model_json_schema()
     print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2))
+    return 0
+
+
+def add_reference_arguments(_: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def run_reference(_: argparse.Namespace) -> int:
+    """Print the tables; returns 0."""
+    print(reference(), end="")
     return 0

@@ -8,12 +8,13 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -24,7 +25,7 @@ from rich.markup import escape
 from twostroke.cluster.config.config import check_keys, keys_of, lay_over, read_config
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.reading import load_yaml
-from twostroke.cluster.config.sections import BUNDLED_MODEL, TransportChoice
+from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
 from twostroke.cluster.config.vllm_names import SAME
 from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_binary
 from twostroke.cluster.local.preflight import check_port
@@ -38,9 +39,19 @@ POLITE_S = 6.0  # for Serve and Ray to end by themselves
 IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
-_FLAGS: Mapping[str, tuple[type, str, str]] = {
+def _count(text: str) -> int | None:
+    """As vLLM takes them: 8192, 8k (thousands), 8K (of 1,024); auto: what there is room for."""
+    if text == "auto":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of tokens, like 8192, 8k or 8K")
+    return int(float(found[1]) * {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]])
+
+
+_FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--served-model-name": (str, "NAME", "what clients call the model"),
-    "--max-model-len": (int, "TOKENS", "the longest context"),
+    "--max-model-len": (_count, "TOKENS", "the longest context"),
     "--chat-template": (str, "FILE", "in place of the model's own"),
     "--generation-config": (str, "auto|none", "whose sampling defaults: the model's, or OpenAI's"),
     "--kv-cache-dtype": (str, "auto|fp8", "of keys and values; fp8: one byte a number"),
@@ -48,7 +59,7 @@ _FLAGS: Mapping[str, tuple[type, str, str]] = {
     "--tensor-parallel-size": (int, "N", "GPUs, or ranks, of one worker"),
     "--pipeline-parallel-size": (int, "N", "stages of one worker, which may be on several nodes"),
     "--max-num-seqs": (int, "N", "requests that a worker runs at once"),
-    "--max-num-batched-tokens": (int, "N", "tokens of one step of a worker"),
+    "--max-num-batched-tokens": (_count, "N", "tokens of one step of a worker"),
     "--gpu-memory-utilization": (float, "SHARE", "of a GPU's memory, that a worker may take"),
     "--swap-space": (float, "GIB", "host memory for requests that must give their blocks back"),
     "--otlp-traces-endpoint": (str, "URL", "where traces of requests go"),
@@ -69,11 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="which every request must have; for more: `twostroke key new`")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument("--dtype", metavar="|".join(get_args(Dtype)), help="of weights and activations (default: auto)")
     parser.add_argument(
         "--quantization",
         "-q",
-        choices=get_args(Quantization),
+        metavar="|".join(get_args(Quantization)),
         help="of the weights as they are loaded; auto: as the checkpoint has them, AWQ, GPTQ or FP8 (default: auto)",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="of this machine, that may be used (default: all)")
@@ -157,8 +168,8 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         if path is not None:
             raise ConfigError(f"the model is named twice, as {arguments.named} and --model {path}: name it once")
         path = arguments.named
-    names = (*map(_dest, _FLAGS), "enable_expert_parallel")
-    overrides = {setting: getattr(arguments, name) for name in names for setting in SAME[name]} | {
+    flags = {setting: flag for flag in (*_FLAGS, "--enable-expert-parallel") for setting in SAME[_dest(flag)]}
+    overrides = {setting: getattr(arguments, _dest(flag)) for setting, flag in flags.items()} | {
         "model.path": path,
         "model.name": name,
         "prefill.replicas": arguments.prefill,
@@ -174,7 +185,12 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         key = {"name": "api-key", "sha256": key_hash(arguments.api_key), "admin": True}
         raw["auth"] = {**auth, "keys": [*auth.get("keys", ()), key]}
     lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
-    read_config(raw)
+    try:
+        read_config(raw)
+    except ConfigError as error:
+        flags |= {"prefill.replicas": "--prefill", "decode.replicas": "--decode", "model.dtype": "--dtype"}
+        flag = flags.get(str(error).partition(": ")[0])
+        raise ConfigError(f"{error} ({flag})" if flag else str(error)) from error
     return raw
 
 

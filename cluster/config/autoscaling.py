@@ -14,9 +14,10 @@ class RoleLimits(Section):
     """How many workers a role may have."""
 
     min: NonNegativeInt = 1
-    """Of prefill workers 0 is allowed: decode workers then read the prompts while there are few."""
+    """Workers, at most `max`; of decode workers at least 1. With no prefill worker decode workers read the prompts
+    themselves while little comes."""
     max: NonNegativeInt = 1
-    """0: the role is left out, which `prefill` may be."""
+    """Workers that the machines have room for, at least `min`."""
 
     @model_validator(mode="after")
     def _check_limits(self) -> "RoleLimits":
@@ -26,25 +27,32 @@ class RoleLimits(Section):
 
 
 class AutoscalingConfig(Section):
-    """When workers come and go."""
+    """How many workers there are, decided anew every few seconds from what arrives (docs/autoscaling.md).
+
+    `prefill.replicas` and `decode.replicas` say with how many to begin, and must lie between `min` and `max`. An
+    aggregated server (`prefill.replicas: 0`) leaves `autoscaling.prefill` out.
+    """
 
     enabled: bool = False
+    """`false`: there are as many workers as `replicas` says."""
     prefill: RoleLimits = Field(default_factory=RoleLimits)
     decode: RoleLimits = Field(default_factory=RoleLimits)
     budget: PositiveFloat | None = None
-    """GPUs of both roles together, or workers where they have none; null: the maxima."""
+    """GPUs that both roles may take together; workers, where they have no GPUs. null: the maxima."""
     interval_s: Annotated[float, Ge(0.5)] = 5.0
     """Between decisions; routers and Serve's controller talk at about the pace of the least."""
     cooldown_s: NonNegativeFloat = 900.0
-    """A role shrinks to what the last so many seconds needed, so long after its last change."""
+    """At least `interval_s`. A role shrinks to what so many of the last seconds needed, and so long after its last
+    change at the earliest. Longer for bursts, shorter for load that changes slowly; longer than it takes to start a
+    worker."""
     slack: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Of the TTFT that is promised: so long may prompts wait."""
+    """Share of the promised time to the first token for which prompts may wait. Less for more workers sooner."""
     attainment: Annotated[float, Gt(0), Le(1)] = 0.98
-    """Share of requests of the last `cooldown_s` that as few workers would have served in time."""
+    """Share of the last `cooldown_s`' requests that fewer workers must have served in time for a role to shrink."""
     spare: Annotated[float, Ge(0), Lt(1)] = 0.15
-    """Of each role's capacity that is kept free."""
+    """Share of each role's capacity that is kept free."""
     reversals_per_hour: Annotated[int, Ge(2)] = 2
-    """A role that went down and up so often does not shrink again for an hour."""
+    """A role that went down and up so often does not shrink for an hour."""
 
     @model_validator(mode="after")
     def _check_times(self) -> "AutoscalingConfig":

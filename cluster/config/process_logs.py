@@ -20,12 +20,15 @@ writes."""
 
 
 class LoggingConfig(Section):
-    """How our own packages log. Ray's and Serve's logs are their own."""
+    """What our own parts log, and where to (docs/observability.md#logs). Ray's and Serve's logs are their own."""
 
     format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object a line for programs."""
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is not logged below it; `info` has one line for each request."""
     to: Literal["files", "stdout"] = "files"
-    """stdout: the container's, for `kubectl logs`; files are in the folder of Serve's logs."""
+    """stdout: the container's, so that `kubectl logs` and `docker logs` have our lines, each whole; only in containers.
+    Else each process has a file in the folder of Serve's logs."""
 
 
 def log_to(file: Path | None, config: LoggingConfig, process: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from twostroke.cluster.config.vllm_names import what_is_ours
+from twostroke.cluster.config.vllm_names import VALUES, what_is_ours
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 
@@ -49,8 +49,12 @@ def fault_of(error: ErrorDetails, kind: type[Section]) -> str:
         message = "is required"
     elif error["type"] == "model_type":
         message = f"{_shown(error['input'])} stands where a section should: write `name: value` lines under it"
+        ours = what_is_ours(path)
+        message += f" ({ours})" if ours is not None else ""
     else:
         message = error["msg"].replace("Input", _shown(error["input"]), 1)
+        theirs = VALUES.get(path.rpartition(".")[2], {}).get(str(error["input"]))
+        message += f"; {theirs}" if theirs is not None else ""
     return f"{path or 'the configuration'}: {message}"
 
 

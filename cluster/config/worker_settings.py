@@ -122,6 +122,7 @@ class WorkerSettings:
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.resources.expert_parallel,
+            redundant_experts=self.resources.redundant_experts,
             block_size=self.block_size,
             kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),
             num_blocks=self.resources.num_blocks,

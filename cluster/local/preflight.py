@@ -70,7 +70,8 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             check_cores(engine)
             found.check_ranks(ranks, engine.expert_parallel, stages)
             kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, model, dtype)
-            weights = found.weight_bytes(dtype, engine.quantization, ranks, engine.expert_parallel, stages)
+            spare = engine.redundant_experts
+            weights = found.weight_bytes(dtype, engine.quantization, ranks, engine.expert_parallel, stages, spare)
             num_blocks = resolve_num_blocks(engine, model, kv_dtype, weights + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:

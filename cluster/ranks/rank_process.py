@@ -8,9 +8,11 @@ it, which keeps its standard input open for as long as it lives.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
+import time
 from collections import deque
 from typing import NoReturn
 
@@ -25,11 +27,13 @@ from twostroke.model.parallel.tensor_parallel import RankPlace
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
 from twostroke.protocol.messages import (
+    ArrangeExperts,
     Message,
     RankFailed,
     RankHello,
     RankLoaded,
     RankStep,
+    StageExpertHits,
     StepEnded,
 )
 from twostroke.protocol.network import Connection, TcpNetwork
@@ -39,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step may go on once rank 0 has hung up."""
+HITS_S = 1.0
+"""From one time that rank 0 is told how often experts were chosen to the next."""
 
 
 async def run_rank(order: RankOrder) -> None:
@@ -65,6 +71,8 @@ class _Rank:
         self._parts: RankParts | None = None
         self._transfers: RankTransfers | None = None
         self._stepping: deque[asyncio.Task[None]] = deque()  # until rank 0's have ended, too
+        self._arranging: asyncio.Task[None] | None = None  # the last one that was told
+        self._told_hits_at = -math.inf
 
     async def run(self) -> None:
         """Return when rank 0 has hung up, with all ended here."""
@@ -80,8 +88,9 @@ class _Rank:
         if self._parts is None or self._transfers is None:
             _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
         await self._transfers.close()
-        if self._stepping:
-            _, hanging = await asyncio.wait(self._stepping, timeout=PATIENCE_S)
+        under_way = [*self._stepping, *([self._arranging] if self._arranging else [])]
+        if under_way:
+            _, hanging = await asyncio.wait(under_way, timeout=PATIENCE_S)
             if hanging:
                 _leave()  # it waits in the middle of a step for ranks that are gone
         await self._parts.close()
@@ -109,6 +118,8 @@ class _Rank:
                     transfers.step_began()  # here, not in the task: what was said behind the step is next
                     before = self._stepping[-1] if self._stepping else None
                     self._stepping.append(asyncio.create_task(self._step(parts, transfers, step, before)))
+                case ArrangeExperts() as arrangement:
+                    self._arranging = asyncio.create_task(self._arrange(parts, arrangement))
                 case StepEnded():
                     await self._step_over()
                 case RankFailed(reason):  # our own
@@ -129,6 +140,25 @@ class _Rank:
             if before is not None:
                 await asyncio.wait({before})
             transfers.step_ended()
+            self._tell_hits(parts)
+
+    async def _arrange(self, parts: RankParts, arrangement: ArrangeExperts) -> None:
+        """Behind the steps that were told before, on the engine's thread."""
+        try:
+            await parts.loaded.engine.arrange_experts(arrangement)
+        except WorkerLost as error:
+            self._messages.put_nowait(RankFailed(str(error)))
+        except Exception as error:  # a bug: nobody waits for this task
+            _log.exception("rank %d could not arrange experts", self._order.rank)
+            self._messages.put_nowait(RankFailed(f"{type(error).__name__}: {error}"))
+
+    def _tell_hits(self, parts: RankParts) -> None:
+        """By one rank of each stage, since all of a stage have the same; those of its own rank 0 can read."""
+        if self._order.rank % self._order.settings.tensor_parallel or time.monotonic() < self._told_hits_at + HITS_S:
+            return
+        self._told_hits_at = time.monotonic()
+        if (hits := parts.loaded.expert_hits) is not None:
+            self._tell(StageExpertHits(tuple(map(tuple, hits.read().tolist()))))
 
     async def _step_over(self) -> None:
         """Wait for the first step under way, which a cancelled call leaves alone. Raises what it could not tell."""

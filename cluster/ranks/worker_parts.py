@@ -21,8 +21,10 @@ from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
     from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+    from twostroke.model.load import LoadedEngine
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary
+    from twostroke.worker.experts.expert_balance import ExpertBalance
     from twostroke.worker.worker import Equipment
 
 
@@ -64,9 +66,13 @@ async def load_parts(
 
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
+    from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.protocol.grammars import Grammars
     from twostroke.worker.block_pool import BlockPool
     from twostroke.worker.worker import Equipment
+
+    balance: ExpertBalance | None = None
+    stages_hits: StagesHits | None = None
 
     def equipped(rank: RankParts, engine: "Engine", sender: "SendingSide", receiver: "ReceivingSide") -> "Equipment":
         return Equipment(
@@ -81,7 +87,8 @@ async def load_parts(
             max_context=rank.loaded.max_context,
             weights=rank.loaded.weights,
             expert_share=rank.loaded.model_config.expert_share,
-            expert_hits=None if rank.loaded.expert_hits is None else rank.loaded.expert_hits.read,
+            expert_hits=None if (hits := stages_hits or rank.loaded.expert_hits) is None else hits.read,
+            expert_balance=balance,
             grammars=Grammars(lambda: vocabulary_of(settings)),
         )
 
@@ -90,7 +97,7 @@ async def load_parts(
         return WorkerParts(equipped(rank, rank.loaded.engine, rank.sender, rank.receiver), rank)
 
     from twostroke.kvtransfer.ranks import RankedReceiver, RankedSender
-    from twostroke.model.parallel.ranked_engine import TensorParallelEngine
+    from twostroke.model.parallel.ranked_engine import Rebalancing, TensorParallelEngine
 
     led = await LedRanks.start(settings, peer, network, secret, host=host, stages=stages)
     ranks = led.connections
@@ -120,11 +127,28 @@ async def load_parts(
         if isinstance(error, RuntimeError):  # torch's own word for ranks that don't come, or are lost
             raise WorkerLost(f"the worker can't start: {ranks.loss or error}") from error
         raise
-    engine = TensorParallelEngine(rank.loaded.engine, ranks)
+    if settings.pipeline_parallel > 1 and (experts := rank.loaded.model_config.num_experts):
+        stages_hits = StagesHits(rank.loaded.expert_hits, ranks.expert_hits, rank.store.layout, experts)
+    balance = expert_balance(rank.loaded, settings.tensor_parallel)
+    rebalancing = None if balance is None else Rebalancing(balance.next, rank.loaded.engine.arrange_experts)
+    engine = TensorParallelEngine(rank.loaded.engine, ranks, rebalancing)
     sender = RankedSender(rank.sender, ranks, time.monotonic)
     return WorkerParts(
         equipped(rank, engine, sender, RankedReceiver(rank.receiver, addresses, ranks, time.monotonic)), rank, led
     )
+
+
+def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None":
+    """What moves copies of experts among so many ranks; None: they have no room for any."""
+    from twostroke.model.parallel.expert_slots import STEP_BYTES
+    from twostroke.worker.experts.expert_balance import ExpertBalance, Room
+    from twostroke.worker.experts.expert_load import ExpertLoad
+
+    slots = loaded.expert_slots
+    if slots is None or loaded.expert_hits is None:
+        return None
+    room = Room(ranks, slots.number, slots.expert_bytes, STEP_BYTES[slots.device.type])
+    return ExpertBalance(ExpertLoad(loaded.expert_hits.read, time.monotonic), room, time.monotonic)
 
 
 def vocabulary_of(settings: WorkerSettings) -> "Vocabulary":

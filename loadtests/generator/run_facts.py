@@ -86,13 +86,14 @@ def begin_facts(url: str, models: list[dict[str, Any]]) -> RunFacts:
     return RunFacts(
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         server=server_facts(url, models),
-        machine=_machine(),
+        machine=machine_facts(),
         versions={name: _version(name) for name in ("twostroke", "locust")} | {"python": platform.python_version()},
         ended_early=True,
     )
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Of the one that this process runs on."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _field_of(Path("/proc/cpuinfo"), "model name"),

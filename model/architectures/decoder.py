@@ -128,9 +128,9 @@ class Decoder:
         return self._parallel.shard.vocabulary_size(self._config.vocab_size)
 
     @property
-    def expert_hits(self) -> list[Tensor | None]:
-        """Of each layer of the stage, as Experts.hits; None where it has no experts."""
-        return [None if layer.routed is None else layer.routed.experts.hits for layer in self._weights.layers]
+    def experts(self) -> list[Experts | None]:
+        """Of each layer of the stage; None where it has none."""
+        return [None if layer.routed is None else layer.routed.experts for layer in self._weights.layers]
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward, of an only stage."""
@@ -254,7 +254,8 @@ class Decoder:
         if beside is None:  # else an all-reduce is needed anyway
             if not expert_sums.pays(y, routed.routing.top_k, self._parallel.shard):
                 return y, False
-            return expert_sums.sum_of_experts(y, chosen.experts, routed.routing.num_experts, self._parallel), True
+            number, places = routed.routing.num_experts, routed.experts.places
+            return expert_sums.sum_of_experts(y, chosen.experts, number, self._parallel, places), True
         if routed.shared_gate is not None:
             beside = backend.gate_by_sigmoid(beside, routed.shared_gate(x, out_dtype=torch.float32))
         return backend.add(beside, y), False

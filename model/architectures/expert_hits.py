@@ -5,7 +5,7 @@ step, and readers see the last that has come.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.protocol.clock import Clock
+from twostroke.protocol.kv_layout import KVLayout
 
 COPY_S = 0.5
 """Counts on the host are as old as this, or as the step before the last."""
@@ -53,3 +54,27 @@ class ExpertHits:
         return np.stack(
             [np.zeros(len(found[0]), np.int64) if hits is None else next(told).numpy() for hits in self._layers]
         )
+
+
+class StagesHits:
+    """The counts of all layers' experts, of a model that stages share: those of rank 0's, and what others told last."""
+
+    def __init__(
+        self, own: ExpertHits | None, told: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
+    ):
+        """`told` is filled by others: of each stage's first rank, hits of its layers. `own` is None where stage 0 has
+        no experts."""
+        self._own = own
+        self._told = told
+        self._layout = layout
+        self._experts = experts
+
+    def read(self) -> NDArray[np.int64]:
+        """As ExpertHits.read, of all layers; zeros of a stage that has not told yet."""
+        found = np.zeros((self._layout.num_layers, self._experts), np.int64)
+        if self._own is not None:
+            found[: len(self._layout.layers_of(0))] = self._own.read()
+        for rank, hits in self._told.items():
+            layers = self._layout.layers_of(rank)
+            found[layers.start : layers.stop] = hits
+        return found

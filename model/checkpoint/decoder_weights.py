@@ -38,6 +38,7 @@ from twostroke.model.config import (
     Projection,
     Quantization,
 )
+from twostroke.model.parallel.expert_slots import make_places
 from twostroke.model.parallel.stages import ONLY_STAGE, Stage
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
 from twostroke.model.sizes import head_name, of_expert, of_lm_head
@@ -264,12 +265,16 @@ class _ExpertsReader:
         held, inner = shard.experts(total), shard.inside_experts(spec.size)
         read = self._of_stack if spec.are_stacked else self._of_one
         parts = [read(prefix, spec, expert, inner) for expert in range(held.start, held.stop)]
+        places, spare = None, self._options.redundant_experts
+        if spare:  # nobody reads what lies there at first; it has the form of the others
+            parts += parts[:1] * spare
+            places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None
         if spec.are_stacked:
             of_inner = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
-            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held)[:, of_inner]
+            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, of_inner]
             if shard.has_whole_experts or shard.rank == 0:  # counts once
-                down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held)
+                down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held, spare)
         return ExpertWeights(
             len(parts),
             self._together([weight for gate_up, _ in parts for weight in gate_up]),
@@ -278,6 +283,7 @@ class _ExpertsReader:
             down_bias,
             held.start,
             total,
+            places,
         )
 
     def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
@@ -298,8 +304,10 @@ class _ExpertsReader:
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),
         )
 
-    def _plain(self, name: str, rows: slice) -> Tensor:
-        return self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
+    def _plain(self, name: str, rows: slice, spare: int) -> Tensor:
+        """With as many rows more, for copies."""
+        found = self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
+        return torch.cat([found, *[found[:1]] * spare])
 
     def _together(self, weights: Sequence[_Weight]) -> _Weight:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]

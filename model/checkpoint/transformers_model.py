@@ -115,6 +115,7 @@ class TransformersModel:
         ranks: int,
         expert_parallel: bool = False,
         stages: int = 1,
+        redundant_experts: int = 0,
     ) -> int:
         """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
         model, styles = self._of_ranks(ranks)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import Chosen, Experts, ExpertWeights
+from twostroke.model.backend import Chosen, ExpertPlaces, Experts, ExpertWeights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.kernels import elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
-from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear
+from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear, memory_of
 
 
 def make_experts(
@@ -75,6 +75,15 @@ class _Stack:
         whole = number * (self.out_features + beyond)
         self._bias = gemm.bias_of_panels(None if bias is None else padded(bias.reshape(-1, 1))[:, 0], whole)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that differs from expert to expert, one's below the other's."""
+        if isinstance(self._packed, Tensor):
+            return [self._packed, self._bias]
+        packed = self._packed
+        parts = packed.codes, packed.factors, packed.scales, packed.offsets, self._bias
+        return [part for part in parts if part is not None]
+
     def __call__(self, x: Tensor, tasks: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Each task's rows of x by its expert."""
         where = self._bias, self.out_features, out_dtype
@@ -92,19 +101,32 @@ class CpuExperts:
         self._gate_up = _Stack(weights.gate_up, weights.gate_up_bias, number, quantization, launcher)
         self._down = _Stack(weights.down, weights.down_bias, number, quantization, launcher)
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
-        self._held = range(weights.first, weights.first + number)
+        self.places = weights.places
+        self._number = number
+        # With copies choices are of slots, whose hits are nobody's, and of one more for those elsewhere.
+        self._slot_hits = torch.zeros(number + 1, dtype=torch.int64)
+        self._held = range(weights.first, weights.first + number) if self.places is None else range(number)
         self._activation = activation
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts, for contiguous x."""
         launcher, most_rows = self._launcher, min(gemm.most_task_rows(x.dtype), quant.ROWS_AN_ITEM)
-        order = experts.order(launcher, chosen.experts, self.hits, self._held, most_rows)
+        found, hits = chosen.experts, self.hits
+        if self.places is not None:
+            found, hits = experts.locate(launcher, found, self.places.slots, hits), self._slot_hits
+        order = experts.order(launcher, found, hits, self._held, most_rows)
         gate_up = self._gate_up(experts.gather(launcher, x, order.choices), order.tasks, x.dtype)
         inner = elementwise.gate(launcher, gate_up, self._activation)
         del gate_up  # its place is another's
         y = self._down(inner, order.tasks, torch.float32)
         return experts.combine(launcher, y, order.places, chosen.weights, x.dtype)
+
+    def slot_memory(self, slot: int) -> list[Tensor]:
+        """As Experts.slot_memory."""
+        parts = [part for stack in (self._gate_up, self._down) for part in stack.memory]
+        sizes = [len(part) // self._number for part in parts]
+        return [part[slot * size : (slot + 1) * size] for part, size in zip(parts, sizes, strict=True)]
 
 
 class PlainExperts:
@@ -123,21 +145,33 @@ class PlainExperts:
             for which in ("gate_up", "down")
         )
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
+        self.places = weights.places
         self._first = weights.first
         self._activation = activation
         self._launcher = launcher
 
+    def slot_memory(self, slot: int) -> list[Tensor]:
+        """As Experts.slot_memory."""
+        return [part for which in (self._gate_up, self._down) for part in memory_of(which[slot])]
+
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """As Experts."""
         out = torch.zeros(x.shape)
-        found, counts = torch.unique(chosen.experts, return_counts=True)
-        self.hits[found.long()] += counts
-        for index in (found - self._first).tolist():
+        experts, counts = torch.unique(chosen.experts, return_counts=True)
+        self.hits[experts.long()] += counts
+        slots = chosen.experts - self._first if self.places is None else self._slots(chosen.experts, self.places)
+        for index in torch.unique(slots).tolist():
             if not 0 <= index < len(self._gate_up):
                 continue
-            tokens, places = (chosen.experts == self._first + index).nonzero(as_tuple=True)
+            tokens, places = (slots == index).nonzero(as_tuple=True)
             gate_up = self._gate_up[index](x[tokens])
             inner = elementwise.gate(self._launcher, gate_up, self._activation)
             y = self._down[index](inner, torch.float32)
             out.index_add_(0, tokens, y * chosen.weights[tokens, places, None])
         return out.to(x.dtype)
+
+    @staticmethod
+    def _slots(experts: Tensor, places: ExpertPlaces) -> Tensor:
+        found = experts.long()
+        copies = torch.arange(len(found))[:, None] % places.slots[found, 0]
+        return places.slots[found, 1 + copies]

@@ -108,7 +108,12 @@ class PlainLinear:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """As Linear."""
-        return functional.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
+        if out_dtype != torch.float32 or x.dtype == torch.float32:
+            return functional.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
+        # Logits, of tokens and of experts: rounded to bf16 first, they would often tie.
+        x = x.float()
+        out = torch.cat([functional.linear(x, part.float()) for part in torch.split(self._weight, ROWS_WIDENED)], dim=1)
+        return out if self._bias is None else out.add_(self._bias)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """As Linear.embed."""
@@ -149,6 +154,24 @@ class TorchQuantizedLinear:
             return part.dequantized(dtype)
         nibbles = torch.stack((part.values & 15, part.values >> 4), dim=2).flatten(1)[:, : self.in_features]
         return replace(part, values=nibbles.char() - 8).dequantized(dtype)
+
+
+def memory_of(linear: Linear) -> list[Tensor]:
+    """All that differs from one projection to another that `make_linear` made of a weight in the same form."""
+    match linear:
+        case PlainLinear():
+            parts = [linear._weight, linear._bias]
+        case CpuLinear():
+            parts = [linear._packed, linear._bias]
+        case CpuQuantizedLinear():
+            weight = linear._weight
+            parts = [weight.codes, weight.factors, weight.scales, weight.offsets, linear._bias]
+        case TorchQuantizedLinear():
+            slices = linear._slices
+            parts = [part for each in slices for part in (each.values, each.scales, each.offsets)] + [linear._bias]
+        case _:
+            raise ValueError(f"{linear} is none of this file's")
+    return [part for part in parts if part is not None]
 
 
 def _copied(weight: QuantizedWeight) -> QuantizedWeight:

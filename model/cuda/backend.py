@@ -192,6 +192,9 @@ class CudaExperts:
         self._gate_up = self._packed(weights.gate_up, weights.gate_up_bias, quantization)
         self._down = self._packed(weights.down, weights.down_bias, quantization)
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64, device=self._gate_up.device)
+        self.places = weights.places
+        self._number = weights.number
+        self._slot_hits = torch.zeros(weights.number, dtype=torch.int64, device=self._gate_up.device)  # nobody's
         self._held = range(weights.first, weights.first + weights.number)
         self._activation = activation
         self._is_compiled = False
@@ -205,7 +208,15 @@ class CudaExperts:
                 nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
                 self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
         config = experts.experts_config(x.dtype, chosen.experts.numel(), len(self.hits))
-        return experts.compute(x, chosen, self._gate_up, self._down, self.hits, self._held, self._activation, config)
+        hits, held = self.hits, self._held
+        if self.places is not None:
+            chosen = Chosen(experts.locate(chosen.experts, self.places.slots, hits), chosen.weights)
+            hits, held = self._slot_hits, range(self._number)
+        return experts.compute(x, chosen, self._gate_up, self._down, hits, held, self._activation, config)
+
+    def slot_memory(self, slot: int) -> list[Tensor]:
+        """As Experts.slot_memory."""
+        return [part for weight in (self._gate_up, self._down) for part in weight.memory(slot, self._number)]
 
     @staticmethod
     def _packed(

@@ -14,6 +14,8 @@ captured graph can't.
 import torch
 from torch import Tensor
 
+from twostroke.model.backend import ExpertPlaces
+from twostroke.model.parallel.expert_slots import ranks_of
 from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
 
 LEAST_SAVED_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
@@ -33,17 +35,21 @@ def pays(y: Tensor, top_k: int, shard: Shard) -> bool:
     return saved >= LEAST_SAVED_BYTES[y.device.type]
 
 
-def sum_of_experts(y: Tensor, experts: Tensor, number: int, parallel: TensorParallel) -> Tensor:
+def sum_of_experts(
+    y: Tensor, experts: Tensor, number: int, parallel: TensorParallel, places: ExpertPlaces | None = None
+) -> Tensor:
     """y [T, hidden], this rank's summand, -> the sum over the ranks, on all of them; added in fp32 and rounded once.
 
-    experts int32 [T, top_k] of `number`, the same on all ranks. Waits until they are known.
+    experts int32 [T, top_k] of `number`, the same on all ranks, and where they are. Waits until they are known.
     """
     (tokens, hidden), rank, size = y.shape, parallel.shard.rank, parallel.shard.size
     owned = -(-tokens // size)
-    shares = [Shard(other, size, True).experts(number) for other in range(size)]
-    ends = torch.tensor([share.stop for share in shares])
+    if places is not None:
+        holders = ranks_of(experts.cpu(), places)
+    else:
+        ends = torch.tensor([Shard(other, size, True).experts(number).stop for other in range(size)])
+        holders = torch.bucketize(experts.cpu(), ends, right=True)
     # By token and rank, whether the rank has any of its experts.
-    holders = torch.bucketize(experts.cpu(), ends, right=True)
     is_from = torch.zeros((owned * size, size), dtype=torch.bool)
     is_from[:tokens].scatter_(1, holders, True)
     counts = is_from.view(size, owned, size).sum(1)  # by owner and rank that sends

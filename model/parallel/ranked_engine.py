@@ -6,7 +6,9 @@ and no KV transfer.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from twostroke.model.step import (
     BlockCopy,
@@ -18,6 +20,7 @@ from twostroke.model.step import (
 )
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
 from twostroke.protocol.messages import (
+    ArrangeExperts,
     Message,
     RankCopy,
     RankFailed,
@@ -26,6 +29,7 @@ from twostroke.protocol.messages import (
     RankSequence,
     RankStep,
     Refuse,
+    StageExpertHits,
     StepEnded,
     TransferEnded,
 )
@@ -50,6 +54,8 @@ class RankConnections:
         self._is_closing = False
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once the ranks can't be relied on any more."""
+        self.expert_hits: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """What a rank of each other stage told last."""
         self._watchers: list[Callable[[int, TransferEnded], None]] = []
         self._numbers = 0
 
@@ -144,6 +150,8 @@ class RankConnections:
             case TransferEnded():
                 for on_ended in self._watchers:
                     on_ended(rank, message)
+            case StageExpertHits(layers):
+                self.expert_hits[rank] = layers
             case RankFailed(reason):
                 self.fail(f"rank {rank} failed: {reason}")
             case _:
@@ -154,6 +162,14 @@ BLAME_S = 0.2
 """How long a step that failed waits to hear that it was for another rank: a collective may notice first, and less."""
 
 
+@dataclass(frozen=True)
+class Rebalancing:
+    """Of experts among the ranks, between steps."""
+
+    next: Callable[[], ArrangeExperts | None]  # what all ranks are to do before the step that is about to begin
+    arrange: Callable[[ArrangeExperts], Awaitable[None]]  # does rank 0's part, before any step that is asked for later
+
+
 class TensorParallelEngine:
     """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one.
 
@@ -162,12 +178,14 @@ class TensorParallelEngine:
     not reach the ranks as if it were of another's.
     """
 
-    def __init__(self, own: Engine, ranks: RankConnections):
+    def __init__(self, own: Engine, ranks: RankConnections, rebalancing: Rebalancing | None = None):
         self._own = own
+        self._rebalancing = rebalancing
         self._ranks = ranks
         self._turn = asyncio.Lock()  # to begin a step
         self._last: asyncio.Task[list[SampledToken | None]] | None = None
         self._last_announces = False
+        self._arranging: asyncio.Future[None] | None = None  # kept, or nobody would
 
     @property
     def num_broken_rows(self) -> int:
@@ -215,6 +233,7 @@ class TensorParallelEngine:
                 await asyncio.wait({before})
             self._last_announces = on_layer is not None
             self._ranks.check()
+            self._arrange_experts()
             self._ranks.tell(
                 RankStep(
                     tuple(map(for_ranks, batch)),
@@ -228,6 +247,14 @@ class TensorParallelEngine:
             await asyncio.wait({before})  # ends are told in the steps' order
         self._ranks.tell(StepEnded())
         return drawn
+
+    def _arrange_experts(self) -> None:
+        """Where they are to change; a failure is that of the step behind it, too."""
+        if self._rebalancing is None or (order := self._rebalancing.next()) is None:
+            return
+        self._ranks.tell(order)
+        self._arranging = asyncio.ensure_future(self._rebalancing.arrange(order))
+        self._arranging.add_done_callback(_look_at)
 
 
 def for_ranks(step: SequenceStep) -> RankSequence:
@@ -258,7 +285,7 @@ def as_on_rank_0(each: RankSequence) -> SequenceStep:
     return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading)
 
 
-def _look_at(stepping: "asyncio.Task[list[SampledToken | None]]") -> None:
+def _look_at(stepping: "asyncio.Future[Any]") -> None:
     """Its error says nothing new to a caller that has gone: the ranks are lost, or the next step will fail too."""
     if not stepping.cancelled():
         stepping.exception()

@@ -41,13 +41,19 @@ class TokenChannelConfig(Section):
     """Times of a token channel, in seconds."""
 
     ping_s: Interval = 1.0
-    """A third of a lease or less: how often the router gives a sign of life."""
+    """How often a router gives workers a sign of life; a third of their `lease_s` at most."""
     silence_s: Interval = 2.5
-    """A worker that is silent for so long counts as lost: five of its signs of life."""
+    """A worker that is silent for so long counts as lost, and its requests go on elsewhere. A killed worker's
+    connection ends at once; this is for stopped and unreachable ones, whose streams stand still for as long. At least
+    twice the workers' `stats_interval_s`; five of them by default: with fewer, a worker whose event loop is held up for
+    a moment loses its streams for nothing."""
     connect_s: Interval = 2.0
-    """To connect and be welcomed."""
+    """To connect to a worker and be welcomed. A request that needs a worker which does not answer waits so long before
+    it goes elsewhere."""
     backoff_first_s: Interval = 0.05
+    """Before the second try to connect; doubles from try to try."""
     backoff_most_s: Interval = 2.0
+    """Between tries to connect at most."""
 
 
 _DEFAULTS = TokenChannelConfig()

@@ -12,26 +12,34 @@ class PipelineConfig(PathConfig):
     """How patient the router is, in seconds, beside how it chooses workers."""
 
     request_timeout_s: PositiveFloat = 600.0
-    """A request that takes longer fails."""
+    """A request that takes longer, from its arrival to its last token, fails with status 504, and its workers are
+    told."""
     retries: NonNegativeInt = 5
-    """Attempts in a row, after the first, that bring the request no further."""
+    """Attempts in a row, after the first, that bring a request no further; a token of the decode worker's own starts
+    the count anew."""
     retry_budget: NonNegativeFloat = 0.2
-    """Of the live traffic: retries after refusals and failures of workers that live."""
+    """Share of the requests: retries after refusals, and after failures of workers that live, beyond which none are
+    made. What a dead, unreachable or leaving worker had under way goes on elsewhere in any case."""
     retry_floor: NonNegativeInt = 10
-    """Of those within 10 s, however little traffic there is."""
+    """Retries that are allowed within 10 s in any case, however little traffic there is."""
     retry_first_s: NonNegativeFloat = 0.05
-    """Pause before the second retry of a request; doubles from retry to retry."""
+    """Pause before a request's second retry, after a refusal before its first; doubles from retry to retry, and each is
+    shortened at random by up to half. The first retry after a lost worker is at once: a client waits in the middle of
+    its stream. At most `retry_most_s`."""
     retry_most_s: NonNegativeFloat = 1.0
-    """Such a pause at most."""
+    """Between a request's retries at most; at least `retry_first_s`."""
     retry_wait_s: NonNegativeFloat = 20.0
-    """A begun request waits so long for a worker to come back."""
+    """A begun request waits so long for a worker to come back. Longer where the only decode worker is tensor-parallel:
+    its ranks take some 15 s on a small machine."""
     retry_poll_s: Interval = 0.1
+    """How often a request that waits for a worker looks for one."""
     reuse_wait_s: NonNegativeFloat = 0.5
-    """Before a worker that failed the request gets it again, where there is no other."""
+    """Before a worker that failed a request gets it again, where there is no other."""
     reply_grace_s: NonNegativeFloat = 1.0
-    """Between a call's end and its last tokens, or the other way round."""
+    """Between the end of a worker's call and its last tokens, or the other way round."""
     prefill_failed_repeat_s: Interval = 0.25
-    """Until the decode worker is heard of: it may not know the request yet."""
+    """How often a decode worker is told that its prefill has failed, until it is heard of: it may not know the request
+    yet."""
     ejection: EjectionConfig = Field(default_factory=EjectionConfig)
     suspects: SuspectsConfig = Field(default_factory=SuspectsConfig)
 

@@ -35,13 +35,16 @@ class SuspectsConfig(Section):
     """How suspects are dealt with."""
 
     pause_s: NonNegativeFloat = 0.1
-    """After a worker's death: what dies with it in that time was not taken down by a request."""
+    """Between a worker's death and the next try of a request that may have caused it, at least (at most five times
+    that): what else dies in that time did not die of the request."""
     verdict_s: NonNegativeFloat = 10.0
-    """At most, to learn whether workers that were lost are really gone."""
+    """What a router takes at most to learn whether two workers that were lost under the same request are really
+    gone."""
     refuse_s: NonNegativeFloat = 600.0
-    """So long a request that was found guilty is refused when it comes again."""
+    """So long a request that has taken two workers down is refused (status 422, `poison_request`) when it comes
+    again."""
     max_refused: NonNegativeInt = 1024
-    """That are remembered; the oldest go first."""
+    """Requests of which it is remembered that they are refused; the oldest go first."""
 
 
 class PoisonRequest(RequestError):

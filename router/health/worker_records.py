@@ -32,11 +32,16 @@ class EjectionConfig(Section):
     """When a worker is left out, and for how long."""
 
     failures_in_a_row: Count = 5
+    """Requests in a row that a worker fails, after which it gets none for a while. A client's error is no failure, nor
+    is a full queue; a lost connection is one, however many requests it takes along."""
     failure_rate: Annotated[float, Ge(0.05), Le(1)] = 0.5
-    """Of the last 20 requests."""
+    """Share of a worker's last 20 requests that fail, after which it gets none for a while."""
     first_s: PositiveFloat = 2.0
-    """The first time; doubles from time to time."""
+    """How long a worker is left out the first time, shortened at random by up to half; doubles from time to time until
+    the worker has done ten requests in a row. Half of a role's workers are left out at most. Afterwards one request
+    finds out. At most `most_s`."""
     most_s: PositiveFloat = 60.0
+    """How long a worker is left out at most."""
 
     @model_validator(mode="after")
     def _check(self) -> "EjectionConfig":

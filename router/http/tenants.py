@@ -79,20 +79,24 @@ class KeyConfig(Section):
     """One API key."""
 
     name: str
+    """Whose key it is; logs and the tenant's prefix cache know him by it. `twostroke serve` is the server's own."""
     sha256: str
-    """Of the key, in hexadecimal."""
+    """64 hexadecimal digits: the key's SHA-256."""
     slo_class: str | None = None
-    """Of requests that name none; none with a higher priority may be named."""
+    """Of the key's requests that name none; they can't name one with a higher priority. null: `slo.default`, and any
+    may be named."""
     requests_per_minute: Annotated[float, Ge(1)] | None = None
-    """null: no limit."""
+    """That the key may send; null: no limit. With several router replicas each allows its part."""
     tokens_per_minute: Annotated[float, Ge(1)] | None = None
-    """Prompts and outputs."""
+    """Of prompts and outputs; `max_tokens` are set aside when a request begins, and given back where it ends before.
+    null: no limit."""
     max_in_flight: Count | None = None
-    """Choices at a time."""
+    """Choices under way at a time; a request of more choices than that is 400. null: no limit."""
     admin: bool = False
-    """May also ask for /metrics, /status and /doctor."""
+    """May also ask for `/metrics`, `/status` and `/doctor`."""
     expires: str | None = None
-    """A date, or a moment, as ISO 8601 has them, of UTC unless it says otherwise; from then on the key is refused."""
+    """A date or moment of ISO 8601, of UTC where it names no other zone: from then on the key is refused. A date is its
+    first moment."""
 
     @field_validator("name")
     @classmethod
@@ -127,11 +131,14 @@ class KeyConfig(Section):
 
 
 class AuthConfig(Section):
-    """All keys; without any, everybody may do everything."""
+    """API keys (docs/routing.md#tenants). Without any, whoever reaches the endpoint may use it."""
 
     keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
+    """Those that stand here; `twostroke key new NAME` prints one."""
     keys_file: str | None = None
-    """A YAML file with more of them, under `keys`, which routers read again whenever it changes."""
+    """A YAML file with more `keys`, so that they need not be in this one. Every router's node has to have it; routers
+    look every 2 s whether it has changed (docs/routing.md#tenants). A relative path starts where `twostroke serve` was
+    started."""
 
     @model_validator(mode="after")
     def _check(self) -> "AuthConfig":

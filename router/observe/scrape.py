@@ -33,6 +33,7 @@ _GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
         lambda stats: stats.owned_blocks / stats.total_blocks if stats.total_blocks else 0.0,
     ),
     ("kv_blocks_owned", "Blocks that a request or transfer holds; 0 when idle.", lambda stats: stats.owned_blocks),
+    ("expert_copies", "Copies of experts that ranks hold beside their own.", lambda stats: stats.expert_copies),
     ("kv_blocks_total", "All blocks of the pool.", lambda stats: stats.total_blocks),
     ("kv_swapped_blocks", "Blocks of host memory that hold a request's KV.", lambda stats: stats.swapped_blocks),
     ("kv_transfers_running", "KV transfers in flight.", lambda stats: stats.num_transfers),
@@ -138,7 +139,7 @@ def _ejected(reading: RouterReading) -> Metric:
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     """What the workers tell of themselves; each is in `numbers` once."""
-    families = [*_queues(numbers), _expert_skews(numbers)]
+    families = [*_queues(numbers), *_expert_loads(numbers)]
     for name, help_text, value in _GAUGES:
         told = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Gauges, name, help_text, _LABELS, told))
@@ -163,16 +164,24 @@ def _queues(numbers: WorkerNumbers) -> list[Metric]:
     ]
 
 
-def _expert_skews(numbers: WorkerNumbers) -> Metric:
+def _expert_loads(numbers: WorkerNumbers) -> list[Metric]:
     """A series for each layer, of a hundred at most, and none for each expert, of which there are thousands."""
-    skews = {
-        (*_labels(info), str(layer)): skew
-        for info, stats in numbers
-        for layer, skew in enumerate(stats.expert_skews)
-        if skew
-    }
-    about = "Hits of a layer's hottest expert over the mean of its experts, of the last minute or so."
-    return family(Gauges, "expert_skew", about, (*_LABELS, "layer"), skews)
+
+    def by_layer(values: Callable[[WorkerStats], Sequence[float]]) -> dict[tuple[str, ...], float]:
+        return {
+            (*_labels(info), str(layer)): value
+            for info, stats in numbers
+            for layer, value in enumerate(values(stats))
+            if value
+        }
+
+    labels = (*_LABELS, "layer")
+    skews = "Hits of a layer's hottest expert over the mean of its experts, of the last minute or so."
+    imbalances = "Rows of a layer's experts at the busiest rank over the mean of the ranks, of the last minute or so."
+    return [
+        family(Gauges, "expert_skew", skews, labels, by_layer(lambda stats: stats.expert_skews)),
+        family(Gauges, "expert_imbalance", imbalances, labels, by_layer(lambda stats: stats.expert_imbalances)),
+    ]
 
 
 def _labels(info: WorkerInfo) -> tuple[str, ...]:

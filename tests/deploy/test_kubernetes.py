@@ -5,6 +5,7 @@ KubeRay's is checked at every depth, in the oldest version that will do and in t
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from tests.deploy.kubernetes_files import (
     rendered,
 )
 from tests.deploy.monitoring import DASHBOARD
-from tests.deploy.programs import DEPLOY, LABEL, ROLES, environment, needed, ray_env, run
+from tests.deploy.programs import DEPLOY, LABEL, ROLES, ROOT, environment, needed, ray_env, run
 from tests.deploy.test_clusters import launched_for
 from tests.rigs.processes import eventually
 from twostroke.cluster.config.config import ClusterConfig, read_config
@@ -174,7 +175,9 @@ def test_every_budget_allows_an_eviction_of_pods_that_there_are(overlay: str) ->
     """Of pods that a custom resource without a scale owns, Kubernetes takes a whole `minAvailable` and nothing else."""
     least = {name: group["minReplicas"] for name, group in groups(overlay).items()}
     least |= {one["metadata"]["name"]: one["spec"]["replicas"] for one in of_kind(overlay, "Deployment")}
-    for budget in of_kind(overlay, "PodDisruptionBudget"):
+    budgets = of_kind(overlay, "PodDisruptionBudget")
+    assert "twostroke-router" in [one["metadata"]["name"] for one in budgets]
+    for budget in budgets:
         assert "maxUnavailable" not in budget["spec"]
         assert isinstance(budget["spec"]["minAvailable"], int)
         chosen = budget["spec"]["selector"]["matchLabels"].items()
@@ -199,6 +202,28 @@ def test_a_pod_that_gets_requests_is_ready_only_if_its_proxy_can_answer_them(ove
         assert chosen, name
         for template in chosen:
             assert container(template)["readinessProbe"]["httpGet"]["path"] in ("/-/healthz", "/ready"), name
+
+
+@every_overlay
+def test_strangers_reach_no_port_of_rays_pods_but_those_that_ask_for_a_key_or_only_tell(overlay: str) -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "NetworkPolicy")}
+    of_rays = policies["twostroke"]
+    label = of_rays["podSelector"]["matchLabels"]
+    for name in ("head", *groups(overlay)):
+        labels = templates(overlay)[name]["metadata"]["labels"]
+        assert label.items() <= labels.items()
+        ports = {port["name"]: port["containerPort"] for port in container(templates(overlay)[name])["ports"]}
+    among, anybody, operator = of_rays["ingress"]
+    assert among == {"from": [{"podSelector": {"matchLabels": label}}]}
+    assert anybody == {"ports": [{"port": ports["serve"]}, {"port": ports["metrics"]}]}
+    assert operator["ports"] == [{"port": 8265}]
+    for one in of_kind(overlay, "Deployment"):  # KubeRay's head asks Redis, and nobody else
+        if "redis" in one["metadata"]["name"]:
+            (rule,) = policies["twostroke-redis"]["ingress"]
+            (asking,) = rule["from"]
+            assert asking["podSelector"]["matchLabels"] == label
+            (kinds,) = asking["podSelector"]["matchExpressions"]
+            assert (kinds["key"], kinds["values"]) == ("ray.io/node-type", ["head", "redis-cleanup"])
 
 
 # --- GPUs ---
@@ -242,14 +267,29 @@ def test_pods_slots_gpus_and_maxima_agree(overlay: str) -> None:
             assert workers[role] == gpus_of(group) * group["maxReplicas"]
 
 
+def selected(overlay: str, label: str) -> set[str | None]:
+    """What the groups' pods ask of this label of a Kubernetes node; None: nothing."""
+    return {group["template"]["spec"].get("nodeSelector", {}).get(label) for group in groups(overlay).values()}
+
+
 def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
     used = sum(gpus_of(group) * group["replicas"] for group in groups("h100-16").values())
-    products = {
-        group["template"]["spec"].get("nodeSelector", {}).get("nvidia.com/gpu.product")
-        for group in groups("h100-16").values()
-    }
     assert used == 16 * 8
-    assert products == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
+    assert selected("h100-16", "nvidia.com/gpu.product") == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
+
+
+def test_the_line_that_lets_pods_of_a_running_cluster_go_is_about_those_with_gpus() -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (number,) = re.findall(r"/spec/workerGroupSpecs/(\d+)/minReplicas", page)
+    group = ray_cluster("h100-16")["workerGroupSpecs"][int(number)]
+    assert gpus_of(group) == 8
+    free_hosts = (config("h100-16").autoscaling.budget - int(re.findall(r"`budget: (\d+)`", page)[0])) / 8
+    strategy = ray_service("h100-16")["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]
+    assert free_hosts >= group["maxReplicas"] * strategy["maxSurgePercent"] / 100
+
+
+def test_both_roles_run_on_one_type_of_instance_of_aws_with_h100() -> None:
+    assert selected("aws", "node.kubernetes.io/instance-type") == {None, "p5.48xlarge"}
 
 
 @pytest.mark.parametrize(
@@ -306,6 +346,16 @@ def test_serve_takes_the_settings_and_all_keep_the_same_promises(overlay: str) -
             del one["applications"][0]["args"][name]
     assert told == first
     assert config(overlay).router.node_labels.items() <= groups(overlay)["router"]["labels"].items()
+    assert told["applications"][0]["args"]["logging"] == {"format": "json", "to": "stdout"}  # kubectl logs
+
+
+@every_overlay
+def test_every_pod_of_ours_has_the_image_that_the_overlay_names(overlay: str) -> None:
+    pods = {name: one["spec"] for name, one in templates(overlay).items() if name in ("head", *groups(overlay))}
+    pods |= {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in of_kind(overlay, "Job")}
+    (image,) = {one["image"] for pod in pods.values() for one in (*pod["containers"], *pod.get("initContainers", ()))}
+    assert image.startswith("REGISTRY/twostroke:")
+    assert image.endswith("-cpu") == (overlay == "cpu-demo")
 
 
 @every_overlay
@@ -321,6 +371,34 @@ def test_every_pod_of_ours_has_the_secret_the_keys_and_the_model(overlay: str) -
         assert {mount["name"] for mount in one["volumeMounts"]} == {
             volume["name"] for volume in template["spec"]["volumes"]
         }
+
+
+def secrets_in(node: Any) -> Iterator[tuple[str, str]]:
+    """Names and keys of Secrets, wherever a manifest asks for one."""
+    if isinstance(node, list):
+        for one in node:
+            yield from secrets_in(one)
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            if name in ("secretKeyRef", "credentials"):
+                yield value["name"], value["key"]
+            elif name == "secret":
+                yield from ((value["secretName"], item["key"]) for item in value["items"])
+            elif name == "authOptions":
+                yield value["secretName"], "auth_token"  # KubeRay's choice
+            else:
+                yield from secrets_in(value)
+
+
+def test_the_page_makes_every_secret_that_a_manifest_asks_for() -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8").replace("\\\n", "")
+    made = {
+        (secret, key)
+        for secret, rest in re.findall(r"create secret generic (\S+)(.*)", page)
+        for key in re.findall(r"--from-(?:literal|file)=([\w.]+)=", rest)
+    }
+    asked = {one for overlay in OVERLAYS for one in secrets_in(list(rendered(overlay)))}
+    assert asked == made
 
 
 @every_overlay
@@ -361,16 +439,23 @@ def test_the_head_keeps_its_state_in_the_redis_beside_it_with_its_password(overl
     (password,) = redis["env"]
     assert password["valueFrom"] == options["redisPassword"]["valueFrom"]
     assert redis["args"][-2:] == ["--requirepass", f"$({password['name']})"]
+    kept = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
+    assert kept["--appendonly"] == "yes"
+    (volume,) = template["spec"]["volumes"]
+    assert redis["volumeMounts"] == [{"name": volume["name"], "mountPath": kept["--dir"]}]
+    claims = [one["metadata"]["name"] for one in of_kind(overlay, "PersistentVolumeClaim")]
+    assert volume["persistentVolumeClaim"]["claimName"] in claims
 
 
 def test_redis_takes_the_pods_arguments(tmp_path: Path) -> None:
     program = needed("redis-server")
     (deployment,) = [one for one in of_kind("aws", "Deployment") if one["metadata"]["name"] == "twostroke-redis"]
     arguments = [
-        one.replace("$(REDIS_PASSWORD)", "s3") for one in container(deployment["spec"]["template"])["args"][1:]
+        one.replace("$(REDIS_PASSWORD)", "s3").replace("/data", str(tmp_path))
+        for one in container(deployment["spec"]["template"])["args"][1:]
     ]
     address = tmp_path / "redis.sock"
-    command = [program, *arguments, "--port", "0", "--unixsocket", str(address), "--dir", str(tmp_path)]
+    command = [program, *arguments, "--port", "0", "--unixsocket", str(address)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as redis:
         try:
             eventually("Redis listens", address.exists)
@@ -413,12 +498,19 @@ def test_the_job_downloads_once_what_a_server_would_and_gives_the_folder_its_nam
     assert tried(fails=1) == 0  # it is there
 
 
+def test_a_job_that_has_ended_is_in_no_upgrades_way() -> None:
+    for overlay in OVERLAYS:
+        for job in of_kind(overlay, "Job"):  # whose image nobody may change
+            assert job["spec"]["ttlSecondsAfterFinished"] <= 3600
+
+
 @pytest.mark.parametrize("overlay", ["one-node-gpu", "aws"])
 def test_pods_wait_for_the_model_that_the_job_brings(overlay: str) -> None:
     names = {variable["name"]: variable for variable in download_job()["env"]}
     assert names["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "twostroke-hub", "key": "token", "optional": True}
     assert names["HF_HOME"]["value"].startswith("/models/")
-    (claim,) = of_kind(overlay, "PersistentVolumeClaim")
+    claims = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "PersistentVolumeClaim")}
+    assert claims["twostroke-models"]["accessModes"] == ["ReadWriteMany"]  # each node's pods read it
     for group in groups(overlay).values():
         (waits,) = group["template"]["spec"]["initContainers"]
         assert f"{config(overlay).model.path}/config.json" in waits["command"][-1]
@@ -427,7 +519,7 @@ def test_pods_wait_for_the_model_that_the_job_brings(overlay: str) -> None:
             for one in group["template"]["spec"]["volumes"]
             if one["name"] == "models"
         ]
-        assert claimed == [claim["metadata"]["name"]]
+        assert claimed == ["twostroke-models"]
 
 
 # --- the load balancer and monitoring ---

@@ -6,6 +6,7 @@ That each panel shows something when a real Prometheus scrapes a real server: py
 import re
 import time
 from collections import Counter
+from typing import Any
 
 import yaml
 from prometheus_client.core import Metric
@@ -101,6 +102,27 @@ def test_every_alert_is_seen_to_fire():
     asked = yaml.safe_load(tested)["tests"]
     firing |= {one["alertname"] for each in asked for one in each.get("alert_rule_test", ()) if one["exp_alerts"]}
     assert {rule["alert"] for rule in rules() if "alert" in rule} == firing
+
+
+def test_every_alert_is_seen_to_be_silent_with_its_series_there():
+    """Where one is missing, silence proves nothing."""
+    recorded = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
+
+    def series_of(rule: dict[str, Any]) -> set[str]:
+        text = rule["expr"] + "".join(expr for name, expr in recorded.items() if name in rule["expr"])
+        return set(re.findall(r"\btwostroke:\w+|\bup\b(?={)", text))
+
+    silent = set()
+    for each in yaml.safe_load(RULES_TEST.read_text(encoding="utf-8"))["tests"]:
+        there = {one["series"].partition("{")[0] for one in each["input_series"]}
+        asked = [one["expr"] for one in each.get("promql_expr_test", ()) if not one["exp_samples"]]
+        none = {one["alertname"] for one in each.get("alert_rule_test", ()) if not one["exp_alerts"]}
+        silent |= {
+            rule["alert"]
+            for rule in rules()
+            if "alert" in rule and ("ALERTS" in asked or rule["alert"] in none) and series_of(rule) <= there
+        }
+    assert {rule["alert"] for rule in rules() if "alert" in rule} == silent
 
 
 def test_promtool_takes_the_configuration_and_the_rules():

@@ -1,7 +1,7 @@
-"""The same tokens whatever way they take: the engine alone, aggregated, disaggregated to two ranks over TCP.
+"""The same tokens whatever way they take: the engine alone, and disaggregated to two ranks over TCP.
 
 The second rank is a process that its replica has started. By shared memory: test_live_cluster.py; by gloo, between
-blocks of unequal sizes: test_autoscaling.py.
+blocks of unequal sizes: test_autoscaling.py; aggregated: test_instruct_model.py.
 """
 
 import os
@@ -15,17 +15,6 @@ from tests.e2e.conftest import NEW_TOKENS, PROMPTS, Server, serving
 from tests.rigs.processes import alive, eventually
 from twostroke.benchmarks.server_process import processes_named
 
-
-@pytest.fixture
-def aggregated() -> Iterator[Server]:
-    yield from serving("--prefill", "0", under_a_stream=True)
-
-
-def test_where_decode_workers_read_the_prompts(aggregated: Server, expected: list[list[int]]) -> None:
-    aggregated.check_ways(None)
-    aggregated.check_tokens(expected)
-
-
 # KV is to travel, and to two ranks.
 RANKED = "decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\nrouter: {decodes_alone: false}\n"
 
@@ -34,7 +23,7 @@ RANKED = "decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\nroute
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config: Path = tmp_path_factory.mktemp("config") / "cluster.yaml"
     config.write_text(RANKED)
-    yield from serving("--transport", "tcp", "--config", str(config))
+    yield from serving("--transport", "tcp", "--config", str(config), under_a_stream=True)
 
 
 def test_by_tcp_to_two_ranks(ranked: Server, expected: list[list[int]]) -> None:

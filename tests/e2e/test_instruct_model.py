@@ -1,4 +1,5 @@
-"""The model that `make serve` serves, out of its GGUF file: it is to answer what the README asks."""
+"""The model that `make serve` serves, out of its GGUF file: it is to answer what the README asks, where decode workers
+read the prompts, too."""
 
 import json
 import sys
@@ -6,6 +7,7 @@ import urllib.request
 
 import pytest
 
+from tests.e2e.conftest import Server
 from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, instruct_model
 from twostroke.cluster.local.ray import free_ports
@@ -17,9 +19,12 @@ QUESTION = {"role": "user", "content": "Name the capital of France."}
 def test_the_instruct_model_answers_what_the_readme_asks() -> None:
     body = json.dumps({"model": INSTRUCT_MODEL, "messages": [QUESTION], "temperature": 0, "max_tokens": 48}).encode()
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port)]  # nothing said of a model
-    with ServerProcess(command, port, lambda server: "\ncurl " in server.said()) as server:
+    command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), "--prefill", "0"]
+    with ServerProcess(command, port, lambda server: "\ncurl " in server.said()) as server:  # nothing said of a model
         assert QUESTION["content"] in server.said(), "it is what the server tells to try"
+        aggregated = Server(server)
+        aggregated.check_ways(None)
+        aggregated.client.close()
         asked = urllib.request.Request(
             f"{server.url}/v1/chat/completions", body, headers={"Content-Type": "application/json"}
         )

@@ -54,6 +54,7 @@ class Shape:
     prefill_stages: int = 1
     decode_stages: int = 1
     whole_experts: Role | None = None  # whose ranks hold some experts whole
+    redundant_experts: int = 0  # and for how many of a layer's they have room beside
     router_wait_s: float = 30.0
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
@@ -179,7 +180,12 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
             quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
         ),
         pipeline_parallel=shape.prefill_stages if role == "prefill" else shape.decode_stages,
-        resources=WorkerResources(num_blocks=shape.num_blocks, expert_parallel=role == shape.whole_experts),
+        resources=WorkerResources(
+            num_blocks=shape.num_blocks,
+            tensor_parallel=ranks,
+            expert_parallel=role == shape.whole_experts,
+            redundant_experts=shape.redundant_experts if role == shape.whole_experts and ranks > 1 else 0,
+        ),
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,
         block_size=(role == "decode" and shape.decode_block_size) or shape.block_size,

@@ -55,7 +55,7 @@ async def answers(served: Served) -> list[list[int]]:
     return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.models if "ranks" in way else []) for way in WAYS])
 async def test_every_way_draws_the_references_tokens(way: str, folder: Path, expected: list[list[int]]) -> None:
     async with serve(folder, WAYS[way]) as served:
         assert {info.layout.dtype for info in served.fleet.infos} == {FP8}

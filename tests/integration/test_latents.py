@@ -26,16 +26,17 @@ WAYS = {
     "tcp, unequal blocks": replace(PLENTY, transport="tcp", decode_block_size=8, prefill_step_tokens=129),
     "shm": replace(PLENTY, transport="shm"),
     RANKED: replace(PLENTY, transport="tcp", prefill_ranks=2),
+    "tcp, 1 rank to 2 of whole experts": replace(PLENTY, transport="tcp", decode_ranks=2, whole_experts="decode"),
+}
+# Each rank but the first of a worker is a process, which takes 4 s of a core to load torch.
+MORE_WAYS = {
     "tcp, 1 rank to 2": replace(PLENTY, transport="tcp", decode_ranks=2),
+    "tcp, 2 ranks to 4": replace(PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4),
+    "shm, 4 ranks to 1": replace(PLENTY, transport="shm", prefill_ranks=4),
     "shm, 4 ranks of whole experts to 1": replace(PLENTY, transport="shm", prefill_ranks=4, whole_experts="prefill"),
     "tcp, 2 ranks to 4 of whole experts": replace(
         PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4, whole_experts="decode"
     ),
-}
-# Each rank but the first of a worker is a process, which takes 4 s of a core to load torch.
-MORE_WAYS = {
-    "tcp, 2 ranks to 4": replace(PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4),
-    "shm, 4 ranks to 1": replace(PLENTY, transport="shm", prefill_ranks=4),
     "tcp, 4 ranks of whole experts to 2": replace(
         PLENTY, transport="tcp", prefill_ranks=4, decode_ranks=2, whole_experts="prefill"
     ),
@@ -81,7 +82,7 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
     assert {one.expert_share for one in parts} == {3 / 8}
 
 
-@pytest.mark.parametrize("way", ["tcp, unequal blocks", RANKED])
+@pytest.mark.parametrize("way", ["tcp, unequal blocks", pytest.param(RANKED, marks=pytest.mark.models)])
 async def test_a_flipped_bit_of_a_latent_is_found_by_its_digest(
     way: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

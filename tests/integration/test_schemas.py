@@ -104,9 +104,9 @@ async def of_schemas(schemas: Sequence[Schema], num_seeds: int) -> Tally:
 async def test_answers_to_some_schemas_are_of_them() -> None:
     schemas = all_schemas()
     assert len(schemas) == 500
-    tally = await of_schemas(schemas[::12], 2)
+    tally = await of_schemas(schemas[::25], 2)
     assert tally.wrong == []
-    assert tally.refused <= 3
+    assert tally.refused <= 2
     assert tally.ended > 4 * tally.too_long
 
 

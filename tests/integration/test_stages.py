@@ -73,6 +73,18 @@ async def test_stages_draw_the_tokens_that_one_rank_draws(case: tuple[Path, list
     assert (stats.transfers_done, stats.transfers_failed) == (2 * len(PROMPTS), 0)
 
 
+@pytest.mark.parametrize("case", ["deepseek"], indirect=True)
+async def test_hits_of_all_stages_experts_are_told(case: tuple[Path, list[list[int]]]) -> None:
+    folder, _ = case
+    async with serve(folder, replace(PLENTY, decode_stages=2)) as served, asyncio.timeout(60):
+        await answers(served)
+        dense, *routed = served.fleet.stats("decode").expert_skews
+        assert dense == 0
+        while min(routed) < 1:  # the other stage tells now and then, behind a step
+            await answers(served)
+            dense, *routed = served.fleet.stats("decode").expert_skews
+
+
 @pytest.mark.parametrize("case", ["llama"], indirect=True)
 async def test_requests_of_a_worker_of_stages_are_swapped_out_and_back(case: tuple[Path, list[list[int]]]) -> None:
     folder, expected = case

@@ -6,9 +6,10 @@ divisibility of arguments included. `python -m tests.kernels.ahead_of_time 90 at
 kernel. Run it without TRITON_INTERPRET.
 
 A family is a function that launches its kernels as the engine would, over a set of shapes that covers the tables of
-launch configurations; `FAMILIES` names them all.
+launch configurations; `FAMILIES` names them all. Those that take longest have a version of few shapes, too.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import AttentionForm, ExpertWeights, HeadNorms, LatentHeads, RowNorms
+from twostroke.model.backend import AttentionForm, ExpertPlaces, ExpertWeights, HeadNorms, LatentHeads, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
@@ -74,17 +75,24 @@ _ATTENTION_SHAPES = {
 }
 
 
-def attention(capability: int) -> None:
+Shapes = Sequence[tuple[int, int, AttentionForm]]
+_FEW_SHAPES: Shapes = ((64, 64, SUNK), (128, 128, PLAIN))
+
+
+def attention(capability: int, shapes: Shapes | None = None) -> None:
     """What the backend compiles before it first attends, and a step of decodes and chunks, in bf16 and once in fp32."""
-    for head_dim, block_size, form in _ATTENTION_SHAPES[capability]:
+    for head_dim, block_size, form in shapes or _ATTENTION_SHAPES[capability]:
         run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form)
     if capability == 80:
         run_attention(TARGETS[capability], 128, 16, torch.float32, PLAIN)
 
 
-def attention_over_fp8(capability: int) -> None:
+_FP8_SHAPES: Shapes = ((64, 16, SUNK), (80, 32, PLAIN), (128, 64, PLAIN), (256, 64, CAPPED))
+
+
+def attention_over_fp8(capability: int, shapes: Shapes = _FP8_SHAPES) -> None:
     """The same over a cache in FP8, and the write into it."""
-    for head_dim, block_size, form in ((64, 16, SUNK), (80, 32, PLAIN), (128, 64, PLAIN), (256, 64, CAPPED)):
+    for head_dim, block_size, form in shapes:
         run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form, torch.float8_e4m3fn)
     qkv, cos_sin = (torch.empty((1003, width), dtype=torch.bfloat16, device="meta") for width in (48 * 128, 128))
     kv_layer = torch.empty((4096, 2, 8, 16, 128), dtype=torch.float8_e4m3fn, device="meta")
@@ -145,7 +153,7 @@ def peer_sums(capability: int) -> None:
         sums.sum_add_norm(empty(8, hidden), empty(8, hidden), empty(hidden, dtype=torch.float32), 1e-5)
 
 
-def latents(capability: int) -> None:
+def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
     """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128."""
     block_size = 64
 
@@ -156,7 +164,7 @@ def latents(capability: int) -> None:
     cos_sin = empty(8192, 64, dtype=torch.float32)
     backend = CudaBackend(TARGETS[capability])
     backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
-    for heads in (16, 128):
+    for heads in all_heads:
         attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
         attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)
 
@@ -177,10 +185,10 @@ def _layout(tokens: int, block_size: int) -> BatchLayout:
     )
 
 
-def transfer(capability: int) -> None:
+def transfer(capability: int, shapes: Sequence[tuple[int, int]] = ((64, 16), (128, 16), (128, 128))) -> None:
     """The kernels of KV transfer, which are launched alike on every GPU."""
     del capability
-    for head_dim, block_size in ((64, 16), (128, 16), (128, 128)):
+    for head_dim, block_size in shapes:
         run_transfer(head_dim, block_size, groups=8)
 
 
@@ -205,7 +213,7 @@ def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
     digest(wire, 1 << 22, 1 << 60, out)
 
 
-def projections(capability: int) -> None:
+def projections(capability: int, all_tokens: Sequence[int] | None = None) -> None:
     """Rows of the launch tables, bf16 in and out, columns split; on sm_90 logits, not split, and embeddings too."""
     device = torch.device("cpu")  # weights are quantised for real, and small
     target, workspace = TARGETS[capability], SplitWorkspace(device)
@@ -216,7 +224,7 @@ def projections(capability: int) -> None:
         return (CudaLinear(weight, None, target, workspace), *quantized)
 
     # Where every row would take too long, the largest tiles: they need the most registers and shared memory.
-    all_tokens = (16, 32, 64, 128, 256) if capability in (80, 90) else (64, 256)
+    all_tokens = all_tokens or ((16, 32, 64, 128, 256) if capability in (80, 90) else (64, 256))
     for linear, tokens in itertools.product(linears(64, 4096), all_tokens):
         linear(torch.zeros((tokens, 4096), dtype=torch.bfloat16))
     if capability == 90:
@@ -249,13 +257,14 @@ def fp8_projections(capability: int) -> None:
         linear(torch.zeros((1, 4096), dtype=torch.bfloat16))
 
 
-def gated_projections(capability: int) -> None:
-    """Products of few tokens that end in the gate, of weights in every form."""
+def gated_projections(capability: int, few: bool = False) -> None:
+    """Products of few tokens that end in the gate, of weights in every form, or as they are and in the smallest."""
     target, workspace = TARGETS[capability], SplitWorkspace(torch.device("cpu"))
     weight = torch.zeros((1024, 4096), dtype=torch.bfloat16)
-    forms = [CudaLinear(form, None, target, workspace) for form in (weight, quantize(weight, 8), quantize(weight, 4))]
+    weights = (weight, quantize(weight, 4)) if few else (weight, quantize(weight, 8), quantize(weight, 4))
+    forms = [CudaLinear(form, None, target, workspace) for form in weights]
     codes = QuantizedWeight(weight.to(torch.float8_e4m3fn), torch.ones((1024, 32)), 128, 8)
-    for linear in (*forms, *([Fp8CudaLinear(codes, None, target, workspace)] if target.has_fp8 else [])):
+    for linear in (*forms, *([Fp8CudaLinear(codes, None, target, workspace)] if target.has_fp8 and not few else [])):
         linear(weight[:1], activation="silu")
 
 
@@ -284,6 +293,9 @@ def experts(capability: int) -> None:
     )
     for weights, activation, quantization in kinds:
         backend.make_experts(weights, activation, quantization, torch.bfloat16)(x, chosen)
+    places = ExpertPlaces(torch.zeros((128, 9), dtype=torch.int32), torch.zeros((128, 9), dtype=torch.int64), number)
+    copied = ExpertWeights(number, *plain, None, None, 0, 128, places)
+    backend.make_experts(copied, "silu", "none", torch.bfloat16)(x, chosen)
 
 
 def sampling(capability: int) -> None:
@@ -324,6 +336,12 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "sampling": sampling,
     "transfer": transfer,
     "peer_sums": peer_sums,
+    "few_attention": functools.partial(attention, shapes=_FEW_SHAPES),
+    "few_attention_over_fp8": functools.partial(attention_over_fp8, shapes=_FP8_SHAPES[:1]),
+    "few_latents": functools.partial(latents, all_heads=(16,)),
+    "few_transfer": functools.partial(transfer, shapes=((128, 16),)),
+    "few_projections": functools.partial(projections, all_tokens=(64, 256)),
+    "few_gated_projections": functools.partial(gated_projections, few=True),
 }
 
 

@@ -9,18 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.ahead_of_time import compile_family
+from tests.kernels.ahead_of_time import FAMILIES, TARGETS, compile_family
 
 LIMIT_S = 240.0
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
 
 
-def wide(capability: int) -> Any:
-    """What `make test-wide` compiles for; `make test` has the oldest GPU, without TMA and wgmma, and one with both."""
-    return pytest.param(capability, marks=pytest.mark.wide)
+def compiled_for(family: str, *capabilities: int) -> Any:
+    """`make test` compiles the family for a GPU with TMA and wgmma, in few shapes where it has a version of these;
+    `make test-wide` has all of it for each GPU."""
+    first = f"few_{family}" if f"few_{family}" in FAMILIES else family
+    cases = [pytest.param(first, 90, id="90")]
+    for one in capabilities or TARGETS:
+        if (family, one) != (first, 90):
+            cases.append(pytest.param(family, one, marks=pytest.mark.wide, id=f"all of {one}"))
+    return pytest.mark.parametrize(("family", "capability"), cases)
 
 
-CAPABILITIES = [80, wide(89), 90, wide(100)]
 COPYING = {"move_units_kernel", "digest_parts_kernel"}
 
 
@@ -58,16 +63,17 @@ def names(kernels: list[dict[str, Any]]) -> set[str]:
     return {kernel["kernel"] for kernel in kernels}
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled_for("attention")
 def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
-    capability: int, compiled: Compiled
+    family: str, capability: int, compiled: Compiled
 ) -> None:
     # What is spilled of decodes is stored and loaded once a row, outside the loop over its keys.
-    kernels = compiled("attention", capability, most_spilled=8 if capability == 80 else 0)
+    kernels = compiled(family, capability, most_spilled=8 if capability == 80 else 0)
     paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
     by_tma = {"tma_prefill_attention_kernel"} if capability >= 90 else set()
     assert names(kernels) == paged | by_tma
-    dims = {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
+    few = {64, 128}
+    dims = few if family == "few_attention" else {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
         assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
     for name in names(kernels) - {"merge_segments_kernel"}:  # which knows of none
@@ -85,13 +91,15 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
         assert kernel["warps_specialized"] == (kernel["tma"] and capability == 90), kernel
     # Of 256 dimensions, what a tile holds does not fit the registers on sm_100: `prefill_attention_kernel` takes them.
     narrow, all_dims = {64, 96, 128}, {64, 80, 96, 128, 256}
-    dims_by_tma = {80: set(), 89: set(), 90: all_dims, 100: narrow}[capability]
+    dims_by_tma = {80: set(), 89: set(), 90: few if family == "few_attention" else all_dims, 100: narrow}[capability]
     assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] in by_tma} == dims_by_tma
 
 
-@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("attention_over_fp8", capability, most_spilled=16)  # as above, and of a sink
+@compiled_for("attention_over_fp8")
+def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(
+    family: str, capability: int, compiled: Compiled
+) -> None:
+    kernels = compiled(family, capability, most_spilled=16)  # as above, and of a sink
     attending = {"prefill_attention_kernel", "decode_attention_kernel"}
     assert names(kernels) == attending | {"merge_segments_kernel", "rope_kv_kernel"}
     for kernel in kernels:
@@ -101,9 +109,9 @@ def test_attention_over_a_cache_in_fp8_compiles_as_over_any_other(capability: in
         assert kernel["tcgen05"] == (prefill and capability == 100), kernel
 
 
-@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("latents", capability)
+@compiled_for("latents")
+def test_attention_to_latents_compiles_to_asynchronous_copies(family: str, capability: int, compiled: Compiled) -> None:
+    kernels = compiled(family, capability)
     attending = {"latent_decode_kernel", "latent_part_kernel"}
     assert names(kernels) == attending | {"write_latents_kernel", "turn_queries_kernel", "merge_segments_kernel"}
     for kernel in kernels:
@@ -114,18 +122,20 @@ def test_attention_to_latents_compiles_to_asynchronous_copies(capability: int, c
         assert kernel["tcgen05"] == (of_prompts and capability == 100), kernel
 
 
-@pytest.mark.parametrize("capability", [wide(80), 90])
-def test_elementwise_kernels_compile_to_wide_loads(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("elementwise", capability)
+@compiled_for("elementwise")
+def test_elementwise_kernels_compile_to_wide_loads(family: str, capability: int, compiled: Compiled) -> None:
+    kernels = compiled(family, capability)
     of_some_families = {"square_sums_kernel", "norm_rows_kernel", "soft_cap_kernel"}
     assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"} | of_some_families
     for kernel in kernels:
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 
 
-@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_sums_over_peers_compile_to_wide_loads_in_few_registers(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("peer_sums", capability)
+@compiled_for("peer_sums")
+def test_sums_over_peers_compile_to_wide_loads_in_few_registers(
+    family: str, capability: int, compiled: Compiled
+) -> None:
+    kernels = compiled(family, capability)
     assert {(kernel["ranks"], kernel["hidden"]) for kernel in kernels} == {
         (ranks, hidden) for ranks in (2, 4, 8) for hidden in (4096, 5120)
     }
@@ -134,20 +144,20 @@ def test_sums_over_peers_compile_to_wide_loads_in_few_registers(capability: int,
         assert kernel["registers"] <= 128, kernel  # or 512 threads would have no room at all
 
 
-@pytest.mark.parametrize("capability", [wide(80), 90])
-def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("transfer", capability)
+@compiled_for("transfer")
+def test_kernels_of_kv_transfer_compile_to_wide_copies(family: str, capability: int, compiled: Compiled) -> None:
+    kernels = compiled(family, capability)
     assert names(kernels) == COPYING | {"code_units_kernel", "digest_kernel"}
     for kernel in kernels:
         # A copy of single words takes several times as long.
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled_for("projections")
 def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_are(
-    capability: int, compiled: Compiled
+    family: str, capability: int, compiled: Compiled
 ) -> None:
-    kernels = compiled("projections", capability)
+    kernels = compiled(family, capability)
     assert names(kernels) == {"gemm_kernel"} | ({"vocab_embedding_kernel"} if capability == 90 else set())
     products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
     for kernel in products:
@@ -164,18 +174,22 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
         assert max(kernel["block_t"] for kernel in tiles) == largest
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("grouped_projections", capability)
+@compiled_for("grouped_projections")
+def test_projections_of_checkpoints_forms_compile_to_asynchronous_copies(
+    family: str, capability: int, compiled: Compiled
+) -> None:
+    kernels = compiled(family, capability)
     products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_gemm_kernel"]
     assert {kernel["block_t"] for kernel in products} == {16, 64, 128}
     assert all(kernel["async_copies"] for kernel in products)
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
-@pytest.mark.parametrize("capability", [wide(80), wide(89), 90, wide(100)])
-def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("gated_projections", capability)
+@compiled_for("gated_projections")
+def test_products_that_end_in_a_gate_compile_as_those_that_do_not(
+    family: str, capability: int, compiled: Compiled
+) -> None:
+    kernels = compiled(family, capability)
     products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
     # Of prompts the gate is a launch of its own.
     assert {kernel["kernel"] for kernel in kernels} >= {"gemm_kernel", "gate_kernel"}
@@ -184,9 +198,9 @@ def test_products_that_end_in_a_gate_compile_as_those_that_do_not(capability: in
     assert any(kernel["wgmma"] for kernel in products) == (capability == 90)
 
 
-@pytest.mark.parametrize("capability", [wide(89), 90, wide(100)])
-def test_products_of_fp8_compile_to_the_best_there_are(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("fp8_projections", capability)
+@compiled_for("fp8_projections", 89, 90, 100)
+def test_products_of_fp8_compile_to_the_best_there_are(family: str, capability: int, compiled: Compiled) -> None:
+    kernels = compiled(family, capability)
     assert names(kernels) == {"gemm_kernel", "quantize_tokens_kernel"}
     products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
     assert {(kernel["block_t"], kernel["scales_steps"]) for kernel in products} == {
@@ -198,12 +212,12 @@ def test_products_of_fp8_compile_to_the_best_there_are(capability: int, compiled
         assert kernel["tcgen05"] == (capability == 100), kernel
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled_for("sampling")
 def test_sampling_compiles_to_wide_loads_and_programs_that_share_a_multiprocessor(
-    capability: int, compiled: Compiled
+    family: str, capability: int, compiled: Compiled
 ) -> None:
     # ptxas keeps one number of the row's, not of its logits, in memory.
-    kernels = compiled("sampling", capability, most_spilled=8)
+    kernels = compiled(family, capability, most_spilled=8)
     # Only vocabularies, of which there are two here, have kernels of their own: what rows ask for, and how many they
     # are, changes from step to step, and a step would wait for the compiler.
     few = {"prepare_kernel": 2, "settle_kernel": 2, "mask_kernel": 2}
@@ -217,11 +231,14 @@ def test_sampling_compiles_to_wide_loads_and_programs_that_share_a_multiprocesso
         assert kernel["wide_loads"] or kernel["kernel"] in few, kernel
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_experts_compile_to_products_whose_weights_are_copied_ahead(capability: int, compiled: Compiled) -> None:
-    kernels = compiled("experts", capability)
+@compiled_for("experts")
+def test_experts_compile_to_products_whose_weights_are_copied_ahead(
+    family: str, capability: int, compiled: Compiled
+) -> None:
+    kernels = compiled(family, capability)
     products = {"gate_up_kernel", "down_kernel"}
-    assert names(kernels) == products | {"route_kernel", "order_kernel", "sum_kernel", "gate_by_sigmoid_kernel"}
+    others = {"route_kernel", "locate_kernel", "order_kernel", "sum_kernel", "gate_by_sigmoid_kernel"}
+    assert names(kernels) == products | others
     for name in products:
         of_it = [kernel for kernel in kernels if kernel["kernel"] == name]
         assert {kernel["block_t"] for kernel in of_it} == {16, 64}

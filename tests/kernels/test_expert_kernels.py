@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend
+from tests.model.parallel.test_expert_slots import FORMS, check_copies
 from tests.model.test_experts import EXPERTS, V2, V3, choices, close, expert_weights, filled_with_nan, some_of
 from twostroke.model import reference
 from twostroke.model.backend import Chosen
@@ -107,6 +108,11 @@ def test_experts_are_quantised_as_projections_are_and_one_may_take_all_tokens() 
     meant = replace(weights, **quantized)
     actual = CudaBackend(H100).make_experts(weights, "silu", "int8", torch.bfloat16)(x, chosen)
     close(actual, reference.experts(x, chosen, meant, "silu"))
+
+
+@pytest.mark.parametrize(("dtype", "form"), FORMS)
+def test_an_experts_copy_computes_its_share(dtype: torch.dtype, form: str) -> None:
+    check_copies(lambda weights: CudaBackend(H100).make_experts(weights, "silu", "auto", dtype), dtype, form)
 
 
 def test_a_shared_result_is_gated_by_a_sigmoid() -> None:

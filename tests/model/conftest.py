@@ -90,12 +90,13 @@ def make_decoder(
     device: torch.device = torch.device("cpu"),  # noqa: B008
     quantization: Quantization = "auto",
     kv_dtype: torch.dtype | None = None,
+    redundant_experts: int = 0,
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
     checkpoint, shard, stage = Checkpoint(folder, config), parallel.shard, parallel.stage
     context = max_context or config.max_position
-    options = LoadOptions(dtype, device, context, quantization, kv_dtype)
+    options = LoadOptions(dtype, device, context, quantization, kv_dtype, redundant_experts)
     weights = load_decoder_weights(checkpoint, config, options, backend, shard, stage)
     cache = make_kv_cache(
         config,

@@ -21,7 +21,8 @@ from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
+FEW_TOKENS = 24  # over the border of a block, of each family
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 700)
 MIN_MARGIN = 2e-4
 
@@ -251,15 +252,17 @@ def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def reference(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """What transformers generates, and its margins between the best two logits, [prompts, NEW_TOKENS]."""
+def reference(
+    folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
+) -> tuple[list[list[int]], torch.Tensor]:
+    """What transformers generates, and its margins between the best two logits, [prompts, new_tokens]."""
     reference_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     # Set on the model: what a call leaves out is taken from there, and the bundled model's config has an EOS.
     reference_model.generation_config = GenerationConfig(
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
@@ -273,10 +276,15 @@ def reference(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], 
 
 def lengths_before_near_ties(margins: torch.Tensor) -> list[int]:
     """How many tokens of each row can be compared: a trained model's near-ties can't be chosen away."""
-    return [int(ties[0]) if len(ties := (row < MIN_MARGIN).nonzero()) else NEW_TOKENS for row in margins]
+    return [int(ties[0]) if len(ties := (row < MIN_MARGIN).nonzero()) else len(row) for row in margins]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# What is left of these differs from them in nothing that rope's, projections' and attention's own tests do not see.
+FIRST = {"gqa", "tied", "llama3_rope", "head_dim_72_given", "biases"}
+ALL_SHAPES = [pytest.param(shape, marks=[] if shape in FIRST else pytest.mark.models) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_greedy_output_equals_transformers(shape: str, write_checkpoint: Any, generate: Any) -> None:
     folder = write_checkpoint(seed=SEEDS.get(shape, 0), **SHAPES[shape])
     prompts = random_prompts(load_model_config(folder).vocab_size, seed=1)
@@ -291,14 +299,27 @@ def test_greedy_output_equals_transformers(shape: str, write_checkpoint: Any, ge
     assert again == expected
 
 
-@pytest.mark.parametrize("shape", FAMILY_SHAPES)
+# Windows, rope and latents of these are others', too.
+MORE = {
+    "qwen2_window",
+    "phi3_window",
+    "ministral",
+    "gemma3_by_type",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v3_halves",
+}
+ALL_FAMILIES = [pytest.param(shape, marks=pytest.mark.models if shape in MORE else []) for shape in FAMILY_SHAPES]
+
+
+@pytest.mark.parametrize("shape", ALL_FAMILIES)
 def test_every_family_generates_as_transformers_does(shape: str, write_checkpoint: Any, generate: Any) -> None:
     folder = write_checkpoint(seed=SEEDS.get(shape, 0), **FAMILY_SHAPES[shape])
     prompts = random_prompts(load_model_config(folder).vocab_size, 1, (1, 2, 17, 64, 129, 600))
-    expected, margins = reference(folder, prompts)
+    expected, margins = reference(folder, prompts, FEW_TOKENS)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
     runner = make_runner(folder, 8, len(prompts) * 84)
-    assert generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+    assert generate(runner, prompts, FEW_TOKENS, chunk=37, block_size=8) == expected
 
 
 def test_of_a_checkpoint_that_sees_images_the_text_is_served(tmp_path: Path, generate: Any) -> None:
@@ -325,13 +346,14 @@ def test_of_a_checkpoint_that_sees_images_the_text_is_served(tmp_path: Path, gen
 @pytest.mark.skipif(not (BUNDLED / "model.safetensors").exists(), reason="the bundled model is not trained yet")
 def test_the_bundled_model_continues_its_own_sources_as_transformers_does(generate: Any) -> None:
     """Real text; each row is compared up to its first near-tie."""
+    lengths_of = PROMPT_LENGTHS[::2]
     sources = (Path(__file__).read_text(encoding="utf-8"), Path(argparse.__file__).read_text(encoding="utf-8"))
     tokens = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).encode("\n".join(sources)).ids
-    prompts = [tokens[100 * i : 100 * i + length] for i, length in enumerate(PROMPT_LENGTHS)]
-    expected, margins = reference(BUNDLED, prompts)
-    runner = make_runner(BUNDLED, 16, len(prompts) * -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // 16))
-    outputs = generate(runner, prompts, NEW_TOKENS, chunk=256, block_size=16)
+    prompts = [tokens[100 * i : 100 * i + length] for i, length in enumerate(lengths_of)]
+    expected, margins = reference(BUNDLED, prompts, FEW_TOKENS)
+    runner = make_runner(BUNDLED, 16, len(prompts) * -(-(max(lengths_of) + FEW_TOKENS) // 16))
+    outputs = generate(runner, prompts, FEW_TOKENS, chunk=256, block_size=16)
     lengths = lengths_before_near_ties(margins)
     for output, row, length in zip(outputs, expected, lengths, strict=True):
         assert output[:length] == row[:length]
-    assert sum(lengths) > 0.9 * len(prompts) * NEW_TOKENS
+    assert sum(lengths) > 0.9 * len(prompts) * FEW_TOKENS

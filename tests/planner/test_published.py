@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from twostroke.kvtransfer.rules.layout import cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import cut_lane, first_units, plan_lanes
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.sizes import weight_bytes
 from twostroke.planner.models import published_model
-from twostroke.planner.published import check_lines, kv_bytes, rows
+from twostroke.planner.published import check_lines, rows
 from twostroke.planner.tables import BEGIN, END, tables
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -41,38 +41,56 @@ def test_the_tables_of_the_documentation_are_made_by_the_command() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_and_kv_are_counted_as_the_server_holds_them(ranks: int) -> None:
+def test_weights_are_counted_as_the_checkpoint_has_them(ranks: int) -> None:
     config = load_model_config(BUNDLED_MODEL_DIR)
     checkpoint = Checkpoint(BUNDLED_MODEL_DIR, config)
     held = sum(checkpoint.tensor(name).nbytes for name in checkpoint.shapes)
     assert weight_bytes(config, checkpoint.dtype.itemsize, "none", ranks=ranks) == -(-held // ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite", "gpt-oss-20b"])
+def test_a_cache_takes_the_bytes_that_are_planned(name: str, ranks: int, dtype: torch.dtype) -> None:
+    """Heads and copies of them, latents, and layers with windows, which take turns in the same blocks."""
+    shape, blocks, size = published_model(name), 3, 16
     cache = make_kv_cache(
-        config,
-        num_blocks=6,
-        block_size=16,
-        dtype=torch.bfloat16,
+        shape,
+        num_blocks=blocks,
+        block_size=size,
+        dtype=dtype,
         device=torch.device("cpu"),
         model_digest="",
         tp_size=ranks,
     )
-    on_rank = sum(tensor.nbytes for tensor in cache.tensors)
-    assert on_rank * ranks == 6 * 16 * kv_bytes(config) * max(1, ranks // config.num_kv_heads)
-    cache.close()
+    try:
+        on_ranks = ranks * sum(tensor.nbytes for tensor in cache.tensors)
+    finally:
+        cache.close()
+    copies = max(1, ranks // shape.num_kv_heads)
+    assert on_ranks * shape.kv_groups.count == blocks * size * shape.kv_values * dtype.itemsize * copies
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-20b", "gemma-3-4b"])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 4)])
 def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: tuple[int, int]) -> None:
-    shape, tokens = published_model(name), 256
+    """Of a layer with a window what follow-ups attend to: its window of tokens, the next one among them."""
+    shape, tokens = published_model(name), 4096
     source, target = (
         KVLayout(
-            "", "bfloat16", shape.num_layers, shape.num_kv_heads, shape.head_dim, block, size, kinds=shape.kv_kinds
+            *("", "bfloat16", shape.num_layers, shape.num_kv_heads, shape.head_dim, block, size),
+            windows=shape.windows,
+            kinds=shape.kv_kinds,
         )
         for block, size in zip((64, 16), ranks, strict=True)
     )
     carried = 0
     for lane in plan_lanes(source, target):
         cut, _ = cut_lane(lane, source, target, "raw")
-        carried += len(lane.layers) * cut.unit_bytes * cut.share.below(tokens // cut.unit_tokens)
+        first = first_units(source.groups, lane.layers, tokens, cut.unit_tokens, 0, lane.share)
+        carried += (
+            sum(cut.share.below(tokens // cut.unit_tokens) - first[layer] for layer in lane.layers) * cut.unit_bytes
+        )
     copies = max(1, ranks[1] // shape.num_kv_heads)
-    assert carried == tokens * kv_bytes(shape) * copies
+    assert carried == round(tokens * source.token_bytes * source.groups.share_sent(tokens)) * copies
+    assert source.token_bytes == 2 * shape.kv_values

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from twostroke.planner.layouts import Layout, highest_rate
@@ -27,15 +28,27 @@ def test_one_server_waits_as_pollaczek_and_erlang_say() -> None:
     assert constant is not None
     assert memoryless.mean_s == pytest.approx(4.0)
     assert constant.mean_s == pytest.approx(2.0)
-    assert memoryless.within(3.0) == pytest.approx(1 - 0.8 * math.exp(-0.2 * 3.0))
+    assert memoryless.share_within(np.array([3.0, -1.0])) == pytest.approx((1 - 0.8 * math.exp(-0.2 * 3.0)) / 2)
     assert wait_of(1.0, 1, 1.0, 1.0) is None
 
 
-def test_a_batch_is_what_littles_law_makes_of_its_own_step_time() -> None:
+def test_a_batch_is_poissons_where_steps_are_alike_and_geometric_where_rows_share_all_of_them() -> None:
+    alike = replace(KIND, costs=StepCosts(base_s=0.01, token_s=0.0, pair_s=0.0, row_s=0.0, context_s=0.0))
+    poisson = batch_of(alike, WORKLOAD, rate=10.0)
+    assert poisson is not None
+    assert (poisson.mean, poisson.variance) == (pytest.approx(7.0), pytest.approx(7.0))
+    shared = replace(KIND, costs=StepCosts(base_s=0.0, token_s=0.0, pair_s=0.0, row_s=0.001, context_s=0.0))
+    geometric = batch_of(shared, WORKLOAD, rate=10.0)  # busy for 0.7 of the time
+    assert geometric is not None
+    assert (geometric.mean, geometric.variance) == (pytest.approx(0.7 / 0.3), pytest.approx(0.7 / 0.3**2, rel=1e-4))
+    assert batch_of(KIND, WORKLOAD, rate=1e4) is None
+
+
+def test_a_batch_obeys_littles_law() -> None:
     batch = batch_of(KIND, WORKLOAD, rate=10.0)
-    step_s = rows_s(KIND, batch, WORKLOAD.mean_context)
-    assert batch == pytest.approx(10.0 * WORKLOAD.mean_answer * step_s, rel=0.01)
-    assert math.isinf(batch_of(KIND, WORKLOAD, rate=1e4))
+    assert batch is not None
+    step_s = rows_s(KIND, batch.mean + 1, WORKLOAD.mean_context)  # an answer's, beside those that it met
+    assert batch.mean == pytest.approx(10.0 * WORKLOAD.mean_answer * step_s, rel=0.01)
 
 
 def test_kv_that_the_link_cannot_carry_never_comes() -> None:

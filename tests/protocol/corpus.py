@@ -52,11 +52,16 @@ CORPUS: tuple[Message, ...] = (
     messages.RankHello(_SOURCE, 3),
     messages.RankLoaded(Address("127.0.0.1", 65535)),
     messages.RankFailed("no memory"),
+    messages.StageExpertHits(((0, 2**40), (3, 1))),
     messages.RankStep(_SEQUENCES, True),
     messages.RankStep(
         (), False, (messages.RankCopy(True, (70_000, 5), (0, 300)), messages.RankCopy(False, (1,), (2,)))
     ),
     messages.StepEnded(),
+    messages.ArrangeExperts(
+        (messages.LayerCopies(3, ((5, messages.NOBODY), (70_000, 0))),),
+        (messages.ExpertMove(60, 1, 33, 0, 300, 2**33, 2**22),),
+    ),
     messages.OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
     messages.TransferReady(3, 17),
     messages.WindowsMoved(3, (4, -1)),

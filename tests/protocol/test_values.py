@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.protocol.blocks import (
@@ -33,6 +33,7 @@ from twostroke.protocol.requests import (
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
+@settings(deadline=None)
 @given(tokens, st.integers(1, 8))
 def test_only_full_blocks_have_a_hash(token_ids: list[int], block_size: int):
     hashes = chain_hashes(token_ids, block_size, b"")
@@ -40,6 +41,7 @@ def test_only_full_blocks_have_a_hash(token_ids: list[int], block_size: int):
     assert all(len(h) == HASH_BYTES for h in hashes)
 
 
+@settings(deadline=None)
 @given(tokens, tokens, st.integers(1, 8))
 def test_hashes_agree_exactly_as_far_as_the_tokens_do(left: list[int], right: list[int], block_size: int):
     common = 0
@@ -60,6 +62,7 @@ def test_another_salt_names_the_same_block_differently():
     assert chain_hashes([1, 2], 2, b"a") != chain_hashes([1, 2], 2, b"b")
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)))
 def test_names_travel_as_the_beginnings_of_the_hashes(hashes: list[bytes]):
     names = [short_name(block_hash) for block_hash in hashes]

@@ -170,6 +170,7 @@ def names_in(pool: BlockPool) -> set[bytes]:
     return set(pool.names(0, NUM_BLOCKS))
 
 
+@settings(deadline=None)
 @given(operations)
 def test_each_window_tells_the_difference_between_its_beginning_and_its_end(steps: list[tuple[str, int, int]]) -> None:
     pool = BlockPool(NUM_BLOCKS, 4)

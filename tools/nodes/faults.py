@@ -15,9 +15,6 @@ from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, RayNodes
 from twostroke.tools.nodes.site import APPLICATION, READY_S, Site, Worker, WorkerRole, node_for
 
 Fault = Literal["node", "drain", "router", "head"]
-HEAD_STARTS = 4
-"""A head that does not come up is started again, as systemd and KubeRay do: Ray's raylet waits 15 s for its agent,
-which may take longer on a busy machine, and gives up (https://github.com/ray-project/ray/issues/65983)."""
 DRAIN_S = 300.0
 
 
@@ -122,7 +119,8 @@ def lose_head(scene: Scene) -> Outcome:
     scene.say(f"Killing every process of the head {cluster.head.address} ...")
     cluster.head.machine.kill()
     struck = time.monotonic()
-    starts = _start_head(scene)
+    head = cluster.replace_head()
+    cluster.await_up(head)
     head_s = time.monotonic() - struck
     scene.say(f"A new head is up after {head_s:.1f} s. Waiting for what Serve says ...")
     state = ""
@@ -141,24 +139,13 @@ def lose_head(scene: Scene) -> Outcome:
     site.await_that("the dead worker is out", lambda: not scene.is_known(worker))
     site.await_workers(**scene.counts)
     replaced_s = time.monotonic() - killed
-    figures = {"new_head_s": head_s, "head_starts": starts, "running_s": running_s, "worker_replaced_s": replaced_s}
+    figures = {
+        "new_head_s": head_s,
+        "head_starts": head.starts,
+        "running_s": running_s,
+        "worker_replaced_s": replaced_s,
+    }
     return Outcome(struck, {"application": state, **figures}, scene.nodes)
-
-
-def _start_head(scene: Scene) -> int:
-    """How many starts it took. Raises NodeFailed for the last one."""
-    for start in range(1, HEAD_STARTS + 1):
-        head = scene.cluster.replace_head()
-        try:
-            scene.cluster.await_up(head)
-        except NodeFailed as error:
-            if start == HEAD_STARTS:
-                raise
-            scene.say(f"Start {start} of the new head failed: {error}")
-            head.machine.kill()
-        else:
-            return start
-    raise AssertionError("the last start returns or raises")
 
 
 def _replica(node: Node, deployment: str) -> int:

@@ -24,6 +24,9 @@ from twostroke.tools.nodes.redis import Redis
 
 HEAD_PORT = 6379
 START_S = 120.0
+NODE_STARTS = 4
+"""A node that does not come up is started again, as systemd and KubeRay do: Ray's raylet waits 15 s for its agent,
+which may take longer on a busy machine, and gives up (https://github.com/ray-project/ray/issues/65983)."""
 HEADLESS_S = 600.0
 """That nodes live without their head, as with deploy/ray.env."""
 STORE_BYTES = 80_000_000
@@ -47,7 +50,7 @@ QUICK_NODE_CHECKS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_raylet_start_wait_time_s": f"{START_S:g}",
+    "RAY_raylet_start_wait_time_s": "60",
 }
 
 
@@ -65,12 +68,14 @@ class NodeSpec:
     resources: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Node:
     spec: NodeSpec
+    is_head: bool
     machine: Machine
     process: "subprocess.Popen[bytes]"  # `ray start`
     log: Path
+    starts: int = 1
 
     @property
     def address(self) -> str:
@@ -91,6 +96,7 @@ class RayNodes:
         self._ray_token = secrets.token_hex(32)
         self._folder = Path()
         self._nodes: list[Node] = []
+        self._launched = 0
         self._head: Node | None = None
         self._ports: tuple[int, ...] = ()
         self._switches: Mapping[str, str] = NO_HAPROXY_SWITCHES
@@ -137,16 +143,27 @@ class RayNodes:
         return self._head
 
     def await_up(self, node: Node) -> None:
-        """Raises NodeFailed."""
+        """Starts it again, on another machine in its place, where it does not come up. Raises NodeFailed after
+        NODE_STARTS."""
+        while (failure := self._why_down(node)) is not None:
+            if node.starts == NODE_STARTS:
+                raise NodeFailed(f"{node.spec.name} {failure}")
+            node.machine.kill()
+            node.machine = self.machines.replace(node.machine)
+            node.process, node.log = self._launch(node.spec, node.machine, is_head=node.is_head)
+            node.starts += 1
+
+    def _why_down(self, node: Node) -> str | None:
+        """None once it is up; else why it has not come up."""
         deadline = time.monotonic() + START_S
         while True:
             has_ended = node.process.poll() is not None
             said = node.log.read_bytes()
             if _UP in said:
-                return
+                return None
             if has_ended or time.monotonic() > deadline:
                 when = "has ended" if has_ended else f"is not up after {START_S:g} s"
-                raise NodeFailed(f"{node.spec.name} {when}: {said.decode(errors='replace')}")
+                return f"{when}: {said.decode(errors='replace')}"
             time.sleep(0.05)
 
     def serve_run(self, config: Mapping[str, Any]) -> None:
@@ -184,7 +201,14 @@ class RayNodes:
         return applications
 
     def _start(self, spec: NodeSpec, machine: Machine, *, is_head: bool) -> Node:
-        number = len(self._nodes) + 1
+        node = Node(spec, is_head, machine, *self._launch(spec, machine, is_head=is_head))
+        self._nodes.append(node)
+        return node
+
+    def _launch(self, spec: NodeSpec, machine: Machine, *, is_head: bool) -> tuple["subprocess.Popen[bytes]", Path]:
+        """`ray start` and what it says, in a folder of its own."""
+        self._launched += 1
+        number = self._launched
         folder = self._folder / str(number)
         folder.mkdir()
         log = self._folder / f"{number}-{spec.name}.log"
@@ -212,9 +236,7 @@ class RayNodes:
                 command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
         else:
             command.append(f"--address={self.gcs_address}")
-        node = Node(spec, machine, machine.start(command, environment, log), log)
-        self._nodes.append(node)
-        return node
+        return machine.start(command, environment, log), log
 
     def _environment(self) -> dict[str, str]:
         """Ours, with Ray's switches, and this checkout importable by all that Ray starts."""

@@ -167,6 +167,26 @@ def order(launcher: Launcher, experts: Tensor, hits: Tensor, held: range, most_r
     return Order(choices, places, tasks)
 
 
+@Kernel
+def _locate(words):
+    """words: experts, slots of each, out, hits, choices, chosen ones of a token, columns of the slots. One item."""
+    count, top_k, columns = words[7], words[8], words[9]
+    experts, out = carray(as_short_integers(words[3]), (count,)), carray(as_short_integers(words[5]), (count,))
+    slots, hits = as_short_integers(words[4]), as_integers(words[6])
+    for _ in taken(words, 1):
+        for i in range(count):
+            first = experts[i] * columns
+            hits[experts[i]] += 1
+            out[i] = slots[first + 1 + i // top_k % slots[first]]
+
+
+def locate(launcher: Launcher, experts: Tensor, slots: Tensor, hits: Tensor) -> Tensor:
+    """experts int32 [T, top_k], counted in hits -> the slots that hold them, as ExpertPlaces says, int32 likewise."""
+    out = launcher.empty(tuple(experts.shape), torch.int32)
+    launcher.run(_locate, 1, 1, experts, slots, out, hits, experts.numel(), experts.shape[1], slots.shape[1])
+    return out
+
+
 @Kernels
 def _gather(words):
     """words: x, choices, out, columns, chosen ones of a token."""

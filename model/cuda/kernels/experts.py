@@ -143,6 +143,25 @@ def order(experts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
     return starts, choices
 
 
+@triton.jit(do_not_specialize=["count"])
+def locate_kernel(experts, slots, hits, out, count, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """The slot of each choice, BLOCK a program: of an expert's copies, the one whose turn the token's row is."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts + at, mask=at < count, other=0)
+    holders = tl.load(slots + expert * COLUMNS)
+    tl.store(out + at, tl.load(slots + expert * COLUMNS + 1 + at // TOP_K % holders), mask=at < count)
+    tl.atomic_add(hits + expert, 1, mask=at < count, sem="relaxed")
+
+
+def locate(experts: Tensor, slots: Tensor, hits: Tensor) -> Tensor:
+    """experts int32 [T, top_k], counted in hits -> the slots that hold them, as ExpertPlaces says, int32 likewise."""
+    out, count = torch.empty_like(experts), experts.numel()
+    locate_kernel[(triton.cdiv(count, 256),)](
+        experts, slots, hits, out, count, TOP_K=experts.shape[1], COLUMNS=slots.shape[1], BLOCK=256, num_warps=4
+    )
+    return out
+
+
 @triton.jit
 def load_rows(
     weight,
@@ -337,6 +356,16 @@ class ExpertsWeight:
     def shape(self) -> tuple[int, int]:
         weight = self.weight
         return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.rows, weight.columns)
+
+    def memory(self, slot: int, number: int) -> list[Tensor]:
+        """All that one of `number` experts has of it, contiguous."""
+        weight, rows = self.weight, self.shape[0] // number
+        parts = [weight] if isinstance(weight, Tensor) else [weight.packed, weight.factors, *weight.scales]
+        if not isinstance(weight, Tensor) and weight.offsets is not None:
+            parts += [*weight.offsets]
+        if self.bias is not None:
+            parts.append(self.bias)
+        return [part[slot * rows : (slot + 1) * rows] for part in parts]
 
     @property
     def device(self) -> torch.device:

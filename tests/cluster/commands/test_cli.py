@@ -37,7 +37,7 @@ NO_URL = "write http://HOST:PORT or https://HOST:PORT"
         ([*SERVE, "--port", "70000"], "port 70000 is none: choose one from 1 to 65535"),
         ([*SERVE, "--grace", "-5"], "--grace -5: seconds for streams to end, 0 for none"),
         ([*SERVE, "--grace", "nan"], "--grace nan: seconds for streams to end, 0 for none"),
-        ([*SERVE, "--decode", "0"], "decode.replicas: 0 should be greater than or equal to 1"),
+        ([*SERVE, "--decode", "0"], "decode.replicas: 0 should be greater than or equal to 1 (--decode)"),
         ([*SERVE, "--host", "192.0.2.77"], "can't listen on 192.0.2.77:18123: Cannot assign requested address"),
         (["drain", "--grace", "-1"], "--grace -1: seconds, from 0 to 86400"),
         (["drain", "--grace", "nan"], "--grace nan: seconds, from 0 to 86400"),
@@ -70,10 +70,9 @@ def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tm
     ("arguments", "hint"),
     [
         (["serve", "m", "--max-modl-len", "8"], "did you mean --max-model-len?"),
-        (["serve", "m", "--max_model_len=8"], "vLLM's max_model_len is model.max_context here"),
         (
             ["serve", "m", "--scheduling-policy", "fcfs"],
-            "vLLM's scheduling_policy is prefill.queue and decode.queue here",
+            "vLLM's scheduling_policy is prefill.queue and decode.queue here, in the file of --config",
         ),
         (
             ["serve", "m", "--enable-prefix-caching"],

@@ -1,132 +1,118 @@
-"""docs/configuration.md tells of every setting there is, and tells the truth."""
+"""docs/configuration.md: its tables are the models', which say of every setting what it is and what it may be."""
 
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import HttpUrl
 
+from twostroke.cluster.cli import main
 from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.config.reading import setting_paths
+from twostroke.cluster.config.reference import BEGIN, DOZEN, END, Setting, settings_of
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.settings import Section
 
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
-REQUIRED = "required"
+PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+SETTINGS = {one.path: one for one in settings_of(ClusterConfig)}
 MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
-UNITS = {"_bytes_per_s": "bytes a second", "_s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
+BESIDE = {"redundant_experts": {"tensor_parallel": 2, "expert_parallel": True}}
+"""Without which a setting can't be."""
+NUMBER = r"-?\d+(?:\.\d+)?"
+RANGE = re.compile(
+    rf"(?:(?:at least|(?P<above>above)) )?(?P<low>{NUMBER})(?:,? to (?P<below>below )?(?P<high>{NUMBER}))?"
+)
 
 
-class Setting(NamedTuple):
-    kind: Any
-    default: object
+def test_the_tables_of_the_page_are_made_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "reference"]) == 0
+    found = PAGE[PAGE.index(BEGIN) : PAGE.index(END) + len(END)] + "\n"
+    assert found == capsys.readouterr().out, "put in their place what this prints: twostroke config reference"
 
 
-class Row(NamedTuple):
-    default: object
-    unit: str
-    bounds: str
-    text: str
+def test_every_setting_is_told_of_with_what_it_is() -> None:
+    assert [path for path in SETTINGS if path not in ("slo.classes", "auth.keys")] == sorted(
+        setting_paths(ClusterConfig), key=list(SETTINGS).index
+    )
+    assert [one.path for one in SETTINGS.values() if not re.fullmatch(r"\S.{10,}\.", one.text)] == []
 
 
-def settings_of(section: type[Section], path: str = "") -> Iterator[tuple[str, Setting]]:
-    for name, field in section.model_fields.items():
-        kind: Any = field.annotation
-        if get_origin(kind) is tuple and isinstance(get_args(kind)[0], type):
-            yield from settings_of(get_args(kind)[0], f"{path}{name}[].")
-        elif isinstance(kind, type) and issubclass(kind, Section):
-            yield from settings_of(kind, f"{path}{name}.")
-        else:
-            default = REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
-            yield f"{path}{name}", Setting(kind, default)
+def test_those_that_come_first_are_about_a_dozen_and_are_there() -> None:
+    assert {path for paths in DOZEN for path in paths} <= SETTINGS.keys()
+    assert 10 <= len(DOZEN) <= 13
 
 
-def rows() -> Iterator[tuple[str, Row]]:
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[0].startswith("`"):
-            for name in cells[0].split(","):
-                yield name.strip(" `"), Row(yaml.safe_load(cells[1].strip("`")), *cells[2:])
+@pytest.mark.parametrize(
+    ("path", "default", "values"),
+    [
+        ("model.path", "bundled", "a text"),
+        ("model.dtype", "auto", "`auto`, `bfloat16`, `float32`"),
+        ("prefill.dtype", "null", "`auto`, `bfloat16`, `float32`"),
+        ("decode.run_ahead", "true", "`true`, `false`"),
+        ("decode.num_gpus", "auto", "`auto`, 0 to 64"),
+        ("decode.watermark", "0.01", "0 to below 1"),
+        ("decode.token_channel.max_unsent_bytes", "4194304", "at least 1"),
+        ("prefill.node_labels", "{}", "texts by name"),
+        ("prefill.node_resources", "{}", "0.0001 to 100000 by name"),
+        ("router.cors_origins", "[]", "texts"),
+        ("router.request_timeout_s", "600", "above 0"),
+        ("router.tracing.endpoint", "null", "a text"),
+        ("kv_transfer.lease_s", "3", "a number"),
+        ("slo.classes", "[{name: standard}]", "sections"),
+        ("slo.classes[].name", "required", "a text"),
+        ("slo.classes[].priority", "0", "-1000 to 1000"),
+        ("autoscaling.slack", "0.5", "above 0, to 1"),
+    ],
+)
+def test_defaults_and_values_of_each_kind_are_told_for_people(path: str, default: str, values: str) -> None:
+    assert SETTINGS[path][1:3] == (default, values)
 
 
-SETTINGS, ROWS = dict(settings_of(ClusterConfig)), dict(rows())
+@pytest.mark.parametrize(
+    "setting", [one for one in SETTINGS.values() if RANGE.match(one.values)], ids=lambda one: one[0]
+)
+def test_a_bound_is_the_one_that_is_checked_or_the_text_names_what_gives_it(setting: Setting) -> None:
+    found = RANGE.fullmatch(setting.values.removesuffix(" by name"))
+    assert found is not None
+    for number, is_out in ((found["low"], found["above"]), (found["high"], found["below"])):
+        if number is None or is_out:
+            continue
+        value = yaml.safe_load(number)
+        refusal = refusal_of(nested(setting.path, {"x": value} if setting.values.endswith(" by name") else value))
+        told = {*re.findall(r"`(?:\w+\.)*(\w+)`", setting.text), *re.findall(NUMBER, setting.text)}
+        named = {*re.findall(r"[a-z_]+|[\d.]*\d", refusal)} - {number, setting.path.rpartition(".")[2]}
+        assert not refusal or told & named, refusal
 
 
-def test_every_setting_is_on_the_page_and_no_other() -> None:
-    assert sorted(ROWS) == sorted(SETTINGS)
-    assert len(list(rows())) == len(ROWS)
+def refusal_of(raw: object) -> str:
+    """Empty where it is taken."""
+    try:
+        read_config(raw)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
-def test_the_dozen_that_come_first_are_settings() -> None:
-    part = PAGE.read_text(encoding="utf-8").split("## The dozen that matter")[1].split("\n## ")[0]
-    names = [name for line in part.splitlines() if line.startswith("| `") for name in re.findall("`([^`]+)`", line)]
-    assert set(names) - {"slo.classes"} <= set(SETTINGS)
-    assert "slo.classes[].name" in SETTINGS
-    assert 10 <= len(part.splitlines()) <= 20
+def test_the_files_that_the_page_shows_are_right() -> None:
+    block = PAGE.split("\n    model: ")[1].split("\n\n")[0]
+    config = read_config(yaml.safe_load("    model: " + block))
+    assert config.autoscaling.enabled
+    assert config.slo.default_class.name == "batch"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_told_with_its_default_and_unit(name: str) -> None:
-    row, setting = ROWS[name], SETTINGS[name]
-    assert row.default == (list(setting.default) if isinstance(setting.default, tuple) else setting.default)
-    assert row.text
-    unit = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), None)
-    assert unit is None or row.unit == unit
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
-    row, kind = ROWS[name], SETTINGS[name].kind
-    options = [get_args(one)[0] if get_origin(one) is Annotated else one for one in get_args(kind) or (kind,)]
-    by_name = get_origin(kind) is Mapping
-    assert row.bounds.endswith(" by name") == by_name
-    bounds = row.bounds.removeprefix("`auto`, ")
-    literals = [one for one in (kind, *options) if get_origin(one) is Literal]
-    if literals and float not in options:
-        assert row.bounds == ", ".join(f"`{option}`" for option in get_args(literals[0]))
-    elif kind is bool:
-        assert row.bounds == "`true`, `false`"
-    elif get_origin(kind) is tuple:
-        assert row.bounds == "texts"
-    elif by_name and options[1] is str:
-        assert row.bounds == "texts by name"
-    elif (str in options or HttpUrl in options) and not by_name:
-        assert row.bounds == "a text"
-    else:
-        assert bool(literals) == (bounds != row.bounds)
-        step = 1 if int in options else 1e-6
-        allowed, refused = edges(bounds.removesuffix(" by name"), step)
-        for value in allowed:
-            read_config(nested(name, {"x": value} if by_name else value))
-        for value in refused:
-            with pytest.raises(ConfigError, match=name.split(".")[-1]):
-                read_config(nested(name, {"x": value} if by_name else value))
-
-
-def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
-    """(values just inside, values just outside) of what the page says."""
-    number = r"(-?\d+(?:\.\d+)?)"
-    if found := re.fullmatch(f"{number} to {number}", bounds):
-        low, high = map(yaml.safe_load, found.groups())
-        return [low, high], [low - step, high + step]
-    if found := re.fullmatch(f"{number} to below {number}", bounds):
-        low, high = map(yaml.safe_load, found.groups())
-        return [low, high - step], [low - step, high]
-    if found := re.fullmatch(rf"at least {number}(?: \(.*\))?", bounds):
-        low = yaml.safe_load(found[1])
-        return [low], [low - step]
-    if found := re.fullmatch(f"above {number}", bounds):
-        low = yaml.safe_load(found[1])
-        return [low + step], [low]
-    raise AssertionError(f"no bounds that this test can read: {bounds}")
-
-
-def nested(name: str, value: object) -> dict[str, Any]:
-    """The setting as YAML gives it, in a list beside what its members need."""
+def nested(path: str, value: object) -> dict[str, Any]:
+    """The setting as YAML gives it, beside what it needs, in a list beside what its members need."""
     raw: Any = value
-    for part in reversed(name.split(".")):
-        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw}
+    for part in reversed(path.split(".")):
+        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw, **BESIDE.get(part, {})}
     assert isinstance(raw, dict)
     return raw
+
+
+def test_the_readme_shows_the_dozen_with_their_defaults() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    shown = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
+    assert read_config(shown) == read_config({})
+    assert {f"{name}.{setting}" for name, section in shown.items() for setting in section} == {
+        path for paths in DOZEN for path in paths
+    }

@@ -11,7 +11,7 @@ import pytest
 from twostroke.cluster.commands.serve import add_arguments, merged_settings
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import setting_paths
-from twostroke.cluster.config.vllm_names import INSTEAD, SAME
+from twostroke.cluster.config.vllm_names import COMMANDS, INSTEAD, OF_BENCH_SERVE, SAME
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, UnknownFields
 
@@ -70,6 +70,10 @@ def test_every_name_that_hints_know_is_on_the_page_with_what_they_say() -> None:
     assert {name_of(cells[0]): tuple(words(cells[1])) for cells in FLAGS} == SAME
     assert {name_of(cells[0]): cells[1] for cells in cells_of("Flags") if len(cells) == 2} == INSTEAD
     assert {setting for settings in SAME.values() for setting in settings} <= SETTINGS
+    rows = {words(cells[0])[0]: cells[1] for cells in cells_of("Commands")}
+    assert rows.pop("vllm bench serve") == "`twostroke loadtest run`"
+    theirs = {f"vllm {name}": text for name, text in COMMANDS.items() if name != "bench serve"}
+    assert rows == theirs | {f"--{name.replace('_', '-')}": text for name, text in OF_BENCH_SERVE.items()}
 
 
 @pytest.mark.parametrize("cells", FLAGS, ids=lambda cells: words(cells[0])[0])

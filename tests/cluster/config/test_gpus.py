@@ -9,6 +9,7 @@ import pytest
 import ray
 from rich.console import Console
 
+from twostroke.cluster.cli import main
 from twostroke.cluster.commands import serve
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.gpus import one_for_each_rank, share_gpus
@@ -121,6 +122,16 @@ class _Stopped(Exception):
     """Before anything starts."""
 
 
+def told_by_a_server_on_two_gpus(order: Order, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
+    """Before it starts anything."""
+    monkeypatch.setattr(server, "_gpus_in_sight", lambda: 2)
+    monkeypatch.setattr(server, "check_is_anywhere", lambda _: (_ for _ in ()).throw(_Stopped))
+    said = io.StringIO()
+    with pytest.raises(_Stopped):
+        server._serve(order, MagicMock(), said)
+    return [msgspec.json.decode(line, type=Report) for line in said.getvalue().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("settings", "event", "text"),
     [
@@ -131,13 +142,33 @@ class _Stopped(Exception):
 def test_a_server_on_a_host_whose_gpus_stay_idle_says_so_in_red(
     settings: dict[str, Any], event: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_gpus_in_sight", lambda: 2)
-    monkeypatch.setattr(server, "check_is_anywhere", lambda _: (_ for _ in ()).throw(_Stopped))
-    order, said = Order(settings, "127.0.0.1", 0, False, False), io.StringIO()
-    with pytest.raises(_Stopped):
-        server._serve(order, MagicMock(), said)
-    (report,) = (msgspec.json.decode(line, type=Report) for line in said.getvalue().splitlines())
+    order = Order(settings, "127.0.0.1", 0, False, False)
+    (report,) = told_by_a_server_on_two_gpus(order, monkeypatch)
     assert (report.event, report.text[: len(text)]) == (event, text)
     shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
     assert serve._show(iter([report]), order, shown)
     assert ("\x1b[1;31m" in shown.file.getvalue()) == (event == "loud")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (None, ["GPUs: 1 prefill and 1 decode workers share 2"]),
+        ("9", ["GPUs: 1 prefill and 1 decode workers share 2"]),
+        ("1", ["GPUs: too few for a worker of each role"]),
+        ("0", []),
+    ],
+)
+def test_no_more_gpus_are_shared_out_than_the_command_line_allows(
+    typed: str | None, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[Order] = []
+    monkeypatch.setattr(serve, "_look_after", lambda order, *_: orders.append(order))
+    assert main(["serve", "bundled", *(["--gpus", typed] if typed else [])]) == 0
+    reports = told_by_a_server_on_two_gpus(orders[0], monkeypatch)
+    assert [report.text[: len(line)] for report, line in zip(reports, told, strict=True)] == told
+
+
+def test_fewer_gpus_than_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "bundled", "--gpus", "-1"]) == 2
+    assert "--gpus -1: how many may be used, 0 for none" in capsys.readouterr().err

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeFloat, model_validator
 
@@ -362,12 +361,6 @@ def test_a_cache_is_sized_by_blocks_or_by_bytes_or_by_the_host() -> None:
     )
     assert (prefill.kv_cache_bytes, prefill.num_blocks, prefill.host_ranks) == (None, 77, 3)
     assert (decode.kv_cache_bytes, decode.num_blocks) == (2**29, None)
-
-
-def test_the_readme_shows_the_defaults():
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    shown = readme.split("```yaml")[1].split("```")[0]
-    assert read_config(yaml.safe_load(shown)) == read_config({})
 
 
 def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:

@@ -55,6 +55,17 @@ async def test_keys_of_the_file_come_and_go_and_the_configurations_own_stay(
     assert tenants.names == {"own"}
 
 
+async def test_a_file_in_the_same_ones_place_is_read_though_it_is_as_long(file: Path) -> None:
+    """As a key's rotation makes it."""
+    watch, tenants = watch_of(file)
+    await watch.look()
+    other = file.with_name("other")
+    other.write_text("keys:\n" + line("carol", "1"))
+    os.replace(other, file)
+    await watch.look()
+    assert tenants.names == {"own", "carol"}
+
+
 @pytest.mark.parametrize("text", ["keys: [", "keys: [{name: bob}]", "keys:\n" + line("own", "3"), None])
 async def test_a_file_that_is_wrong_or_gone_changes_nothing_and_is_told_once(
     file: Path, caplog: pytest.LogCaptureFixture, text: str | None

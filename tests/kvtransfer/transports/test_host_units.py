@@ -124,6 +124,7 @@ def test_units_that_a_store_has_not_are_refused(segment: Segment) -> None:
         HostUnits(store, whole).views([segment])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=5), st.lists(st.integers(0, 12), max_size=4))
 def test_split_segments_are_all_units_in_their_order(sizes: list[int], cuts: list[int]) -> None:
     segments = [Segment(layer, tuple(range(10 * layer, 10 * layer + size))) for layer, size in enumerate(sizes)]

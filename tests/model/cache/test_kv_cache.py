@@ -99,7 +99,12 @@ def test_another_process_reads_the_cache_through_its_descriptor() -> None:
     start = cache.layer_offset(2)
     code = code.format(cache.memory_fd, start, start + cache.block_bytes)
     done = subprocess.run(
-        [sys.executable, "-c", code], pass_fds=[cache.memory_fd], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code],
+        pass_fds=[cache.memory_fd],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert done.stdout.strip() == bytes(cache.layer_bytes(2)[: cache.block_bytes]).hex()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, SHAPES, ranks, runner
@@ -170,6 +170,7 @@ async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape
 DRAW = Draw(SamplingParams(), (), 0)
 
 
+@settings(deadline=None)
 @given(
     sequences=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 50), st.booleans()), min_size=1, max_size=12),
     count=st.integers(1, 9),

@@ -54,7 +54,7 @@ async def two_ranks() -> AsyncIterator[tuple[GatedEngine, TensorParallelEngine, 
     while not ranks._connections:  # noqa: ASYNC110  # it has said who it is
         await asyncio.sleep(0.001)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield own, engine, ranks, other
     finally:
         await ranks.close()

@@ -104,8 +104,26 @@ def ranks(folder: Path, size: int, has_whole_experts: bool = False, stages: int 
         yield Ranks([runner(folder, group) for group in groups], threads)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_several_ranks_draw_the_tokens_that_one_draws(shape: str, write_checkpoint: Any, generate: Any) -> None:
+def sizes_of(shape: str) -> tuple[int, ...]:
+    return (2, 4, 8) if SHAPES[shape].get("num_attention_heads") == 8 else (2, 4)
+
+
+FIRST = {"mha": 4, "fewer KV heads than ranks": 4, "experts": 4}  # of the others, 2 in `make test`
+SIZES = [pytest.param(shape, [FIRST.get(shape, 2)], id=shape) for shape in SHAPES] + [
+    pytest.param(
+        shape,
+        [size for size in sizes_of(shape) if size != FIRST.get(shape, 2)],
+        id=f"{shape}, more sizes",
+        marks=pytest.mark.models,
+    )
+    for shape in SHAPES
+]
+
+
+@pytest.mark.parametrize(("shape", "sizes"), SIZES)
+def test_several_ranks_draw_the_tokens_that_one_draws(
+    shape: str, sizes: list[int], write_checkpoint: Any, generate: Any
+) -> None:
     folder = write_checkpoint(seed=3, **SHAPES[shape])
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(90, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -115,7 +133,7 @@ def test_several_ranks_draw_the_tokens_that_one_draws(shape: str, write_checkpoi
         return answers
 
     expected = tokens(runner(folder, SingleRank()))
-    for size in (2, 4, 8)[: 3 if SHAPES[shape].get("num_attention_heads") == 8 else 2]:
+    for size in sizes:
         for has_whole_experts in (False, True)[: 2 if load_model_config(folder).num_experts else 1]:
             with ranks(folder, size, has_whole_experts) as together:
                 assert tokens(together) == expected

@@ -27,6 +27,16 @@ def test_the_document_has_every_path_that_the_page_has_and_no_other(told):
     assert described | for_browsers == set(on_page)
 
 
+def test_the_paths_of_vllms_that_are_the_same_are_there_and_those_that_are_not_are_told(told):
+    text = PAGE.with_name("from-vllm.md").read_text(encoding="utf-8").split("## Paths")[1].split("## ")[0]
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `/")]
+    for theirs, ours in rows:
+        paths = re.findall("`(/[^`]*)`", theirs)
+        assert paths
+        assert {path in told["paths"] for path in paths} == {ours == "the same |"}
+        assert {path for path in re.findall("`(/[^`]*)`", ours)} <= told["paths"].keys()
+
+
 def test_the_page_has_every_field_that_is_refused_or_has_no_effect():
     assert [name for name in (*LACKING, *WITHOUT_EFFECT) if f"`{name}`" not in PAGE.read_text(encoding="utf-8")] == []
 

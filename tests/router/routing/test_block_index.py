@@ -168,6 +168,7 @@ def names_of(token_ids, block_size, salt=b""):
     return [short_name(one) for one in chain_hashes(token_ids, block_size, salt)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 70), st.integers(0, 40), st.sampled_from((1, 3, 16)), st.binary(max_size=3))
 def test_a_prompt_with_its_answer_has_the_names_of_both_together(num_prompt, num_sent, block_size, salt):
     names = PromptNames()

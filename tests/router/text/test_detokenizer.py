@@ -66,7 +66,7 @@ BYTE_TOKENS = st.sampled_from([3 + byte for byte in (0x41, 0x80, 0xA9, 0xC3, 0xE
 FALLBACK_IDS = st.lists(BYTE_TOKENS | st.integers(0, FALLBACK.vocab_size - 1), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_ids=st.lists(st.integers(0, 4100) | st.integers(6, 262), max_size=60))
 def test_byte_level_pieces_add_up_to_the_whole_text(tokenizer, token_ids):
     text = new_detokenizer(tokenizer)
@@ -77,7 +77,7 @@ def test_byte_level_pieces_add_up_to_the_whole_text(tokenizer, token_ids):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shows_special", [False, True])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_tokens_text_in_pieces_is_their_text_at_once(kind: str, shows_special: bool, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]
@@ -87,7 +87,7 @@ def test_any_tokens_text_in_pieces_is_their_text_at_once(kind: str, shows_specia
     assert "".join(pieces) + text.flush() == tokenizer.decode(token_ids, skip_special_tokens=not shows_special)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_ids=FALLBACK_IDS)
 def test_byte_fallback_pieces_add_up_to_the_whole_text(token_ids):
     text = new_detokenizer(FALLBACK)
@@ -96,7 +96,7 @@ def test_byte_fallback_pieces_add_up_to_the_whole_text(token_ids):
     assert "".join(pieces) + text.flush() == FALLBACK.decode(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(written=st.text(max_size=60).filter(lambda text: "<|" not in text))  # a special token's name is no text
 def test_no_piece_of_real_text_has_half_a_character(tokenizer, written):
     token_ids = tokenizer._encode(written, False)
@@ -130,7 +130,7 @@ def test_what_never_becomes_a_character_is_held_back_for_a_few_tokens_only(
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes in steps"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_what_is_let_go_of_at_last_is_whole(kind: str, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]
@@ -155,7 +155,7 @@ def stopped(text: str, stops: list[str], shows_stop: bool) -> str:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_streams_cuts_can_not_be_told_from_its_text(tokenizer, kind: str, data: st.DataObject) -> None:
     """Stop strings are pieces of the text, so they begin and end within tokens, characters' bytes and sequences."""
@@ -208,7 +208,7 @@ def as_bytes(text, draws):
             yield from (3 + byte for byte in char.encode())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(draws=st.data(), written=SPOKEN, stops=STOPS_IN_SPEECH)
 def test_speech_in_bytes_is_told_by_whole_characters_up_to_its_stop_string(tokenizer, draws, written, stops):
     of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(2, 300)}
@@ -225,7 +225,7 @@ def test_speech_in_bytes_is_told_by_whole_characters_up_to_its_stop_string(token
         assert "".join(map(stopper.add, pieces)) + stopper.flush() == stopped(meant, stops, False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.text("ab\nc", max_size=5), max_size=12), stop=st.text("ab", min_size=1, max_size=4))
 def test_only_what_may_begin_a_stop_string_is_held_back(pieces, stop):
     stopper = StopStrings([stop])

@@ -1,4 +1,4 @@
-"""Seven thousand seeds, the first 1,400 in `make test`: workers, KV transfer and routers unchanged, on virtual time.
+"""Seven thousand seeds, the first 500 in `make test`: workers, KV transfer and routers unchanged, on virtual time.
 
 A failure names its seed: `python -m tests.simulation SEED [--faults]` replays it with a trace.
 """
@@ -12,7 +12,7 @@ from tests.simulation.scenarios.run import Report, run_scenario, run_seed
 from tests.simulation.scenarios.scenario import FAULTS, make_scenario
 
 
-@pytest.mark.parametrize("first", starts(1000, 100, at_once=200))
+@pytest.mark.parametrize("first", starts(1000, 100, at_once=100))
 def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     report = run_seeds(run_seed, range(first, first + 100), Report())
     # Not every seed can show everything; a hundred of them do.
@@ -27,7 +27,7 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     assert report.retries == report.prefill_failures == 0
 
 
-@pytest.mark.parametrize("first", starts(6000, 400, at_once=1200))
+@pytest.mark.parametrize("first", starts(6000, 400, at_once=400))
 def test_requests_end_right_although_workers_routers_networks_and_calls_fail(first: int):
     report = run_seeds(partial(run_seed, with_faults=True), range(first, first + 400), Report())
     assert report.finished > 800

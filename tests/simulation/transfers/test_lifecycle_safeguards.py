@@ -36,6 +36,7 @@ class Sabotage:
 
     what: str
     patches: tuple[tuple[Any, Any, Any], ...]
+    seen_by: int = 0  # the seed that is tried first, where the others take long to see it
 
 
 # --- tickets ---
@@ -241,10 +242,11 @@ SABOTAGES = [
     Sabotage(
         "a ticket of another epoch of the target is as good",
         ((ReceiverConnection, "_fit", _be_whoever_is_looked_for), (receiver, "verify_ticket", _verify_any_epoch)),
+        seen_by=101,
     ),
     Sabotage("a ticket is good for many transfers", ((UsedTickets, "use", _use_any_number_of_times),)),
     Sabotage("offers that wait are not counted", ((KVReceiver, "offered", _keep_any_offer),)),
-    Sabotage("an offer may be of any size", ((KVReceiver, "_match", _match_any_size),)),
+    Sabotage("an offer may be of any size", ((KVReceiver, "_match", _match_any_size),), seen_by=280),
     Sabotage("digests are not checked", ((IncomingLane, "end_chunk", _believe_every_digest),)),
     Sabotage(
         "a digest does not tell whose bytes they are",
@@ -273,7 +275,7 @@ SABOTAGES = [
         "the end of a connection is not the end of its lanes",
         ((IncomingLane, "peer_lost", _leave_lanes_of_lost_connections),),
     ),
-    Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),)),
+    Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),), seen_by=583),
     Sabotage("a lost connection is used again", ((KVSender, "forget", lambda sender, connection: None),)),
     Sabotage("links are not closed", ((sender, "finish", _leave_the_link_open),)),
     Sabotage(
@@ -303,7 +305,7 @@ def test_the_lifecycle_goes_red_when(sabotage: Sabotage, monkeypatch: pytest.Mon
             monkeypatch.setitem(target, name, replacement)
         else:
             monkeypatch.setattr(target, name, replacement)
-    for seed in range(MOST_SEEDS):
+    for seed in (sabotage.seen_by, *range(MOST_SEEDS)):
         try:
             run_plan(make_plan(seed))
         except Exception as error:

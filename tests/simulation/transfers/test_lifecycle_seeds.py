@@ -1,4 +1,4 @@
-"""Ten thousand lifecycles of transfers, 2,000 of them in `make test`, on virtual time, with faults of every kind and
+"""Ten thousand lifecycles of transfers, 1,000 of them in `make test`, on virtual time, with faults of every kind and
 not one violation.
 
 A failure names its seed: `python -m tests.simulation.transfers SEED` replays it with a trace.
@@ -11,7 +11,7 @@ from tests.simulation.transfers.plan import FAULTS, SOURCE_ACTS, TARGET_ACTS
 from tests.simulation.transfers.run import Report, run_seed
 
 
-@pytest.mark.parametrize("first", starts(10_000, 1000, at_once=2000))
+@pytest.mark.parametrize("first", starts(10_000, 1000, at_once=1000))
 def test_lifecycles_break_nothing_and_reach_what_they_are_meant_to_reach(first: int):
     report = run_seeds(run_seed, range(first, first + 1000), Report())
     for kind in FAULTS:

@@ -25,13 +25,23 @@ class ExpertLoad:
         self._hits = read()
         self._recent = np.zeros(self._hits.shape)
 
+    @property
+    def num_layers(self) -> int:
+        """Of the model, those without experts among them."""
+        return len(self._recent)
+
+    def recent(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """[layers, experts]: how often each was chosen of late."""
+        now, hits = self._clock(), self._read()
+        self._recent = self._recent * math.exp((self._told_at - now) / MEMORY_S) + (hits - self._hits)
+        self._told_at, self._hits = now, hits
+        return self._recent
+
     def skews(self) -> tuple[float, ...]:
         """Of each layer, how often its hottest expert was chosen, over the mean of its experts.
 
         1 where all were chosen alike, experts / top_k where all tokens chose the same. 0 without choices, or experts.
         """
-        now, hits = self._clock(), self._read()
-        self._recent = self._recent * math.exp((self._told_at - now) / MEMORY_S) + (hits - self._hits)
-        self._told_at, self._hits = now, hits
-        means = self._recent.mean(axis=1)
-        return tuple((self._recent.max(axis=1) / np.where(means > 0, means, 1.0)).tolist())
+        recent = self.recent()
+        means = recent.mean(axis=1)
+        return tuple((recent.max(axis=1) / np.where(means > 0, means, 1.0)).tolist())

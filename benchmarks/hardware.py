@@ -1,0 +1,87 @@
+"""`twostroke bench hardware`: what this machine's CPU can do, as a row of the planner's table of hardware.
+
+Rates are those of torch's own kernels, on as many threads as an engine would take: products in the numbers that an
+engine computes bf16 checkpoints in here, and reads of far more than caches hold. A shared machine's bandwidth jumps
+(docs/performance-log.md), so that the median of some rounds is the row, and the least and the most are told.
+"""
+
+import argparse
+import platform
+import statistics
+from pathlib import Path
+
+import msgspec
+import torch
+
+from twostroke.benchmarks.console import conclude, positive, say
+from twostroke.benchmarks.engine import Machine
+from twostroke.loadtests.commands.arguments import above_zero
+from twostroke.loadtests.generator.run_facts import machine_facts
+from twostroke.model.cache.memory import available_bytes
+from twostroke.model.engine_config import resolve_dtype
+from twostroke.planner.hardware import Hardware, Number
+from twostroke.planner.operations import Limits
+from twostroke.protocol.errors import ConfigError
+
+CPU = torch.device("cpu")
+NUMBERS: dict[torch.dtype, Number] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `twostroke bench hardware`."""
+    parser.add_argument("--name", default="this-cpu", help="of the row (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
+    parser.add_argument("--rounds", type=positive, default=7, help="medians are taken (default: %(default)s)")
+    parser.add_argument("--usd-per-hour", type=above_zero, default=1.0, metavar="USD", help="an assumption: yours")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="that `twostroke plan --gpu FILE` reads")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write; the last line of stdout is one JSON object. Raises ConfigError."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    dtype = resolve_dtype("auto", torch.bfloat16, CPU)
+    machine, measured = Machine(dtype=dtype), list[Limits]()
+    for number in range(args.rounds):
+        measured.append(machine.measure())
+        say(
+            f"round {number + 1} of {args.rounds}: {measured[-1].gemm / 1e9:.0f} GFLOP/s, "
+            f"{measured[-1].read / 1e9:.1f} GB/s"
+        )
+    row = row_of(measured, dtype, args.name, args.usd_per_hour)
+    if args.output is not None:
+        try:
+            args.output.write_bytes(msgspec.json.format(msgspec.json.encode(row)) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"--output {args.output}: {error.strerror}") from error
+    gemm, read = [one.gemm for one in measured], [one.read for one in measured]
+    conclude(
+        {
+            "name": row.name,
+            "number": row.native,
+            "flops_per_s": row.flops_per_s[row.native],
+            "flops_per_s_range": [min(gemm), max(gemm)],
+            "read_bytes_per_s": row.read_bytes_per_s,
+            "read_bytes_per_s_range": [min(read), max(read)],
+            "ridge": row.ridge(),
+            "memory_bytes": row.memory_bytes,
+            "source": row.source,
+        }
+    )
+    return 0
+
+
+def row_of(measured: list[Limits], dtype: torch.dtype, name: str, usd_per_hour: float) -> Hardware:
+    """Medians; ranks of one host sum up through its memory, where each byte is written and read."""
+    read = statistics.median(one.read for one in measured)
+    return Hardware(
+        name=name,
+        title=f"{machine_facts()['cpu'] or platform.machine()}, {torch.get_num_threads()} threads",
+        memory_bytes=available_bytes(CPU),
+        read_bytes_per_s=read,
+        flops_per_s={NUMBERS[dtype]: statistics.median(one.gemm for one in measured)},
+        link_bytes_per_s=read / 2,
+        usd_per_hour=usd_per_hour,
+        source=f"twostroke bench hardware, medians of {len(measured)} rounds",
+        is_gpu=False,
+    )

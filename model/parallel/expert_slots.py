@@ -1,0 +1,117 @@
+"""Copies of experts in slots of a rank's own, which other ranks' experts are sent to (worker/experts/ decides which).
+
+A slot is its bytes, in whatever form weights are held. Pieces of any number of them go from rank to rank in one
+all-to-all; what steps read of the tables where experts are changes in place, so captured steps follow.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from twostroke.model.backend import ExpertPlaces, Experts
+from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
+
+STEP_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
+"""That may move before one step: some ms over loopback; 0.2 ms at 200 GB/s."""
+
+
+def make_places(shard: Shard, number: int, spare: int, device: torch.device) -> ExpertPlaces:
+    """Of a layer of `number` experts, with `spare` slots on each rank, which hold nothing yet."""
+    held = shard.experts(number)
+    shape = (number, 1 + shard.size)
+    places = ExpertPlaces(
+        torch.zeros(shape, dtype=torch.int32, device=device),
+        torch.zeros(shape, dtype=torch.int64),
+        held.stop - held.start + spare,
+    )
+    use_copies(places, LayerCopies(0, ((),) * shard.size), shard.rank)
+    return places
+
+
+def use_copies(places: ExpertPlaces, copies: LayerCopies, rank: int) -> None:
+    """From now on, on the rank."""
+    slots, holders = torch.full(places.slots.shape, places.number, dtype=torch.int32), torch.zeros_like(places.holders)
+    for expert, found in enumerate(copies.holders(len(holders))):
+        slots[expert, 0] = holders[expert, 0] = len(found)
+        for index, (holder, slot) in enumerate(found, start=1):
+            holders[expert, index] = holder
+            if holder == rank:
+                slots[expert, index] = slot
+    places.slots.copy_(slots)
+    places.holders.copy_(holders)
+
+
+def ranks_of(chosen: Tensor, places: ExpertPlaces) -> Tensor:
+    """chosen int [T, top_k] on the host -> the ranks that compute them, int64 [T, top_k]."""
+    experts = chosen.long()
+    copies = torch.arange(len(experts))[:, None] % places.holders[experts, 0]
+    return places.holders[experts, 1 + copies]
+
+
+class ExpertSlots:
+    """Of one rank, all layers'. Its methods are called on the engine's thread, by all ranks in one order."""
+
+    def __init__(self, layers: Sequence[Experts | None], spare: int, parallel: TensorParallel):
+        """`spare`: of a rank's slots of a layer, those for copies.
+
+        Raises ConfigError where an expert is not the same bytes on all ranks.
+        """
+        self._layers = layers
+        self._parallel = parallel
+        experts = [layer for layer in layers if layer is not None]
+        self.number = spare
+        self.device = experts[0].hits.device
+        shapes = [[(tuple(part.shape), str(part.dtype)) for part in layer.slot_memory(0)] for layer in experts]
+        if len(set(parallel.exchange(str(shapes)))) > 1 or any(each != shapes[0] for each in shapes):
+            raise ConfigError(
+                "redundant_experts: the checkpoint's experts are quantised in different forms, and can't take each "
+                "other's places: leave it out"
+            )
+        self.expert_bytes = sum(part.nbytes for part in experts[0].slot_memory(0))
+
+    def arrange(self, order: ArrangeExperts) -> None:
+        """With all other ranks, which have to be told the same."""
+        rank = self._parallel.shard.rank
+        for copies in order.copies:
+            places = self._of(copies.layer).places
+            assert places is not None
+            use_copies(places, copies, rank)
+        if not order.moves:
+            return
+        ranks = range(self._parallel.shard.size)
+        outgoing = [
+            part
+            for target in ranks
+            for move in order.moves
+            if (move.source, move.target) == (rank, target)
+            for part in self._pieces(move, move.source_slot)
+        ]
+        incoming = [move for source in ranks for move in order.moves if (move.source, move.target) == (source, rank)]
+        sent = [sum(move.num_bytes for move in order.moves if (move.source, move.target) == (rank, r)) for r in ranks]
+        received = [sum(move.num_bytes for move in incoming if move.source == source) for source in ranks]
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        found = self._parallel.exchange_rows(torch.cat([nothing, *outgoing]), sent, received)
+        first = 0
+        for move in incoming:
+            for part in self._pieces(move, move.target_slot):
+                part.copy_(found[first : first + len(part)])
+                first += len(part)
+
+    def _of(self, layer: int) -> Experts:
+        experts = self._layers[layer]
+        assert experts is not None
+        return experts
+
+    def _pieces(self, move: ExpertMove, slot: int) -> list[Tensor]:
+        """The bytes of the slot that the move is of, uint8 [n] each, in memory."""
+        end, start, found = move.first_byte + move.num_bytes, 0, []
+        for part in self._of(move.layer).slot_memory(slot):
+            whole = part.view(-1).view(torch.uint8)
+            first, last = max(move.first_byte - start, 0), min(end - start, len(whole))
+            if first < last:
+                found.append(whole[first:last])
+            start += len(whole)
+        return found

@@ -1,0 +1,127 @@
+"""What people type first who know vLLM: each works, or says what to type instead."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands.serve import add_arguments, merged_settings
+from twostroke.cluster.config.vllm_names import COMMANDS, OF_BENCH_SERVE
+
+BOTH = ("prefill", "decode")
+
+WORKS: list[tuple[str, dict[str, Any]]] = [
+    ("serve m --port 8001 --host 0.0.0.0", {}),
+    ("serve --model m --max-model-len 8192", {"model": {"max_context": 8192}}),
+    (
+        "serve m --max-model-len=8K --max-num-batched-tokens 4k",
+        {"model": {"max_context": 8192}} | {role: {"max_step_tokens": 4000} for role in BOTH},
+    ),
+    ("serve m --max-model-len auto", {}),
+    ("serve m --tensor-parallel-size 2 -pp 2", {role: {"tensor_parallel": 2, "pipeline_parallel": 2} for role in BOTH}),
+    ("serve m --served-model-name chat --dtype bfloat16", {"model": {"name": "chat", "dtype": "bfloat16"}}),
+    ("serve m --gpu-memory-utilization 0.8", {role: {"gpu_memory_utilization": 0.8} for role in BOTH}),
+    (
+        "serve m --kv-cache-dtype fp8 --max-num-seqs 64",
+        {"model": {"kv_cache_dtype": "fp8"}} | {role: {"max_batch": 64} for role in BOTH},
+    ),
+    (
+        "serve m --quantization int8 --chat-template x.jinja",
+        {"model": {"quantization": "int8", "chat_template": "x.jinja"}},
+    ),
+]
+
+TOLD = [
+    ("serve m --enable-prefix-caching", "prefixes are always cached: leave it out"),
+    ("serve m --no-enable-prefix-caching", "prefixes are always cached: leave it out"),
+    ("""serve m --speculative-config '{"method": "ngram"}'""", "no tokens are guessed ahead: leave it out"),
+    ("serve m --speculative-config.method ngram", "no tokens are guessed ahead: leave it out"),
+    ("serve m --enable-lora --lora-modules sql=/x", "vLLM's enable_lora: adapters are not served: merge them"),
+    ("serve m --enable-lora --lora-modules sql=/x", "vLLM's lora_modules: adapters are not served: merge them"),
+    ("""serve m --kv-transfer-config '{"kv_role": "kv_both"}'""", "prefill and decode workers find each other"),
+    ("serve m --trust-remote-code", "code of checkpoints is never run: leave it out"),
+    ("serve m -dp 2", "prefill.replicas and decode.replicas say how many workers there are (--prefill, --decode)"),
+    ("serve m -O3", "there is nothing to compile ahead: leave it out"),
+    ("serve m --tp 2", "did you mean -tp?"),
+    ("serve m --max-model-length 8192", "did you mean --max-model-len?"),
+    ("serve m --max_model_len 8x", "8x: give a number of tokens, like 8192, 8k or 8K"),
+    ("serve m --tool-call-parser hermes", "is model.response_template here, in the file of --config"),
+    ("serve m --served-model-name a b", "one model is served, and a flag has one value"),
+    ("serve m --tensor-parallel-size 3", "3 is none of 1, 2, 4, 8 (--tensor-parallel-size)"),
+    ("serve m --max-num-seqs 1024", "must be at least max_batch (1024)"),
+    ("serve m --max-num-seqs 1024", "(--max-num-batched-tokens)"),
+    ("serve m --dtype half", "no kernel computes in fp16: leave it out (--dtype)"),
+    ("serve m --quantization awq", "a checkpoint that is quantised so tells of it: leave it out"),
+    ("serve m --kv-cache-dtype fp8_e5m2", "fp8 is e4m3 here"),
+    ("serve m --generation-config vllm", "vLLM's vllm is none here"),
+    ("server m", "did you mean serve?"),
+    ("bench serve --model m --num-prompts 100", "`twostroke loadtest run`"),
+    ("bench throughput", "`twostroke bench engine`"),
+    ("collect-env", "`twostroke doctor`"),
+    ("loadtest run --base-url http://127.0.0.1:1 --num-prompts 10", "vLLM's --base-url: --url"),
+    ("loadtest run --url http://127.0.0.1:1 --max-concurrency 10", "--arrivals closed --users"),
+]
+
+
+def settings_of(typed: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return merged_settings(parser.parse_args(shlex.split(typed)[1:]))
+
+
+@pytest.mark.parametrize(("typed", "settings"), WORKS)
+def test_a_command_of_vllms_sets_what_it_sets_there(typed: str, settings: dict[str, Any]) -> None:
+    found = settings_of(typed)
+    assert found["model"].pop("path") == "m"
+    assert {name: section for name, section in found.items() if section} == settings
+
+
+@pytest.mark.parametrize(("typed", "told"), TOLD)
+def test_what_is_otherwise_here_is_told_with_what_to_type(
+    capsys: pytest.CaptureFixture[str], typed: str, told: str
+) -> None:
+    assert exit_code_of(typed) == 2
+    assert told in capsys.readouterr().err
+
+
+def exit_code_of(typed: str) -> object:
+    """Of a command that returns it, or ends by it."""
+    try:
+        return main(shlex.split(typed))
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_a_file_of_vllms_form_is_told_line_by_line_what_it_is_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    theirs = {"model": "m", "port": 8000, "max-model-len": 8192, "tensor_parallel_size": 2, "trust-remote-code": True}
+    hints = [
+        "'m' stands where a section should: write `name: value` lines under it (vLLM's model is model.path here)",
+        "vLLM's port: a flag of `twostroke serve`, and no setting",
+        "vLLM's max_model_len is model.max_context here",
+        "vLLM's tensor_parallel_size is prefill.tensor_parallel and decode.tensor_parallel here",
+        "vLLM's trust_remote_code: code of checkpoints is never run: leave it out",
+    ]
+    file = tmp_path / "vllm.yaml"
+    file.write_text(yaml.safe_dump(theirs, sort_keys=False))
+    assert main(["config", "check", str(file)]) == 2
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert [line.split(":")[1] for line in lines] == ["1", "2", "3", "4", "5"]
+    assert all(line.endswith(hint) for line, hint in zip(lines, hints, strict=True))
+    assert main(["serve", "--config", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("twostroke: port: there is no such setting; ")
+
+
+def test_no_command_or_flag_that_hints_are_for_is_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="2"):
+            main([*name.split(), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["loadtest", "run", "--help"])
+    told = capsys.readouterr().out.replace(",", " ").split()
+    assert {f"--{name.replace('_', '-')}" for name in OF_BENCH_SERVE} & set(told) == set()
