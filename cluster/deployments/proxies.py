@@ -93,6 +93,7 @@ SWITCHES: Mapping[str, str] = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "twostroke.cluster.deployments.proxies:http_middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.4",
 }
 """On whichever machine, with whichever proxy."""

@@ -75,16 +75,18 @@ def local_ray(
     """Ray with Serve's HTTP listener, for as long as the context lasts. It has at least the CPUs and GPUs that the
     deployments ask for together.
 
-    Call it once per process, on its main thread and before Ray is imported. Ray may end this process itself when it
-    loses its head, so whoever must be sure that no process is left is another process (`commands/serve.py`).
+    Raises StartFailed. Call it once per process, on its main thread and before Ray is imported. Ray may end this
+    process itself when it loses its head, so whoever must be sure that no process is left is another process
+    (`commands/serve.py`).
     """
-    with tempfile.TemporaryDirectory(prefix="twostroke-") as folder:
+    with tempfile.TemporaryDirectory(prefix="twostroke-", ignore_cleanup_errors=True) as folder:
         # Ray's own choice is to ask for a token; a shell that opted out must not open our ports to all on this machine.
         os.environ.pop("RAY_AUTH_MODE", None)
         # Over what a shell or deploy/Dockerfile has for the nodes of a cluster.
         os.environ.update(ray_environment(Path(folder), haproxy=haproxy))
         import ray
         from ray import serve
+        from ray.exceptions import RayError
 
         try:
             ray.init(
@@ -95,14 +97,20 @@ def local_ray(
                 log_to_driver=verbose,
                 logging_level="INFO" if verbose else "ERROR",
             )
-            serve.start(http_options={"host": host, "port": port})
+            try:
+                serve.start(http_options={"host": host, "port": port})
+            except RayError as error:
+                raise StartFailed(f"Ray Serve does not start: {error}") from error
             yield
         finally:
             # Bounded: a stream that nobody reads would hold a polite shutdown up for as long as it lasts.
             closing = threading.Thread(target=_shut_serve_down, daemon=True)
             closing.start()
             closing.join(SERVE_SHUTDOWN_S)
-            ray.shutdown()
+            # Ray ends a process in which a thread still asks it for something after this, before anybody can say what
+            # went wrong: then it is for the end of the process to shut Ray down.
+            if not closing.is_alive():
+                ray.shutdown()
 
 
 def _shut_serve_down() -> None:

@@ -2,15 +2,21 @@
 news of workers that go and come."""
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import ray.serve
+from ray.exceptions import RayError
 
 from twostroke.cluster.config.config import check_keys, keys_of, read_config
 from twostroke.cluster.deployments.router import RouterSettings
+from twostroke.cluster.local import ray as local
 from twostroke.cluster.local.deploy import arguments_of
 from twostroke.cluster.local.preflight import check_model
+from twostroke.cluster.local.ray import StartFailed
 from twostroke.cluster.local.server import FleetWatch, with_own_key
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import ConfigError
@@ -170,3 +176,28 @@ def test_a_worker_that_the_autoscaler_took_has_left_and_one_that_is_missing_is_l
     assert watch.look(scaled(status("decode c 3"), 1, "spare")) == [
         "Decode worker a has left: 1 of 1 decode workers are there"
     ]
+
+
+def test_why_serve_does_not_start_is_told_though_it_does_not_end_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would end this process if it were shut down while a thread still asks it for something."""
+    ended: list[str] = []
+    is_over = threading.Event()
+
+    def fail(**_: object) -> None:
+        raise RayError("the proxy was killed")
+
+    monkeypatch.setattr(local, "ray_environment", lambda *_, **__: {})
+    monkeypatch.setattr(local, "SERVE_SHUTDOWN_S", 0.01)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("ray"))
+    monkeypatch.setattr(ray.serve, "start", fail)
+    monkeypatch.setattr(ray.serve, "shutdown", is_over.wait)
+    start = local.local_ray(host="127.0.0.1", port=1, num_cpus=1, haproxy=False)
+    with pytest.raises(StartFailed, match=r"Ray Serve does not start: .*the proxy was killed"), start:
+        raise AssertionError("nothing is to be served")
+    assert ended == []
+    is_over.set()
+    monkeypatch.setattr(local, "SERVE_SHUTDOWN_S", 60.0)
+    with pytest.raises(StartFailed), local.local_ray(host="127.0.0.1", port=1, num_cpus=1, haproxy=False):
+        raise AssertionError("nothing is to be served")
+    assert ended == ["ray"]
