@@ -347,6 +347,28 @@ def beside_others(kind: Kind, others: float, cores: int) -> Kind:
     )
 
 
+PACE_PROMPT, PACE_STREAMS, PACE_ROUNDS = 128, 3, 3
+
+
+def pace_of(url: str, model: str, kind: Kind, *, seed: int) -> float:
+    """How much longer, or shorter, than was learnt the same takes now: a shared machine changes from minute to minute.
+
+    The mean of prompts' and of steps' ratios. Raises ConfigError where the server doesn't answer.
+    """
+    learner = Learner(url, model, seed)
+
+    async def probe() -> float:
+        prompts = [await learner.prompt(PACE_PROMPT) for _ in range(PACE_ROUNDS)]
+        step = steps_of(await learner.streams(PACE_STREAMS, 32, STREAMED))
+        expected_s = (kind.call_s or 0.0) + (kind.prompt_s or 0.0) + prompts[0].content.expected_s(kind.costs)
+        ratios = [statistics.median(one.seconds for one in prompts) / expected_s]
+        if step is not None:
+            ratios.append(step.seconds / step.content.expected_s(kind.costs))
+        return statistics.geometric_mean(ratios)
+
+    return asyncio.run(probe())
+
+
 def write_kind(kind: Kind, path: Path) -> None:
     """A file that `simulate --costs` reads."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(kind)) + b"\n")
