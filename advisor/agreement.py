@@ -1,14 +1,14 @@
 """`twostroke bench simulation`: this machine's server beside its simulation, cell by cell.
 
 A cell is one workload at one rate in one mode: the same plan goes to the server and into the simulator, whose costs
-were learnt on that server minutes before. Ratios are simulated over measured. A machine that others use changes from
-minute to minute: a probe before and after each cell tells its pace, costs are scaled to the mean of both, and where
-the two differ by much the cell is kept but judged by nobody.
+were learnt on that server, some of them under a load of its own (calibration.py). Ratios are simulated over measured.
+A machine that others use changes from minute to minute: how many others want its cores is counted while costs are
+learnt and while a cell is measured (neighbours.py), and the costs are scaled by what that leaves to a worker.
 """
 
 import argparse
 import json
-import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +19,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from twostroke.advisor.modes import MODES, Fleet, Mode, at_pace, counts_of, learn_kind, pace_of, server_in, write_kind
+from twostroke.advisor.calibration import MIXED, Seen, calibrated
+from twostroke.advisor.modes import (
+    MODES,
+    Fleet,
+    Mode,
+    beside_others,
+    counts_of,
+    learn_kind,
+    server_in,
+    write_kind,
+)
+from twostroke.advisor.neighbours import Neighbours, share
 from twostroke.benchmarks.console import positive, say
 from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
@@ -35,12 +46,13 @@ from twostroke.loadtests.run_folder import Record, make_folder
 from twostroke.protocol.errors import ConfigError
 from twostroke.simulator.exact.deployment import Watch
 from twostroke.simulator.exact.plans import simulate_plan
-from twostroke.simulator.kinds import Kind
+from twostroke.simulator.kinds import Kind, kind_of
 
+WARM_UP_S = 3.0  # of a cell
 WARM_REQUESTS = 36  # of a simulated server, before a plan begins
 NEAR = 0.1  # a figure within so much of what was measured is near
 FIGURES = ("ttft_mean_s", "ttft_p90_s", "tpot_mean_s", "tpot_p90_s")
-STEADY = 1.25  # how much the machine's pace may change over a cell
+STEADY = 1.25  # how much a worker's share of a core may have changed since costs were learnt
 LEAST_ANSWERS = 10
 """A cell with fewer says nothing."""
 WORKLOADS: dict[str, Workload] = {
@@ -60,12 +72,14 @@ class Cell(msgspec.Struct, frozen=True):
     failed: int  # or refused
     measured: dict[str, float]
     simulated: dict[str, float]
-    pace: tuple[float, float] = (1.0, 1.0)  # of the machine before and after, against when costs were learnt
+    others: tuple[float, float] = (0.0, 0.0)  # that wanted cores: when costs were learnt, and in this cell
+    cores: int = 1
 
     @property
     def is_steady(self) -> bool:
-        """Whether the machine was the same before and after."""
-        return max(self.pace) / min(self.pace) <= STEADY
+        """Whether the others left about as much of the cores as when costs were learnt."""
+        shares = [share(self.cores, others, self.cores) for others in self.others]
+        return max(shares) / min(shares) <= STEADY
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -105,14 +119,43 @@ def simulated(plan: Plan, fleet: Fleet, watch: Watch | None = None) -> list[Reco
 
 def compare(plan: Plan, name: str, fleet: Fleet, folder: Path) -> tuple[Cell, list[Record]]:
     """Put the plan on the server, and into the simulator; also the server's records. Raises LoadTestError."""
-    before = pace_of(plan.url, plan.model, fleet.kind, seed=plan.seed)
-    records = list(run_plan(plan, folder, show=False).records())
-    after = pace_of(plan.url, plan.model, fleet.kind, seed=plan.seed + 1)
+    cores = len(os.sched_getaffinity(0))
+    with Neighbours() as neighbours:
+        records = list(run_plan(plan, folder, show=False).records())
     measured, answers, failed = figures_of(records, plan.warm_up_s)
-    at_its_pace = msgspec.structs.replace(fleet, kind=at_pace(fleet.kind, math.sqrt(before * after)))
-    expected, _, _ = figures_of(simulated(plan, at_its_pace), plan.warm_up_s)
+    there = msgspec.structs.replace(fleet, kind=beside_others(fleet.kind, neighbours.others, cores))
+    expected, _, _ = figures_of(simulated(plan, there), plan.warm_up_s)
     rate = getattr(plan.arrivals, "rate", 0.0)
-    return Cell(fleet.mode, name, rate, answers, failed, measured, expected, (before, after)), records
+    others = fleet.kind.others, neighbours.others
+    return Cell(fleet.mode, name, rate, answers, failed, measured, expected, others, cores), records
+
+
+def calibrate(plan: Plan, fleet: Fleet, rates: tuple[float, float], folder: Path) -> Kind:
+    """The fleet's kind after a low and a high load on the server. Raises LoadTestError."""
+    cores = len(os.sched_getaffinity(0))
+    seen: list[Seen] = []
+    waits: list[tuple[float, float]] = []
+    for number, rate in enumerate(rates):
+        asked = at_rate(msgspec.structs.replace(plan, workload=MIXED, seed=plan.seed + 100 + number), rate)
+        with Neighbours() as neighbours:
+            records = list(run_plan(asked, folder / f"calibration-{fleet.mode}-{number}", show=False).records())
+        seen.append(Seen(asked, figures_of(records, plan.warm_up_s)[0], neighbours.others))
+
+        waits += [
+            (one.ttft_s - one.stages["ttft_s"], one.stages["admit_s"])
+            for one in records
+            if one.stages is not None and one.ttft_s is not None and {"ttft_s", "admit_s"} <= one.stages.keys()
+        ]
+    kind = fleet.kind
+    if waits:  # the load test's client is not the one that probes
+        http_s, admit_s = (float(np.mean(values)) for values in zip(*waits, strict=True))
+        kind = msgspec.structs.replace(kind, http_s=http_s, admit_s=admit_s)
+
+    def simulate(asked: Plan, kind: Kind, others: float) -> dict[str, float]:
+        there = msgspec.structs.replace(fleet, kind=beside_others(kind, others, cores))
+        return figures_of(simulated(asked, there), asked.warm_up_s)[0]
+
+    return calibrated(kind, seen[0], seen[1], simulate)
 
 
 def plan_for(url: str, workload: Workload, seconds: float, warm_up_s: float, seed: int, longest: int | None) -> Plan:
@@ -145,7 +188,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_argument("--budget", type=above_zero, default=3600.0, metavar="S", help="no cell begins after so long")
     cells.add_argument("--max-context", type=positive, default=1024, metavar="TOKENS", help="of azure-conv")
     cells.add_argument("--seed", type=int, default=0)
-    cells.add_argument("--output", type=Path, metavar="DIR", help="default: agreement-<time>")
+    cells.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: agreement-<time>; one that is there goes on"
+    )
 
 
 def add_server(group: argparse._ArgumentGroup) -> None:
@@ -164,17 +209,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     interrupt_once()
     deadline = time.monotonic() + arguments.budget
-    cells: list[Cell] = []
+    cells = _done(folder)
     failures: list[str] = []
-    paired: Kind | None = None
     for mode in arguments.modes:
         if time.monotonic() + arguments.seconds > deadline:
             failures.append(f"{mode}: the budget is spent")
             break
         try:
-            for cell, kind in _mode(mode, arguments, folder, paired, deadline):
+            for cell in _mode(mode, arguments, folder, cells, deadline):
                 cells.append(cell)
-                paired = kind if mode == "disaggregated" else paired
                 say(line_of(cell))
                 (folder / "cells.json").write_bytes(msgspec.json.format(msgspec.json.encode(cells)))
         except (ConfigError, LoadTestError, OSError) as error:
@@ -187,23 +230,48 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if cells else 1
 
 
+def _done(folder: Path) -> list[Cell]:
+    """The cells that a run before has left in the folder. Raises ConfigError for what is none."""
+    path = folder / "cells.json"
+    if not path.exists():
+        return []
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Cell])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--output {folder}: its cells.json can't be gone on with: {error}; give another") from error
+
+
 def _mode(
-    mode: Mode, arguments: argparse.Namespace, folder: Path, paired: Kind | None, deadline: float
-) -> Iterator[tuple[Cell, Kind]]:
+    mode: Mode, arguments: argparse.Namespace, folder: Path, done: Sequence[Cell], deadline: float
+) -> Iterator[Cell]:
+    """Cells that are not done yet."""
+    known = {(cell.mode, cell.workload, cell.rate) for cell in done}
+    asked = list(enumerate((name, rate) for rate in arguments.rates for name in arguments.workloads))
+    left = [(number, name, rate) for number, (name, rate) in asked if (mode, name, rate) not in known]
+    if not left:
+        return
     counts = counts_of(mode, arguments.prefill, arguments.decode, arguments.aggregated)
     with ExitStack() as stack:
         say(f"{mode}: starting {counts.prefill} prefill and {counts.decode} decode workers")
         url = stack.enter_context(server_in(mode, counts, {"model": {"path": arguments.model}}))
-        kind = paired if mode == "hybrid" and paired is not None else learn_kind(url, mode, seed=arguments.seed)
-        write_kind(kind, folder / f"{mode}.json")
+        of_mode = folder / f"{mode}.json"
+        if of_mode.exists():
+            kind = kind_of(str(of_mode))
+        else:
+            kind = learn_kind(url, mode, seed=arguments.seed)
+            say(f"{mode}: {msgspec.json.encode(kind).decode()}")
+            plan = plan_for(url, MIXED, arguments.seconds, WARM_UP_S, arguments.seed, None)
+            rates = min(arguments.rates), max(arguments.rates)
+            kind = calibrate(plan, Fleet(mode, counts, kind), rates, folder)
+            write_kind(kind, of_mode)
         say(f"{mode}: {msgspec.json.encode(kind).decode()}")
-        for number, (name, rate) in enumerate((n, r) for r in arguments.rates for n in arguments.workloads):
+        for number, name, rate in left:
             if time.monotonic() + arguments.seconds > deadline:
                 raise ConfigError("the budget is spent")
             seed = arguments.seed + 1 + number  # prompts of their own
-            plan = plan_for(url, WORKLOADS[name], arguments.seconds, 3.0, seed, arguments.max_context)
+            plan = plan_for(url, WORKLOADS[name], arguments.seconds, WARM_UP_S, seed, arguments.max_context)
             of_cell = folder / f"{mode}-{name}-{rate:g}"
-            yield compare(at_rate(plan, rate), name, Fleet(mode, counts, kind), of_cell)[0], kind
+            yield compare(at_rate(plan, rate), name, Fleet(mode, counts, kind), of_cell)[0]
 
 
 def line_of(cell: Cell) -> str:
@@ -213,14 +281,14 @@ def line_of(cell: Cell) -> str:
         for name in FIGURES
     ]
     far = f" FAR: {', '.join(cell.far)}" if cell.far else ""
-    far += "" if cell.is_steady else f" (the machine's pace went from {cell.pace[0]:.2f} to {cell.pace[1]:.2f})"
+    far += "" if cell.is_steady else f" (threads of others: {cell.others[0]:.1f} when learnt, {cell.others[1]:.1f} now)"
     return f"{cell.mode} {cell.workload} {cell.rate:g}/s, {cell.answers} answers: {'; '.join(parts)}{far}"
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
     """Markdown; a figure is measured / simulated, in milliseconds, in bold where it is not near."""
     lines = [
-        "| mode | workload | rate | answers | TTFT mean | TTFT P90 | TPOT mean | TPOT P90 | pace |",
+        "| mode | workload | rate | answers | TTFT mean | TTFT P90 | TPOT mean | TPOT P90 | others |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
@@ -228,11 +296,11 @@ def table(cells: Sequence[Cell]) -> list[str]:
         for name in FIGURES:
             text = f"{cell.measured.get(name, 0) * 1e3:.4g} / {cell.simulated.get(name, 0) * 1e3:.4g}"
             shown.append(f"**{text}**" if name in cell.far else text)
-        figures, (before, after) = " | ".join(shown), cell.pace
+        figures, (before, after) = " | ".join(shown), cell.others
         changed = "" if cell.is_steady else ", not judged"
         lines.append(
             f"| {cell.mode} | {cell.workload} | {cell.rate:g} | {cell.answers} | {figures} "
-            f"| {before:.2f}, {after:.2f}{changed} |"
+            f"| {before:.1f}, {after:.1f}{changed} |"
         )
     return lines
 

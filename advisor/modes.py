@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from twostroke.advisor.neighbours import Neighbours, share
 from twostroke.benchmarks.clients import completion_body, random_prompt, record_of, stream_completion
 from twostroke.benchmarks.server_process import ServerProcess, twostroke_server
 from twostroke.cluster.local.asking import ask, fetch_status
@@ -34,7 +36,7 @@ from twostroke.loadtests.run_folder import Record
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
 from twostroke.simulator.kinds import Kind
-from twostroke.worker.step_costs import StepContent
+from twostroke.worker.step_costs import PAIR_SHARE, Array, StepContent
 
 Mode = Literal["aggregated", "disaggregated", "hybrid"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -46,6 +48,8 @@ ROUNDS = 3  # of each prompt
 STREAMS = ((1, 32), (6, 32), (3, 400))  # how many at a time, and tokens of their prompts
 STREAMED = 24  # tokens of each
 FEW, MANY = 32, 600  # tokens of a stream beside prompts
+CALL_S = 0.004  # to a worker and back, where the server doesn't tell a prompt's own time
+TIE = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,37 +110,55 @@ def _await_ready(server: ServerProcess) -> None:
 
 @dataclass(frozen=True)
 class Timed:
-    """A step of known content, or a prompt's whole way through the server."""
+    """A step of known content, or, where the server tells no more, a prompt's whole way through it."""
 
     content: StepContent
     seconds: float
-    is_called: bool = False  # the time of a call to a worker and back is in it
 
 
 def fit(timed: Sequence[Timed]) -> tuple[StepCosts, float]:
-    """The costs, and seconds of a call: least squares of the relative error, none below 0.
+    """The costs, and what any prompt takes beyond them: least squares of the relative error, none below 0.
 
-    Of steps alike the mean counts: errors relative to each alone would believe the quick ones. What comes out negative
-    is taken for 0, and the others are fitted again. Raises ValueError for too few steps.
+    Of steps alike the mean counts: errors relative to each alone would believe the quick ones. A few kinds of steps say
+    little of pairs and of context: these are tied to what a token and the constant cost, as on most machines
+    (worker/step_costs.py), with less force than steps that tell them apart. What comes out negative is taken for 0, and
+    the others are fitted again. Raises ValueError for too few steps.
     """
-    alike: dict[tuple[StepContent, bool], list[float]] = defaultdict(list)
+    alike: dict[StepContent, list[float]] = defaultdict(list)
     for one in timed:
-        alike[one.content, one.is_called].append(one.seconds)
-    rows = np.array([[float(is_called), 1.0, *content] for content, is_called in alike])
+        alike[one.content].append(one.seconds)
+    rows = np.array([[float(content.prompt_tokens > 0), 1.0, *content] for content in alike])
     seconds = np.array([statistics.fmean(values) for values in alike.values()])
     if len(rows) < 4:
         raise ValueError(f"{len(rows)} measured steps are too few to learn costs from")
-    shares, found = rows / seconds[:, None], np.zeros(rows.shape[1])
-    scale = shares.max(axis=0)
+    steps = np.vstack([rows / seconds[:, None], _ties(rows, seconds)])
+    wanted = np.concatenate([np.ones(len(rows)), np.zeros(len(steps) - len(rows))])
+    found, scale = np.zeros(rows.shape[1]), np.abs(steps).max(axis=0)
     free = [index for index, value in enumerate(scale) if value > 0]
     while free:
-        solution = np.linalg.lstsq(shares[:, free] / scale[free], np.ones(len(rows)), rcond=None)[0] / scale[free]
+        solution = np.linalg.lstsq(steps[:, free] / scale[free], wanted, rcond=None)[0] / scale[free]
         if (solution >= 0).all():
             found[free] = solution
             break
         del free[int(np.argmin(solution * scale[free]))]
-    call_s, base_s, token_s, pair_s, row_s, context_s = found.tolist()
-    return StepCosts(base_s, token_s, pair_s, row_s, context_s, len(rows)), call_s
+    prompt_s, base_s, token_s, pair_s, row_s, context_s = found.tolist()
+    return StepCosts(base_s, token_s, pair_s, row_s, context_s, len(rows)), prompt_s
+
+
+def _ties(rows: Array, seconds: Array) -> Array:
+    """Rows that are 0 where a pair costs PAIR_SHARE of a token, and a token of context as much of the constant.
+
+    One that is ten times as dear counts as much as a step that is TIE off.
+    """
+    ties: list[Array] = []
+    for tied, to, of in ((3, 2, 2), (5, 1, 4)):  # and the feature that steps which tell of it have
+        has_some = rows[:, of] > 0
+        if has_some.any():
+            tie = np.zeros(rows.shape[1])
+            usual_s = float(np.median(seconds[has_some] / (rows[has_some, of] if of == to else 1.0)))
+            tie[tied], tie[to] = TIE / 10 / (PAIR_SHARE * usual_s), -TIE / 10 / usual_s
+            ties.append(tie)
+    return np.array(ties).reshape(len(ties), rows.shape[1])
 
 
 class Learner:
@@ -148,6 +170,7 @@ class Learner:
         self._draw = random.Random(seed)
         self.http_s: list[float] = []
         self.admit_s: list[float] = []
+        self.call_s: list[float] = []  # where the server tells a prompt's own time, all else of its way
 
     async def ask(self, prompt_tokens: int, output_tokens: int) -> Record:
         """Raises ConfigError where the answer is not whole."""
@@ -165,9 +188,12 @@ class Learner:
         server_s = min(ttft_s, stages.get("ttft_s", ttft_s))
         self.http_s.append(ttft_s - server_s)
         self.admit_s.append(stages.get("admit_s", 0.0))
-        queue = "prefill_queue_s" if "prefill_s" in stages else "decode_queue_s"
-        seconds = server_s - stages.get("admit_s", 0.0) - stages.get(queue, 0.0)
-        return Timed(StepContent(tokens, tokens * tokens / 2, 0, 0), max(seconds, 1e-6), is_called=True)
+        content = StepContent(tokens, tokens * tokens / 2, 0, 0)
+        left_s = server_s - stages.get("admit_s", 0.0)
+        if "prefill_s" not in stages:
+            return Timed(content, max(left_s - stages.get("decode_queue_s", 0.0), 1e-6))
+        self.call_s.append(max(0.0, left_s - stages.get("prefill_queue_s", 0.0) - stages["prefill_s"]))
+        return Timed(content, max(stages["prefill_s"], 1e-6))
 
     async def streams(self, count: int, prompt_tokens: int, output_tokens: int) -> list[Record]:
         """So many at once."""
@@ -221,6 +247,20 @@ async def _beside(learner: Learner, longest: int, alone: StepCosts) -> list[Time
     return timed
 
 
+def beside_of(alone: StepCosts, prompt_s: float, timed: Sequence[Timed]) -> StepCosts:
+    """The costs of steps beside others: as those alone, but prompts and decode steps each slower by one factor."""
+
+    def factor(is_prompt: bool) -> float:
+        ratios = [
+            one.seconds / (one.content.expected_s(alone) + (prompt_s if is_prompt else 0.0))
+            for one in timed
+            if (one.content.prompt_tokens > 0) == is_prompt
+        ]
+        return statistics.fmean(ratios) if ratios else 1.0
+
+    return slowed(alone, factor(True), factor(False))
+
+
 async def _read_all(learner: Learner, left: Iterator[int], timed: list[Timed]) -> None:
     for tokens in left:
         timed.append(await learner.prompt(tokens))
@@ -239,14 +279,16 @@ def learn_kind(url: str, mode: Mode, *, seed: int) -> Kind:
             await learner.prompt(min(tokens, longest))
         learner.http_s.clear()
         learner.admit_s.clear()
+        learner.call_s.clear()
         alone = await _alone(learner, longest)
-        http_s, admit_s = list(learner.http_s), list(learner.admit_s)
+        http_s, admit_s, call_s = list(learner.http_s), list(learner.admit_s), list(learner.call_s)
         beside = [] if mode == "aggregated" else await _beside(learner, longest, fit(alone)[0])
-        learner.http_s, learner.admit_s = http_s, admit_s
+        learner.http_s, learner.admit_s, learner.call_s = http_s, admit_s, call_s
         return alone, beside
 
-    alone, beside = asyncio.run(learn())
-    costs, call_s = fit(alone)
+    with Neighbours() as neighbours:
+        alone, beside = asyncio.run(learn())
+    costs, prompt_s = fit(alone)
     one, after = workers[0], fetch_status(url)["workers"]
     sent_tokens = sum(worker["stats"]["computed_tokens"] for worker in after if worker["role"] == "prefill")
     sent_bytes = sum(worker["stats"]["transfer_bytes"] for worker in after if worker["role"] == "prefill")
@@ -260,10 +302,48 @@ def learn_kind(url: str, mode: Mode, *, seed: int) -> Kind:
         max_batch=256,
         source=f"requests of known steps to a server of {len(workers)} workers, {one['kv_dtype']}",
         num_layers=12,
-        beside=fit(beside)[0] if beside else None,
+        beside=beside_of(costs, prompt_s, beside) if beside else None,
         http_s=statistics.median(learner.http_s),
         admit_s=statistics.median(learner.admit_s),
-        call_s=call_s,
+        prompt_s=prompt_s,
+        call_s=statistics.fmean(learner.call_s) if learner.call_s else CALL_S,
+        others=neighbours.others,
+        threads=max(1, len(os.sched_getaffinity(0)) // len(workers)),
+    )
+
+
+def slowed(costs: StepCosts, prompts: float, steps: float) -> StepCosts:
+    """Prompts' tokens take `prompts` times as long, all else of a step `steps` times."""
+    return msgspec.structs.replace(
+        costs,
+        base_s=costs.base_s * steps,
+        token_s=costs.token_s * prompts,
+        pair_s=costs.pair_s * prompts,
+        row_s=costs.row_s * steps,
+        context_s=costs.context_s * steps,
+    )
+
+
+def beside_others(kind: Kind, others: float, cores: int) -> Kind:
+    """The same workers, while so many threads of other programs want the machine's `cores`.
+
+    All takes as much longer, or shorter, as the share of a core is smaller, or larger, that a thread gets: with one
+    worker's threads running `costs` and what is no step, with two workers' `beside`.
+    """
+
+    def pace(running: int) -> float:
+        return share(running, kind.others, cores) / share(running, others, cores)
+
+    alone, both = pace(kind.threads), pace(2 * kind.threads)
+    return msgspec.structs.replace(
+        kind,
+        costs=slowed(kind.costs, alone, alone),
+        beside=None if kind.beside is None else slowed(kind.beside, both, both),
+        prompt_s=kind.prompt_s * alone,
+        http_s=kind.http_s * alone,
+        admit_s=kind.admit_s * alone,
+        call_s=None if kind.call_s is None else kind.call_s * alone,
+        others=others,
     )
 
 
@@ -280,36 +360,13 @@ def pace_of(url: str, model: str, kind: Kind, *, seed: int) -> float:
     async def probe() -> float:
         prompts = [await learner.prompt(PACE_PROMPT) for _ in range(PACE_ROUNDS)]
         step = steps_of(await learner.streams(PACE_STREAMS, 32, STREAMED))
-        expected_s = (kind.call_s or 0.0) + prompts[0].content.expected_s(kind.costs)
+        expected_s = (kind.call_s or 0.0) + (kind.prompt_s or 0.0) + prompts[0].content.expected_s(kind.costs)
         ratios = [statistics.median(one.seconds for one in prompts) / expected_s]
         if step is not None:
             ratios.append(step.seconds / step.content.expected_s(kind.costs))
         return statistics.geometric_mean(ratios)
 
     return asyncio.run(probe())
-
-
-def at_pace(kind: Kind, pace: float) -> Kind:
-    """The same workers where all takes `pace` times as long."""
-
-    def slowed(costs: StepCosts) -> StepCosts:
-        return msgspec.structs.replace(
-            costs,
-            base_s=costs.base_s * pace,
-            token_s=costs.token_s * pace,
-            pair_s=costs.pair_s * pace,
-            row_s=costs.row_s * pace,
-            context_s=costs.context_s * pace,
-        )
-
-    return msgspec.structs.replace(
-        kind,
-        costs=slowed(kind.costs),
-        beside=None if kind.beside is None else slowed(kind.beside),
-        http_s=kind.http_s * pace,
-        admit_s=kind.admit_s * pace,
-        call_s=None if kind.call_s is None else kind.call_s * pace,
-    )
 
 
 def write_kind(kind: Kind, path: Path) -> None:

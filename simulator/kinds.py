@@ -10,6 +10,7 @@ import msgspec
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.step_costs import StepContent
 
 BLOCK_TOKENS = 16
 
@@ -29,7 +30,16 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside: StepCosts | None = None  # while another worker of the same machine computes; None: it has its own
     http_s: float = 0.0  # to the server and back, of a first token
     admit_s: float = 0.0  # reading, tokenising, choosing the path
+    prompt_s: float = 0.0  # of any step with a prompt in it, the constant of all steps aside
     call_s: float | None = None  # to a worker and back; None: drawn, some milliseconds
+    others: float = 0.0  # threads of other programs that wanted the machine's cores while this was measured
+    threads: int = 1  # of a worker, which take a core each
+
+    def step_s(self, content: StepContent, *, is_beside: bool = False) -> float:
+        """Seconds of a step; what prompts cost beyond its parts is as much dearer beside others as their tokens are."""
+        costs = self.beside if is_beside and self.beside is not None else self.costs
+        slower = costs.token_s / self.costs.token_s if self.costs.token_s else 1.0
+        return content.expected_s(costs) + (self.prompt_s * slower if content.prompt_tokens else 0.0)
 
     @property
     def layout(self) -> KVLayout:

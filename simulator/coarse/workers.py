@@ -51,11 +51,11 @@ class PrefillWorker:
         """When a prompt that comes now would be done."""
         begin_s = max(now_s, self.free_s)
         costs, step_tokens = self.kind.costs, self.kind.step_tokens
-        alone_s = costs.prefill_s(tokens, 0, step_tokens)
+        steps, constant_s = -(-tokens // step_tokens), costs.base_s + self.kind.prompt_s
+        alone_s = costs.prefill_s(tokens, 0, step_tokens) + steps * self.kind.prompt_s
         if begin_s == now_s:
             return begin_s + alone_s
-        steps = -(-tokens // step_tokens)
-        return begin_s + alone_s - costs.base_s * (steps - tokens / step_tokens)  # in steps that others are in, too
+        return begin_s + alone_s - constant_s * (steps - tokens / step_tokens)  # in steps that others are in, too
 
 
 class SteppingWorker(PrefillWorker):
@@ -86,7 +86,7 @@ class SteppingWorker(PrefillWorker):
     def _begin(self, now_s: float) -> None:
         costs, left = self.kind.costs, self.kind.step_tokens
         self._step = []
-        seconds = costs.weights_s
+        seconds = costs.weights_s + self.kind.prompt_s
         while self._queue and left > 0 and len(self._step) < self.kind.max_batch:
             request, done = self._queue.popleft()
             tokens = min(left, request.prompt_tokens - done)
@@ -238,7 +238,7 @@ class AggregatedWorker(DecodeWorker):
     def predicted_s(self, prompt_tokens: int) -> float:
         """Until a prompt that comes now is read, as it was at the last change."""
         costs, step_tokens = self.kind.costs, self.kind.step_tokens
-        read_s = costs.prefill_s(prompt_tokens, 0, step_tokens) + self.unread_s
+        read_s = costs.prefill_s(prompt_tokens, 0, step_tokens) + self.kind.prompt_s + self.unread_s
         rows_s = self.step_s if self.rows else 0.0
         return read_s / max(1 - rows_s / self.pace_s, 0.05)
 
@@ -285,7 +285,7 @@ class AggregatedWorker(DecodeWorker):
         return request
 
     def _alone_s(self, request: Request) -> float:
-        return self.kind.costs.prefill_s(request.prompt_tokens, 0, self.kind.step_tokens)
+        return self.kind.costs.prefill_s(request.prompt_tokens, 0, self.kind.step_tokens) + self.kind.prompt_s
 
     def _pace(self) -> tuple[float, float]:
         """Steps a second, and how much of the first prompt is read in a second."""

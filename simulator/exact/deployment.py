@@ -157,8 +157,7 @@ class TimedEngine:
         """As Engine.step; copies take no time."""
         async with self._one_at_a_time:
             content, began = StepContent.of(batch), asyncio.get_running_loop().time()
-            alone_s = content.expected_s(self._kind.costs)
-            times = alone_s, alone_s if self._kind.beside is None else content.expected_s(self._kind.beside)
+            times = self._kind.step_s(content), self._kind.step_s(content, is_beside=True)
             if on_layer is None:
                 await self._machine.compute(*times)
             else:

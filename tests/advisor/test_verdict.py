@@ -219,9 +219,9 @@ def test_an_interrupt_keeps_what_there_is_and_leaves_no_server(
 
 def test_a_cell_is_near_within_a_tenth_and_judged_only_on_a_steady_machine() -> None:
     measured, simulated = {"ttft_mean_s": 1.0, "tpot_mean_s": 0.10}, {"ttft_mean_s": 1.09, "tpot_mean_s": 0.12}
-    cell = Cell("hybrid", "fixed", 2.0, 40, 0, measured, simulated, (1.0, 1.1))
+    cell = Cell("hybrid", "fixed", 2.0, 40, 0, measured, simulated, (1.0, 1.1), 2)
     assert cell.far == ["tpot_mean_s"]
-    shaken = msgspec.structs.replace(cell, pace=(1.0, 1.6))
+    shaken = msgspec.structs.replace(cell, others=(1.0, 6.0))
     assert (cell.is_steady, shaken.is_steady) == (True, False)
     assert summary_of([cell, shaken])["tpot_mean_s"] == {"median": pytest.approx(0.2), "most": pytest.approx(0.2)}
     row = table([cell])[2]
