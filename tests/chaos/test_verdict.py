@@ -186,6 +186,8 @@ def test_each_thing_that_falls_short_fails_the_run() -> None:
     late = dataclasses.replace(KILL, back_s=11.0)
     assert judge([SOUND], EXPECTED, [late], minutes=0.04, leaked_blocks=0, deaths=0, slack=2.0).failures == []
     assert failures(SOUND, faults=()) == ["only 0 faults have fired, of 0.92 to come"]
+    slow = judge([SOUND], EXPECTED, (), minutes=0.04, leaked_blocks=0, deaths=0, slack=2.0)
+    assert slow.failures == ["only 0 faults have fired, of 0.46 to come"]
     assert failures(SOUND, leaked_blocks=3) == ["3 blocks are owned when idle"]
     assert failures(SOUND, deaths=1) == ["1 workers have ended without being killed"]
     assert failures(dataclasses.replace(SOUND, status=429, has_end=False)) == []
