@@ -132,7 +132,7 @@ class KVReceiver(RankSide):
         )
         self.stats.in_flight += 1
         if fault is None and not transfer.lanes:
-            fault = f"{ticket.source_ranks} ranks can't send to {self.store.layout.num_ranks}"
+            fault = f"{ticket.source_cut} can't send to {self.store.layout.cut}"
         if fault is None and not self._expected_tickets.use(ticket.transfer_id):
             fault = "the ticket was used before"
         self._kept.discard(ticket.transfer_id)
@@ -247,7 +247,7 @@ class KVReceiver(RankSide):
         """The source's ranks that have something for this one; none where its number can't be."""
         layout = self.store.layout
         try:
-            lanes = plan_lanes(layout.over(ticket.source_ranks, ticket.source_stages), layout)
+            lanes = plan_lanes(layout.over(ticket.source_cut), layout)
         except ValueError:
             return ()
         return tuple(lane.source_rank for lane in lanes if lane.target_rank == self.store.rank)

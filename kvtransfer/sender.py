@@ -126,12 +126,11 @@ class KVSender(RankSide):
         layout = self.store.layout
         if ticket.source != self.peer:
             raise ValueError(f"the ticket is made out to {ticket.source}, and this is {self.peer}")
-        if (ticket.source_ranks, ticket.source_stages) != (layout.num_ranks, layout.pp_size):
-            raise ValueError(
-                f"the ticket counts {ticket.source_ranks} ranks in {ticket.source_stages} stages, and this worker has "
-                f"{layout.num_ranks} in {layout.pp_size}"
-            )
-        lanes = plan_lanes(layout, layout.over(len(ticket.target_addresses), ticket.target_stages))
+        if ticket.source_cut != layout.cut:
+            raise ValueError(f"the ticket counts {ticket.source_cut}, and this worker has {layout.cut}")
+        if ticket.target_cut.ranks != len(ticket.target_addresses):
+            raise ValueError(f"the ticket counts {ticket.target_cut}, and names {len(ticket.target_addresses)} ranks")
+        lanes = plan_lanes(layout, layout.over(ticket.target_cut))
         return tuple(lane for lane in lanes if lane.source_rank == self.store.rank)
 
     def _connection(self, ticket: Ticket, lane: Lane) -> "SenderConnection":

@@ -16,6 +16,7 @@ from twostroke.model.config import Activation, Quantization, Routing
 
 if TYPE_CHECKING:
     from twostroke.model.checkpoint.quantization import QuantizedWeight
+    from twostroke.model.parallel.context_parts import ContextParts
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LoadOptions:
     quantization: Quantization = "auto"
     kv_dtype: torch.dtype | None = None  # of the cache; None: that of activations
     redundant_experts: int = 0  # a layer, for whose copies the rank has slots
+    context_parallel: bool = False  # of latents it has its part of each block's tokens
 
 
 class Linear(Protocol):
@@ -254,8 +256,9 @@ class Backend(Protocol):
         rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, R + P].
         """
 
-    def make_latent_attention(self, heads: LatentHeads) -> LatentAttention:
-        """A layer's attention to latents, over these weights, which are copied."""
+    def make_latent_attention(self, heads: LatentHeads, parts: "ContextParts | None" = None) -> LatentAttention:
+        """A layer's attention to latents, over these weights, which are copied. `parts`: the cache that it will be
+        given has this rank's tokens of each block, and layouts say which these are; all ranks call it together."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """What `gate_up` makes of x, [T, 2 I], gate first -> activation(gate) * up, [T, I]."""

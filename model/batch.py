@@ -23,21 +23,31 @@ class BatchLayout:
     """
 
     positions: Tensor  # int64 [T]: position of each token in its sequence
-    slots: Tensor  # int64 [T]: where its KV goes, block id * block_size + offset
+    slots: Tensor  # int64 [T]: where its KV goes, block id * block_size + offset; negative: nowhere here
     query_starts: Tensor  # int32 [B + 1]: token range of sequence b is [query_starts[b], query_starts[b + 1])
     context_lens: Tensor  # int32 [B]: tokens of context including this step's own
     block_tables: Tensor  # int32 [B, blocks of the longest]: 0 where there is none, which is where nobody looks
     num_decodes: int  # the first `num_decodes` sequences have one token each
     max_query_len: int
     max_context_len: int
+    # Where ranks share each block's tokens (protocol/kv_layout.py), int32 [B]: of the context those that this one has.
+    # Slots are then of blocks of its part.
+    held_lens: Tensor | None = None
 
     @classmethod
     def of_decodes(
-        cls, positions: Tensor, slots: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+        cls,
+        positions: Tensor,
+        slots: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        held_lens: Tensor | None = None,
     ) -> "BatchLayout":
         """The layout of sequences that bring one token each."""
         starts = torch.arange(positions.numel() + 1, dtype=torch.int32, device=positions.device)
-        return cls(positions, slots, starts, context_lens, block_tables, positions.numel(), 1, max_context_len)
+        count = positions.numel()
+        return cls(positions, slots, starts, context_lens, block_tables, count, 1, max_context_len, held_lens)
 
     def of_last_tokens(self, drawing: "Drawing") -> "BatchLayout":
         """The layout of the tokens that draw alone, whose KV is in the cache: all are decodes."""
@@ -47,6 +57,7 @@ class BatchLayout:
             self.context_lens[drawing.sequences],
             self.block_tables[drawing.sequences],
             self.max_context_len,
+            None if self.held_lens is None else self.held_lens[drawing.sequences],
         )
 
 
@@ -135,11 +146,31 @@ def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.de
     return make_layouts(steps, block_size, device, ONE_GROUP)[0]
 
 
+def held_of(positions: npt.NDArray[np.int64], block_size: int, held: range) -> npt.NDArray[np.int64]:
+    """Of so many tokens of a context, how many a rank has that holds the tokens `held` of each block."""
+    blocks, rest = np.divmod(positions, block_size)
+    return blocks * len(held) + np.clip(rest - held.start, 0, len(held))
+
+
+def slots_of(
+    blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, held: range
+) -> npt.NDArray[np.int64]:
+    """Where a rank that holds the tokens `held` of each block has those at `positions` of their sequences, whose blocks
+    are `blocks` [..., T]; negative where it has not."""
+    places = positions % block_size - held.start
+    return np.where((places >= 0) & (places < len(held)), blocks * len(held) + places, -1)
+
+
 def make_layouts(
-    steps: Sequence[SequenceStep], block_size: int, device: torch.device, groups: KVGroups
+    steps: Sequence[SequenceStep],
+    block_size: int,
+    device: torch.device,
+    groups: KVGroups,
+    held: range | None = None,
 ) -> tuple[BatchLayout, ...]:
     """Each group's layout of a batch whose single-token sequences come first.
 
+    `held` are those tokens of each block that this rank has, where there are others.
     Raises ValueError where a token's KV has no block to go to.
     """
     lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
@@ -159,11 +190,16 @@ def make_layouts(
     positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
     # Each group's slots in one piece, as kernels read them: indexing leaves them in another order.
     blocks_of = tables[:, sequence_of, positions // block_size].astype(np.int64, order="C")
-    slots = blocks_of * block_size + positions % block_size
     if groups.windowed:
-        if slots.min() < 0:
+        if blocks_of.min() < 0:
             raise ValueError("a block table has no block for a token of the step")
         np.maximum(tables, 0, out=tables)
+    held_lens = None
+    if held is None:
+        slots = blocks_of * block_size + positions % block_size
+    else:
+        slots = slots_of(blocks_of, positions, block_size, held)
+        held_lens = place(held_of(context_lens, block_size, held).astype(np.int32), device)
 
     placed_slots, placed_tables = place(slots, device), place(tables, device)
     first = BatchLayout(
@@ -175,6 +211,7 @@ def make_layouts(
         num_decodes=int((lengths == 1).sum()),
         max_query_len=int(lengths.max()),
         max_context_len=int(context_lens.max()),
+        held_lens=held_lens,
     )
     others = zip(placed_slots[1:], placed_tables[1:], strict=True)
     return first, *(replace(first, slots=slots_of, block_tables=tables_of) for slots_of, tables_of in others)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, held_of, slots_of
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
@@ -40,16 +40,19 @@ class DecodeInputs:
         block_size: int,
         *,
         groups: KVGroups = ONE_GROUP,
+        held: range | None = None,
         device: torch.device | None = None,
         pinned: bool = False,
     ):
-        """On the host where no device is named; `pinned` memory there is what a GPU can copy from by itself."""
+        """On the host where no device is named; `pinned` memory there is what a GPU can copy from by itself. `held` as
+        to make_layouts."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
         self._block_size = block_size
         self._groups = groups
+        self._held = held
         self._max_context = max_context
         self.token_ids = zeros(torch.int64, max_batch)
         self.positions = zeros(torch.int64, max_batch)
@@ -58,6 +61,10 @@ class DecodeInputs:
         self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
         # What each sequence has one of.
         self.rows = (self.token_ids, self.positions, self.context_lens, *self.slots)
+        self._held_lens: Tensor | None = None
+        if held is not None:
+            self._held_lens = zeros(torch.int32, max_batch)
+            self.rows = (*self.rows, self._held_lens)
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
@@ -76,14 +83,20 @@ class DecodeInputs:
         tables[:, np.arange(width) <= last_blocks[:, None]] = blocks.T
         if self._groups.windowed:
             np.maximum(tables, 0, out=tables)
-        np.multiply(tables[:, np.arange(count), last_blocks], size, out=slots)
-        slots += positions % size
+        last = tables[:, np.arange(count), last_blocks]
+        if self._held is None or self._held_lens is None:
+            np.multiply(last, size, out=slots)
+            slots += positions % size
+        else:
+            slots[:] = slots_of(last.astype(np.int64), positions, size, self._held)
+            self._held_lens.numpy()[:count] = held_of(positions + 1, size, self._held)
 
     def layouts(self, count: int) -> tuple[BatchLayout, ...]:
         """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
         positions, context_lens = self.positions[:count], self.context_lens[:count]
+        held = None if self._held_lens is None else self._held_lens[:count]
         return tuple(
-            BatchLayout.of_decodes(positions, slots[:count], context_lens, tables[:count], self._max_context)
+            BatchLayout.of_decodes(positions, slots[:count], context_lens, tables[:count], self._max_context, held)
             for slots, tables in zip(self.slots, self.block_tables, strict=True)
         )
 

@@ -34,6 +34,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # ranks that share each stage of the model
     pipeline_parallel: int = 1  # stages that share its layers
     expert_parallel: bool = False  # each has some experts whole, and not a part of each
+    context_parallel: bool = False  # each has a part of the latents of each block's tokens
     redundant_experts: int = 0  # copies of others' experts that each has slots for, in each layer
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
@@ -48,6 +49,11 @@ class EngineConfig:
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
     max_context: int | None = None  # tokens; None: what the model and the cache allow
+
+    @property
+    def context_ranks(self) -> int:
+        """As KVLayout.context_ranks."""
+        return self.tensor_parallel if self.context_parallel else 1
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -154,4 +160,5 @@ def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torc
 
 def block_bytes(config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
     """As kv_block_bytes, of this engine's ranks and stages."""
-    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.tensor_parallel, config.pipeline_parallel)
+    ranks = config.tensor_parallel, config.pipeline_parallel, config.context_ranks
+    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, *ranks)

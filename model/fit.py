@@ -40,24 +40,27 @@ def fit(
     memory: int,
     ranks: int = 1,
     stages: int = 1,
+    context_ranks: int = 1,
     is_gpu: bool = False,
     bounds: StepBounds = DEFAULT_BOUNDS,
 ) -> Fit:
     """On one worker of so many stages of `ranks`, each of which has at most `weights` bytes and may take `memory`.
 
-    `itemsize` is a number's of activations, `kv_itemsize` of keys and values. The step is estimated as it is on CPUs:
-    on a GPU it is measured when the engine is loaded, and takes no more.
+    Of latents `context_ranks` share each block's tokens. `itemsize` is a number's of activations, `kv_itemsize` of keys
+    and values. The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no
+    more.
     """
     step = step_bytes_on_cpu(shape, bounds, itemsize)
     cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
+    # As many rows as the ranks that share blocks have together.
     groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, ranks, stages)
-    rows = max(0, cache // of_row)
+    rows = max(0, cache // of_row) * context_ranks
     context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(
         weight_bytes=weights,
         step_bytes=step,
         cache_bytes=cache,
-        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)),
+        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)) // context_ranks,
         kv_window_bytes=of_row * sum(groups.most_rows(group, 1, 1) for group in groups.windowed),
         max_context=context,
         max_requests=rows // groups.blocks_of(context, 1, bounds.max_tokens) if context else 0,

@@ -48,7 +48,7 @@ from twostroke.model.parallel.tensor_parallel import (
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
-from twostroke.model.sizes import StepBounds, step_bytes_on_cpu
+from twostroke.model.sizes import StepBounds, check_context_parts, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -97,6 +97,8 @@ class LoadedEngine:
         self.weights = found.weights_as(config.quantization)
         ranks = config.tensor_parallel, config.expert_parallel, config.pipeline_parallel
         found.check_ranks(*ranks)
+        if config.context_parallel:
+            check_context_parts(model, config.tensor_parallel, config.block_size)
         weights = found.weight_bytes(self._dtype, config.quantization, *ranks, config.redundant_experts)
         block = block_bytes(config, model, self._kv_dtype)
         # A GPU's largest step is measured later.
@@ -142,7 +144,15 @@ class LoadedEngine:
                 group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
         backend = _backend(device, config)
         spare = config.redundant_experts
-        options = LoadOptions(self._dtype, device, self.max_context, config.quantization, self._kv_dtype, spare)
+        options = LoadOptions(
+            self._dtype,
+            device,
+            self.max_context,
+            config.quantization,
+            self._kv_dtype,
+            spare,
+            config.context_ranks > 1,
+        )
         decoder = found.decoder(options, backend, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else None
         make_cache = partial(
@@ -153,6 +163,7 @@ class LoadedEngine:
             device=device,
             tp_size=self._shard.size,
             pp_size=self._stage.count,
+            context_ranks=config.context_ranks,
             rank=rank,
         )
         if blocks is None:

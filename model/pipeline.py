@@ -134,7 +134,8 @@ class PipelinedSteps:
         coming = [] if stage.is_first else [link.receive(batch.num_tokens, *shape) for batch in batches]
         for index, batch in enumerate(batches):
             hidden = decoder.embed(token_ids(batch.steps)) if stage.is_first else coming[index].wait()
-            layouts = make_layouts(batch.steps, self._kv_cache.block_size, self._device, self._kv_cache.groups)
+            cache = self._kv_cache
+            layouts = make_layouts(batch.steps, cache.block_size, self._device, cache.groups, cache.held)
             announce = on_layer if index == len(batches) - 1 else None
             read = self._read_rows(batch) if stage.is_last else None
             rows = decoder.run_layers(hidden, layouts, self._kv_cache.tensors, read, announce)

@@ -14,6 +14,7 @@ from twostroke.model.checkpoint.config_file import is_native, load_model_config,
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint, has_weights
 from twostroke.model.config import ModelShape, Quantization, WeightForm
+from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.sizes import (
     check_size,
@@ -142,5 +143,7 @@ class NativeModel:
         return self._checkpoint.digest()
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
-        weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, parallel.shard, parallel.stage)
+        parts = ContextParts(parallel) if options.context_parallel else None
+        place = parallel.shard, parallel.stage, parts
+        weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, *place)
         return Decoder(self.shape, weights, backend, parallel)

@@ -314,6 +314,20 @@ def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> 
         raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
 
 
+def check_context_parts(config: ModelShape, ranks: int, block_size: int) -> None:
+    """Raises ConfigError where so many ranks can't share the tokens of each block."""
+    if config.kv_kinds != 1:
+        raise ConfigError(
+            "context_parallel: ranks share the tokens of latents, and this model caches keys and values, whose heads "
+            "they share: leave it out"
+        )
+    if block_size % ranks:
+        raise ConfigError(
+            f"context_parallel: {ranks} ranks can't share blocks of {block_size} tokens evenly: use a block_size that "
+            f"is a multiple of {ranks}"
+        )
+
+
 def check_stages(config: ModelShape, count: int) -> None:
     """Raises ConfigError where so many stages can't share the model's layers, with the numbers that can."""
     if count > config.num_layers:
@@ -361,9 +375,12 @@ def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> 
     return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
 
 
-def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1, pp_size: int = 1) -> int:
-    """Bytes that one block takes on a rank, in all tensors together; of several stages, where the most layers are."""
+def kv_block_bytes(
+    config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1, pp_size: int = 1, context_ranks: int = 1
+) -> int:
+    """Bytes that one block takes on a rank, in all tensors together; of several stages, where the most layers are.
+    `context_ranks` share its tokens."""
     heads = max(1, config.num_kv_heads // tp_size)
     stages = (stage_layers(config.num_layers, pp_size, stage) for stage in range(pp_size))
     num_tensors = max(config.groups_of(layers).num_tensors for layers in stages)
-    return config.kv_kinds * num_tensors * heads * config.head_dim * block_size * itemsize
+    return config.kv_kinds * num_tensors * heads * config.head_dim * (block_size // context_ranks) * itemsize

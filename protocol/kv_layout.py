@@ -7,6 +7,9 @@ are made, for one head that all ranks hold (multi-head latent attention).
 The ranks are pipeline stages times tensor-parallel ranks: a stage has some layers, one after the other, and each of its
 ranks some heads. Rank r of the worker is rank r % tp_size of stage r // tp_size.
 
+Where a stage's ranks would all hold the same latents they may divide the tokens instead (context parallelism): of each
+block each has one part, the first rank the first tokens. Tables and block sizes are as if there were one rank.
+
 Where all layers keep everything there is one tensor a layer. Where some keep a window, layers are cut into groups of
 equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
 set apart for either. Each stage cuts its own layers so, into as many groups, with the same windows.
@@ -134,6 +137,21 @@ def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
     return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
 
+class RankCut(msgspec.Struct, frozen=True, array_like=True):
+    """How a cache is cut among a worker's ranks."""
+
+    ranks: int = 1  # of all stages
+    stages: int = 1
+    context_ranks: int = 1  # as KVLayout.context_ranks
+
+    def __str__(self) -> str:
+        context = f", of which {self.context_ranks} share each block" if self.context_ranks > 1 else ""
+        return f"{self.ranks} ranks in {self.stages} stages{context}"
+
+
+ONE_RANK = RankCut()
+
+
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     """What two workers compare before they exchange KV, of the whole model. All ranks of a worker have the same one."""
 
@@ -148,6 +166,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     windows: tuple[int, ...] = ()  # of each layer, in tokens, 0: it keeps all; (): all keep all
     kinds: int = 2  # of rows: keys and values; 1: latents
     pp_size: int = 1
+    context_ranks: int = 1  # of a stage, that share each block's tokens; 1: all of its ranks hold all of them
 
     @property
     def groups(self) -> KVGroups:
@@ -158,11 +177,17 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     def num_ranks(self) -> int:
         return self.pp_size * self.tp_size
 
-    def over(self, num_ranks: int, num_stages: int) -> "KVLayout":
-        """The same cache cut into other ranks and stages. Raises ValueError where stages can't have equally many."""
-        if num_stages < 1 or num_ranks % num_stages:
-            raise ValueError(f"{num_stages} stages can't share {num_ranks} ranks")
-        return msgspec.structs.replace(self, tp_size=num_ranks // num_stages, pp_size=num_stages)
+    @property
+    def cut(self) -> RankCut:
+        return RankCut(self.num_ranks, self.pp_size, self.context_ranks)
+
+    def over(self, cut: RankCut) -> "KVLayout":
+        """The same cache cut otherwise. Raises ValueError where stages can't have equally many ranks."""
+        if cut.stages < 1 or cut.ranks % cut.stages:
+            raise ValueError(f"{cut.stages} stages can't share {cut.ranks} ranks")
+        return msgspec.structs.replace(
+            self, tp_size=cut.ranks // cut.stages, pp_size=cut.stages, context_ranks=cut.context_ranks
+        )
 
     def layers_of(self, rank: int) -> range:
         """The model's layers that `rank` holds."""
@@ -184,9 +209,19 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return max(1, self.num_kv_heads // self.tp_size)
 
     @property
+    def rank_tokens(self) -> int:
+        """Of a block, how many tokens one rank holds."""
+        return self.block_size // self.context_ranks
+
+    def tokens_of(self, rank: int) -> range:
+        """Which of a block's tokens those are."""
+        first = rank % self.context_ranks * self.rank_tokens
+        return range(first, first + self.rank_tokens)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer on one rank."""
-        return self.kinds * self.heads_per_rank * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.kinds * self.heads_per_rank * self.rank_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
@@ -201,7 +236,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return (
             f"model={self.model} dtype={self.dtype} layers={self.num_layers} kv_heads={self.num_kv_heads} "
             f"head_dim={self.head_dim} block_size={self.block_size} tp={self.tp_size} pp={self.pp_size} "
-            f"layout={self.version} windows={sorted(set(self.windows))} kinds={self.kinds}"
+            f"layout={self.version} windows={sorted(set(self.windows))} kinds={self.kinds} cp={self.context_ranks}"
         )
 
 
@@ -235,15 +270,38 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         fault = _fault(layout)
         if fault is not None:
             return f"the {side}'s layout can't be: {fault}"
+    if not _parts_fit(source, target):
+        return (
+            "ranks share the tokens of blocks (context_parallel), of which each part must be whole on the other side: "
+            f"blocks have {source.block_size} tokens at the source, {source.rank_tokens} of them on a rank, and "
+            f"{target.block_size} at the target, {target.rank_tokens} of them on a rank: set the same block_size"
+        )
     return None
+
+
+def _parts_fit(source: KVLayout, target: KVLayout) -> bool:
+    """Whether what goes from a rank to another is every so-manyth unit of the larger of their parts."""
+    if source.context_ranks > 1 and target.context_ranks > 1:
+        larger, smaller = max(source.rank_tokens, target.rank_tokens), min(source.rank_tokens, target.rank_tokens)
+        return source.block_size == target.block_size and larger % smaller == 0
+    if source.context_ranks > 1:
+        return target.block_size % source.rank_tokens == 0
+    return target.context_ranks == 1 or source.block_size % target.rank_tokens == 0
 
 
 def _fault(layout: KVLayout) -> str | None:
     if layout.dtype not in DTYPE_BYTES:
         return f"there is no KV dtype {layout.dtype}"
-    sizes = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size, layout.pp_size
-    if min(sizes) < 1:
+    sizes = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size
+    ranks = layout.tp_size, layout.pp_size, layout.context_ranks
+    if min(*sizes, *ranks) < 1:
         return f"a size is not positive in {layout}"
+    if layout.context_ranks != 1:
+        if layout.kinds != 1 or layout.context_ranks != layout.tp_size:
+            what = "latents" if layout.kinds == 1 else "keys and values"
+            return f"{layout.context_ranks} of {layout.tp_size} ranks can't share the tokens of {what}"
+        if layout.block_size % layout.context_ranks:
+            return f"{layout.context_ranks} ranks can't share blocks of {layout.block_size} tokens evenly"
     if layout.pp_size > layout.num_layers:
         return f"{layout.pp_size} pipeline stages can't share {layout.num_layers} layers"
     if layout.kinds not in (1, 2):

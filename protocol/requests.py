@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from twostroke.protocol.errors import EpochMismatch, TicketRefused
+from twostroke.protocol.kv_layout import ONE_RANK, RankCut
 
 FinishReason = Literal["stop", "length"]
 
@@ -187,9 +188,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     source: Peer
     target: Peer
     target_addresses: tuple[Address, ...]  # the target's transfer control listeners, one for each of its ranks
-    source_ranks: int = 1  # of all its pipeline stages together, as the addresses
-    source_stages: int = 1
-    target_stages: int = 1
+    source_cut: RankCut = ONE_RANK
+    target_cut: RankCut = ONE_RANK  # of as many ranks as there are addresses
     mac: bytes = b""
 
 
@@ -200,15 +200,12 @@ def mint_ticket(
     target: Peer,
     target_addresses: tuple[Address, ...],
     *,
-    source_ranks: int = 1,
-    source_stages: int = 1,
-    target_stages: int = 1,
+    source_cut: RankCut = ONE_RANK,
+    target_cut: RankCut = ONE_RANK,
 ) -> Ticket:
     """A fresh ticket, signed with the cluster's secret."""
     transfer_id = secrets.token_bytes(16)
-    unsigned = Ticket(
-        transfer_id, request_id, source, target, target_addresses, source_ranks, source_stages, target_stages
-    )
+    unsigned = Ticket(transfer_id, request_id, source, target, target_addresses, source_cut, target_cut)
     return msgspec.structs.replace(unsigned, mac=_mac(secret, unsigned))
 
 

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share a stage")
     parser.add_argument("--pipeline-parallel", type=int, help="stages that share the model's layers")
     parser.add_argument("--expert-parallel", action="store_true", help="each rank holds some experts whole")
+    parser.add_argument("--context-parallel", action="store_true", help="ranks share the tokens of latents")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
@@ -85,13 +86,14 @@ def _of_worker(
     from twostroke.model.checkpoint.weights import has_weights
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
     from twostroke.model.fit import fit
-    from twostroke.model.sizes import StepBounds
+    from twostroke.model.sizes import StepBounds, check_context_parts
 
     section = config.roles[role]
     held = config.model_of(section)
     ranks = arguments.tensor_parallel or section.tensor_parallel
     stages = arguments.pipeline_parallel or section.pipeline_parallel
     expert_parallel = arguments.expert_parallel or section.expert_parallel
+    context_ranks = ranks if arguments.context_parallel or section.context_parallel else 1
     if arguments.gpu is None:
         workers = sum(config.counts[role].first for role in config.roles)
         device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks * stages)
@@ -106,6 +108,8 @@ def _of_worker(
     kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     model.check_ranks(ranks, expert_parallel, stages)
+    if arguments.context_parallel or section.context_parallel:
+        check_context_parts(model.shape, ranks, config.block_size(section))
     found = fit(
         model.shape,
         model.weight_bytes(dtype, held.quantization, ranks, expert_parallel, stages, section.redundant_experts),
@@ -114,6 +118,7 @@ def _of_worker(
         memory=memory,
         ranks=ranks,
         stages=stages,
+        context_ranks=context_ranks,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -130,6 +135,7 @@ def _of_worker(
         "ranks": ranks * stages,
         "pipeline_parallel": stages,
         "expert_parallel": expert_parallel,
+        "context_parallel": context_ranks > 1,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,
@@ -197,10 +203,10 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
             if getattr(arguments, name) is not None
         )
         return [*lines, "", f"    twostroke serve --model {arguments.model}{flags}"]
-    experts = ", expert_parallel: true" if told["expert_parallel"] else ""
+    shared = "".join(f", {name}: true" for name in ("expert_parallel", "context_parallel") if told[name])
     stages = told["pipeline_parallel"]
     staged = f", pipeline_parallel: {stages}" if stages > 1 else ""
-    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks'] // stages}{staged}{experts}}}"
+    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks'] // stages}{staged}{shared}}}"
     settings = {
         "model": f"{{path: {arguments.model}, quantization: {told['quantization']}"
         + (", kv_cache_dtype: fp8}" if told["kv_dtype"] == FP8 else "}"),

@@ -136,6 +136,11 @@ class WorkerResources(Section):
     as before. For experts that are too narrow to be cut, or whose number of features the ranks don't divide; a step
     waits for the rank whose experts are hit most. The roles may differ. Without effect on one rank, and refused for
     models without experts and those through transformers (docs/engine.md#expert-parallelism)."""
+    context_parallel: bool = False
+    """true: of the latents that models like DeepSeek's cache, each rank of `tensor_parallel` has its part of each
+    block's tokens, instead of all of them: room for as many times more of them as there are ranks, for more to exchange
+    in each layer. For contexts that else don't fit. The roles may differ, with the same `block_size`. Without effect on
+    one rank, and refused for models that cache keys and values (docs/engine.md#context-parallelism)."""
     redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
     """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move
     while the worker serves (docs/engine.md#copies-of-hot-experts)."""

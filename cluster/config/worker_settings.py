@@ -16,6 +16,7 @@ from twostroke.cluster.config.sections import (
 )
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import Staged, staged
+from twostroke.protocol.kv_layout import RankCut
 
 if TYPE_CHECKING:
     from twostroke.model.engine_config import EngineConfig
@@ -24,9 +25,21 @@ if TYPE_CHECKING:
 class PeerShape(NamedTuple):
     """What lanes to a worker are told by."""
 
-    tensor_parallel: int
-    pipeline_parallel: int
+    cut: RankCut
     block_size: int  # tokens
+
+
+def cut_of(resources: WorkerResources) -> RankCut:
+    """Of a worker's cache, among its ranks."""
+    ranks, stages = resources.tensor_parallel, resources.pipeline_parallel
+    return RankCut(ranks * stages, stages, ranks if resources.context_parallel else 1)
+
+
+def most_ranks(ours: WorkerResources, theirs: WorkerResources) -> int:
+    """With how many ranks of one of `theirs` stages any one of `ours` has KV in common, at most."""
+    if ours.context_parallel or theirs.context_parallel:
+        return theirs.tensor_parallel
+    return max(1, theirs.tensor_parallel // ours.tensor_parallel)
 
 
 def most_overlapping(ours: int, theirs: int) -> int:
@@ -76,14 +89,12 @@ class WorkerSettings:
             device=config.device,
             threads=config.threads(section),
             host_ranks=config.num_ranks,
-            peers=tuple(
-                PeerShape(each.tensor_parallel, each.pipeline_parallel, config.block_size(each)) for each in roles
-            ),
+            peers=tuple(PeerShape(cut_of(each), config.block_size(each)) for each in roles),
             transport=config.transport,
             num_links=2
             * sum(
                 max(0, config.counts[role].most - (each is section))
-                * max(1, each.tensor_parallel // section.tensor_parallel)
+                * most_ranks(section, each)
                 * most_overlapping(section.pipeline_parallel, each.pipeline_parallel)
                 for role, each in config.roles.items()
             ),
@@ -122,6 +133,7 @@ class WorkerSettings:
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.resources.expert_parallel,
+            context_parallel=self.resources.context_parallel,
             redundant_experts=self.resources.redundant_experts,
             block_size=self.block_size,
             kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),

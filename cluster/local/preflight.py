@@ -35,6 +35,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
 
     from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, gibibytes
     from twostroke.model.engine_config import (
+        block_bytes,
         check_cores,
         resolve_device,
         resolve_dtype,
@@ -43,7 +44,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_num_blocks,
     )
     from twostroke.model.served import open_model
-    from twostroke.model.sizes import WORKER_BYTES, kv_block_bytes, step_bytes_on_cpu
+    from twostroke.model.sizes import WORKER_BYTES, check_context_parts, step_bytes_on_cpu
     from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -69,6 +70,8 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             resolve_device(engine)
             check_cores(engine)
             found.check_ranks(ranks, engine.expert_parallel, stages)
+            if engine.context_parallel:
+                check_context_parts(model, ranks, engine.block_size)
             kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, model, dtype)
             spare = engine.redundant_experts
             weights = found.weight_bytes(dtype, engine.quantization, ranks, engine.expert_parallel, stages, spare)
@@ -76,7 +79,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
-        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, kv_dtype.itemsize, ranks, stages)
+        cache = (num_blocks or 0) * block_bytes(engine, model, kv_dtype)
         ranks *= stages  # each takes as much as the largest stage's
         if num_blocks is not None and section.num_blocks is None and section.kv_cache_gib is None:
             caches.append(f"{role} {gibibytes(ranks * cache)}")

@@ -74,10 +74,7 @@ async def load_rank(
             make_transports,
             settings.transport,
             store,
-            peers=[
-                msgspec.structs.replace(store.layout, tp_size=ranks, pp_size=stages, block_size=size)
-                for ranks, stages, size in settings.peers
-            ],
+            peers=[msgspec.structs.replace(store.layout.over(cut), block_size=size) for cut, size in settings.peers],
             encoding=settings.transfer.encoding,
             tcp_streams=settings.tcp_streams,
             tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,

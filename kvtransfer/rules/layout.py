@@ -5,9 +5,9 @@ lanes of a transfer are independent: each has its own control connection, link, 
 is whole when all of them are.
 
 The piece that travels is the unit: the K and V of a lane's heads, or the latents, for `unit_tokens` tokens of one
-layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides both sides' block sizes, so a unit
-lies within one block on either side. A unit's id in a store is `block id * units a block + its place in the block`;
-where a block is one unit, unit ids are block ids.
+layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides what a rank has of a block on either
+side, so a unit lies within one block of one rank. A unit's id in a store is `block id * units a block + its place among
+those that the rank has`; where a block is one unit, unit ids are block ids.
 """
 
 import math
@@ -73,7 +73,8 @@ class Cut:
 
     @property
     def units_per_block(self) -> int:
-        return self.layout.block_size // self.unit_tokens
+        """Of those that the rank has."""
+        return self.layout.rank_tokens // self.unit_tokens
 
     @property
     def is_whole_blocks(self) -> bool:
@@ -120,9 +121,11 @@ class Cut:
         count, group = groups.count, groups.of_layer[run.layer - self._first_layer]
         first, step = self.share.index + run.first_unit * self.share.of, self.share.of
         units = range(first, first + run.num_units * step, step)
-        if parts == 1:
+        if parts == 1 and self.layout.context_ranks == 1:
             return block_ids[units.start * count + group : units.stop * count : count * step]
-        return [block_ids[unit // parts * count + group] * parts + unit % parts for unit in units]
+        in_block = self.layout.block_size // self.unit_tokens
+        before = self.layout.tokens_of(self.rank).start // self.unit_tokens  # on other ranks, of each block
+        return [block_ids[unit // in_block * count + group] * parts + unit % in_block - before for unit in units]
 
 
 def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
@@ -154,7 +157,8 @@ def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[Lane, ...]:
 
     Where a stage's ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies
     share the work. Where those are several times as many as the target's, each target rank has lanes from several, in
-    turns from unit to unit. Raises ValueError for sizes that can't share the heads evenly, or the layers.
+    turns from unit to unit. Where ranks share each block's tokens, units go from who has them to who is to have them.
+    Raises ValueError for sizes that can't share the heads evenly, or the layers, or the tokens.
     """
     for layout in (source, target):
         small, large = sorted((layout.tp_size, layout.num_kv_heads))
@@ -162,15 +166,36 @@ def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[Lane, ...]:
             raise ValueError(f"{layout.tp_size} ranks can't share {layout.num_kv_heads} KV heads evenly")
         if not 1 <= layout.pp_size <= layout.num_layers:
             raise ValueError(f"{layout.pp_size} stages can't share {layout.num_layers} layers")
+        if layout.context_ranks < 1 or layout.block_size % layout.context_ranks:
+            raise ValueError(f"{layout.context_ranks} ranks can't share blocks of {layout.block_size} tokens")
     lanes: list[Lane] = []
     for target_rank in range(target.num_ranks):
         wanted = target.layers_of(target_rank)
         for stage in range(source.pp_size):
             held = source.layers_of(stage * source.tp_size)
             layers = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
-            if layers:
+            if layers and max(source.context_ranks, target.context_ranks) > 1:
+                lanes += _of_parts(source, stage, target, target_rank, layers)
+            elif layers:
                 lanes += _from_stage(source, stage, target, target_rank, layers)
     return tuple(lanes)
+
+
+def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[Lane]:
+    """As `_from_stage`, of latents, where the ranks of either side or of both have parts of blocks."""
+    unit_tokens = _unit_tokens(source, target)
+    # From here on it is the same units again.
+    period = max(side.block_size for side in (source, target) if side.context_ranks > 1)
+    wanted = target.tokens_of(target_rank)
+    for token in range(0, period, unit_tokens):
+        if token % target.block_size not in wanted:
+            continue
+        if source.context_ranks > 1:
+            owner = token % source.block_size // source.rank_tokens
+        else:  # all of the stage's ranks have it
+            owner = target_rank % source.tp_size
+        share = Share(token // unit_tokens, period // unit_tokens)
+        yield Lane(stage * source.tp_size + owner, target_rank, layers, 0, 1, share)
 
 
 def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[Lane]:
@@ -192,13 +217,17 @@ def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int
 
 def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
     """The lane's ends at the source and at the target."""
-    unit_tokens = math.gcd(source.block_size, target.block_size)
+    unit_tokens = _unit_tokens(source, target)
 
     def end(layout: KVLayout, rank: int) -> Cut:
         first = lane.first_head - layout.first_head(rank)
         return Cut(layout, rank, lane.layers, first, lane.num_heads, unit_tokens, encoding, lane.share)
 
     return end(source, lane.source_rank), end(target, lane.target_rank)
+
+
+def _unit_tokens(source: KVLayout, target: KVLayout) -> int:
+    return math.gcd(source.rank_tokens, target.rank_tokens)
 
 
 def first_units(

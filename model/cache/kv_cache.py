@@ -1,5 +1,6 @@
 """The paged KV cache: tensors of [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim], one a layer, or one
-for a layer of each group (protocol/kv_layout.py). Of latents they are [num_blocks, 1, 1, block_size, row].
+for a layer of each group (protocol/kv_layout.py). Of latents they are [num_blocks, 1, 1, block_size, row], where ranks
+share each block's tokens with this rank's part of block_size.
 
 A block of a tensor is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
 Which block belongs to whom is the block pool's business, not ours.
@@ -52,6 +53,8 @@ class KVCache:
         self.groups = layout.groups_of(rank)
         self.num_blocks: int = tensors[0].shape[0]
         self.block_size = layout.block_size  # tokens
+        # Those of each block that are here, where other ranks have the rest.
+        self.held = layout.tokens_of(rank) if layout.context_ranks > 1 else None
         self.block_bytes = layout.block_bytes  # of one tensor
 
     def close(self) -> None:
@@ -115,11 +118,12 @@ def make_kv_cache(
     model_digest: str,
     tp_size: int = 1,
     pp_size: int = 1,
+    context_ranks: int = 1,
     rank: int = 0,
 ) -> KVCache:
     """A rank's cache on `device`; on CPUs one that others can map, where the system has memfds.
 
-    `rank` is one of `pp_size` stages of `tp_size` ranks.
+    `rank` is one of `pp_size` stages of `tp_size` ranks, of which `context_ranks` share each block's tokens.
 
     Raises ConfigError where the host has too little memory.
     """
@@ -135,9 +139,10 @@ def make_kv_cache(
         windows=config.windows,
         kinds=config.kv_kinds,
         pp_size=pp_size,
+        context_ranks=context_ranks,
     )
     num_tensors = layout.groups_of(rank).num_tensors
-    shape = (num_blocks, layout.kinds, layout.heads_per_rank, block_size, config.head_dim)
+    shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)
     layers, layer_bytes = range(num_tensors), num_blocks * layout.block_bytes
     if device.type != "cpu":
         return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)

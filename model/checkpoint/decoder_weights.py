@@ -38,6 +38,7 @@ from twostroke.model.config import (
     Projection,
     Quantization,
 )
+from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
 from twostroke.model.parallel.stages import ONLY_STAGE, Stage
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
@@ -53,8 +54,12 @@ def load_decoder_weights(
     backend: Backend,
     shard: Shard = WHOLE_MODEL,
     stage: Stage = ONLY_STAGE,
+    context_parts: ContextParts | None = None,
 ) -> DecoderWeights:
-    """Those of one rank of a stage, of which it reads its slices alone. Raises ConfigError."""
+    """Those of one rank of a stage, of which it reads its slices alone. Raises ConfigError.
+
+    `context_parts` as to Backend.make_latent_attention.
+    """
     dtype, device, quantization = options.dtype, options.device, options.quantization
 
     def weight(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
@@ -158,7 +163,7 @@ def load_decoder_weights(
             query_norm=norm_if_any(prefix, latent.query_norm),
             query=by_rows(prefix, {parts.q: of_heads(heads, sizes.query)}),
             eps=latent.norm_eps,
-            attention=backend.make_latent_attention(LatentHeads(keys, values, config.attention_scale)),
+            attention=backend.make_latent_attention(LatentHeads(keys, values, config.attention_scale), context_parts),
         )
 
     def fp32(name: str, rows: slice = WHOLE) -> Tensor:

@@ -23,6 +23,7 @@ from twostroke.model.cpu.experts import make_experts
 from twostroke.model.cpu.kernels import attention, elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
+from twostroke.model.parallel.context_parts import ContextParts
 
 
 class CpuBackend:
@@ -103,9 +104,11 @@ class CpuBackend:
         """As Backend.write_latents."""
         elementwise.write_latents(self.launcher, rows, norm, eps, cos_sin, kv_layer, layout)
 
-    def make_latent_attention(self, heads: LatentHeads) -> latents.CpuLatentAttention:
+    def make_latent_attention(
+        self, heads: LatentHeads, parts: ContextParts | None = None
+    ) -> latents.CpuLatentAttention:
         """As Backend.make_latent_attention."""
-        return latents.CpuLatentAttention(heads, self.launcher)
+        return latents.CpuLatentAttention(heads, self.launcher, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """As Backend.gated."""

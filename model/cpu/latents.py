@@ -9,6 +9,7 @@ context comes in parts, whose results are merged by the logarithms of their sums
 Reference: model/reference.py.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from twostroke.model.cpu.kernels.elementwise import turn_queries
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
 from twostroke.model.cpu.linears import is_supported
+from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 2048
 """Of a context, whose keys and values are in memory at a time."""
@@ -70,8 +72,9 @@ class CpuLatentAttention:
     What makes keys of latents is held twice: as it is, and turned round, as it goes into queries.
     """
 
-    def __init__(self, heads: LatentHeads, launcher: Launcher):
+    def __init__(self, heads: LatentHeads, launcher: Launcher, parts: ContextParts | None = None):
         self._launcher = launcher
+        self._parts = parts
         self._num_heads, self._key, self._rank = heads.keys.shape
         self._value = heads.values.shape[2]
         self._form = AttentionForm(heads.scale)
@@ -86,16 +89,37 @@ class CpuLatentAttention:
         out = self._launcher.empty((count, self._num_heads, self._value), q.dtype)
         if decodes:
             absorbed = self._absorb(q[:decodes], layout.positions[:decodes], cos_sin)
-            mixed = self._launcher.empty((decodes, self._num_heads, self._rank), q.dtype)
-            attention.decode_attention(self._launcher, absorbed, kv_layer, layout, self._form, mixed)
-            self._values(mixed, out[:decodes])
+            self._values(self._mixed(absorbed, kv_layer, layout), out[:decodes])
         if decodes < count:
             starts = layout.query_starts[decodes:].tolist()
             contexts, tables = layout.context_lens[decodes:].tolist(), layout.block_tables[decodes:]
             for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
-                positions = layout.positions[begin:end]
-                self._attend_chunk(q[begin:end], positions, cos_sin, kv_layer, table, context, out[begin:end])
+                positions, blocks = layout.positions[begin:end], kv_layer
+                if self._parts is not None:
+                    blocks, table = self._gathered(self._parts, kv_layer, table, context)
+                self._attend_chunk(q[begin:end], positions, cos_sin, blocks, table, context, out[begin:end])
         return out.view(count, -1)
+
+    def _mixed(self, absorbed: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        """Mixtures of latents [decodes, H, R] for absorbed queries [decodes, H, R + P]."""
+        launcher, parts = self._launcher, self._parts
+        if parts is None:
+            mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
+            attention.decode_attention(launcher, absorbed, kv_layer, layout, self._form, mixed)
+            return mixed
+        assert layout.held_lens is not None
+        absorbed = parts.of_all_heads(absorbed)
+        mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
+        log_sums = launcher.empty(absorbed.shape[:2], torch.float32)
+        held = replace(layout, context_lens=layout.held_lens)
+        attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
+        return parts.merged(mixed, log_sums)
+
+    def _gathered(self, parts: ContextParts, kv_layer: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """A context's blocks, whole, and the table that names them."""
+        used = table[: -(-context // (kv_layer.shape[3] * parts.ranks))]
+        whole = parts.whole_blocks(kv_layer[used.long(), 0, 0])
+        return whole[:, None, None], torch.arange(len(used), dtype=table.dtype)
 
     def _turned(self, q: Tensor, positions: Tensor, cos_sin: Tensor, width: int) -> Tensor:
         """[T, H, width], of which the last numbers are those of queries [T, H, N + P] that turn, turned."""

@@ -52,6 +52,7 @@ from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.cuda.latents import CudaLatentAttention
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
+from twostroke.model.parallel.context_parts import ContextParts
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)
@@ -305,8 +306,8 @@ class CudaBackend:
 
     write_latents = staticmethod(write_latents)
 
-    def make_latent_attention(self, heads: LatentHeads) -> CudaLatentAttention:
-        return CudaLatentAttention(heads, self._target)
+    def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> CudaLatentAttention:
+        return CudaLatentAttention(heads, self._target, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         if isinstance(gate_up, CudaLinear | Fp8CudaLinear):

@@ -114,7 +114,13 @@ class CudaGraphSteps:
 
         def inputs(device: torch.device | None, pinned: bool) -> DecodeInputs:
             return DecodeInputs(
-                largest, max_context, kv_cache.block_size, groups=kv_cache.groups, device=device, pinned=pinned
+                largest,
+                max_context,
+                kv_cache.block_size,
+                groups=kv_cache.groups,
+                held=kv_cache.held,
+                device=device,
+                pinned=pinned,
             )
 
         self._inputs = StagedInputs(inputs, device, recorder)

@@ -17,6 +17,7 @@ from twostroke.model.cuda.kernels.latents import (
     turn_queries,
 )
 from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 8192
 """Of all chunks' contexts together, about: those whose keys and values are in memory at a time."""
@@ -29,8 +30,9 @@ class CudaLatentAttention:
     Decodes absorb; prompts' queries meet keys and values made of the context, part after part.
     """
 
-    def __init__(self, heads: LatentHeads, target: Target):
+    def __init__(self, heads: LatentHeads, target: Target, parts: ContextParts | None = None):
         self._target = target
+        self._parts = parts
         self._keys = heads.keys.contiguous()  # [H, N, R]
         self._values = heads.values.transpose(1, 2).contiguous()  # [H, V, R]
         self._scale = heads.scale
@@ -52,16 +54,40 @@ class CudaLatentAttention:
         return out.view(len(q), -1)
 
     def _attend_decodes(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
-        count, (heads, key, rank) = layout.num_decodes, self._keys.shape
+        count, (_, key, _) = layout.num_decodes, self._keys.shape
         absorbed = torch.bmm(q[:count, :, :key].transpose(0, 1), self._keys)
+        if self._parts is None:
+            mixed = self._mixed(absorbed, q, kv_layer, layout)
+        else:
+            mixed = self._mixed_over_parts(self._parts, absorbed, q[:count, :, key:], kv_layer, layout)
+        out[:count] = torch.bmm(mixed.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+
+    def _mixed(
+        self, absorbed: Tensor, q: Tensor, kv_layer: Tensor, layout: BatchLayout, log_sums: Tensor | None = None
+    ) -> Tensor:
+        """Mixtures of latents [B, H, R], of absorbed queries [H, B, R] whose turned part is q's."""
+        heads, count, rank = absorbed.shape
         mixed = torch.empty((count, heads, rank), dtype=q.dtype, device=q.device)
         config = latent_decode_config(self._target, heads, q.dtype, layout.max_context_len)
-        latent_decode(absorbed, q, kv_layer, layout, self._scale, mixed, config)
-        out[:count] = torch.bmm(mixed.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+        latent_decode(absorbed, q, kv_layer, layout, self._scale, mixed, config, log_sums)
+        return mixed
+
+    def _mixed_over_parts(
+        self, parts: ContextParts, absorbed: Tensor, turned: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> Tensor:
+        """The same of this rank's heads, with all ranks: absorbed [H, B, R], turned [B, H, P]."""
+        assert layout.held_lens is not None
+        rank = absorbed.shape[2]
+        q = parts.of_all_heads(torch.cat((absorbed.transpose(0, 1), turned), dim=2))
+        log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        held = replace(layout, context_lens=layout.held_lens)
+        mixed = self._mixed(q[..., :rank].transpose(0, 1), q, kv_layer, held, log_sums)
+        return parts.merged(mixed, log_sums)
 
     def _attend_chunks(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
         heads, key, rank = self._keys.shape
-        value, block_size, width = self._values.shape[1], kv_layer.shape[3], kv_layer.shape[4]
+        value, held, width = self._values.shape[1], kv_layer.shape[3], kv_layer.shape[4]
+        block_size = held if self._parts is None else held * self._parts.ranks
         _, context_lens, tables = chunks_of(layout)
         chunks = len(context_lens)
         blocks = max(1, PART_TOKENS // (chunks * block_size))  # of a part of each
@@ -69,7 +95,9 @@ class CudaLatentAttention:
         log_sums = torch.empty((len(q), heads), dtype=torch.float32, device=q.device)
         config = latent_part_config(self._target.architecture, q.dtype)
         for first in range(0, -(-layout.max_context_len // block_size), blocks):
-            rows = kv_layer.view(-1, block_size, width)[tables[:, first : first + blocks].long()]
+            rows = kv_layer.view(-1, held, width)[tables[:, first : first + blocks].long()]
+            if self._parts is not None:
+                rows = self._parts.whole_blocks(rows.view(-1, held, width))
             rows = rows.view(chunks, -1, width)
             latents = rows[..., :rank]
             keys = functional.linear(latents, self._keys.view(-1, rank)).view(chunks, -1, heads, key)
@@ -90,6 +118,7 @@ class CudaLatentAttention:
             num_decodes=1,
             max_query_len=1,
             max_context_len=1,
+            held_lens=nothing[:1],
         )
         q = torch.zeros_like(q[:1])
         out = torch.empty((1, q.shape[1], self._values.shape[1]), dtype=q.dtype, device=q.device)

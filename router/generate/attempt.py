@@ -335,9 +335,8 @@ class Attempt:
             source.peer,
             target.peer,
             target.transfer_addresses,
-            source_ranks=source.layout.num_ranks,
-            source_stages=source.layout.pp_size,
-            target_stages=target.layout.pp_size,
+            source_cut=source.layout.cut,
+            target_cut=target.layout.cut,
         )
 
 

@@ -108,9 +108,8 @@ class Doctor:
         tickets = tuple(
             mint_ticket(
                 *way,
-                source_ranks=source.layout.num_ranks,
-                source_stages=source.layout.pp_size,
-                target_stages=target.layout.pp_size,
+                source_cut=source.layout.cut,
+                target_cut=target.layout.cut,
             )
             for _ in range(count + 1)
         )

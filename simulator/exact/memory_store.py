@@ -32,6 +32,7 @@ def fake_layout(
     num_kv_heads: int = KV_HEADS,
     windows: tuple[int, ...] = (),
     kinds: int = 2,
+    context_ranks: int = 1,
 ) -> KVLayout:
     """A layout of 2-byte values with a head dimension of 1."""
     return KVLayout(
@@ -45,6 +46,7 @@ def fake_layout(
         windows=windows,
         kinds=kinds,
         pp_size=pp_size,
+        context_ranks=context_ranks,
     )
 
 
@@ -58,7 +60,7 @@ class FakeStore:
         self.is_owned: Callable[[int], bool] | None = None
         self.protected: set[int] = set()  # blocks whose KV is there already: nobody writes into them
         self.violations: list[str] = []
-        shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, layout.head_dim)
         self._groups = layout.groups_of(rank)
         self._first_layer = layout.layers_of(rank).start
         self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(self._groups.num_tensors)]
@@ -116,10 +118,15 @@ class FakeStore:
         return self.values(layer, block_ids, num_positions).tobytes()
 
     def values(self, layer: int, block_ids: Sequence[int], num_positions: int) -> Array:
-        """The same as an array [position, 2, heads, head_dim]."""
+        """The same as an array [position, 2, heads, head_dim]; garbage where other ranks have the position."""
         num_blocks = -(-num_positions // self.layout.block_size)
         memory, blocks_of = self._place(layer, block_ids)
         blocks = memory[list(blocks_of[:num_blocks])].transpose(0, 3, 1, 2, 4)
+        if self.layout.context_ranks > 1:
+            whole = np.full((len(blocks), self.layout.block_size, *blocks.shape[2:]), GARBAGE, np.uint16)
+            held = self.layout.tokens_of(self.rank)
+            whole[:, held.start : held.stop] = blocks
+            blocks = whole
         window = self._groups.layer_windows[layer - self._first_layer]
         first = max(0, num_positions - window) if window else 0
         return blocks.reshape(-1, *blocks.shape[2:])[first:num_positions]
@@ -136,16 +143,18 @@ class FakeStore:
         self.write_values(layer, block_ids, first_position, np.frombuffer(kv, np.uint16).reshape(shape))
 
     def write_values(self, layer: int, block_ids: Sequence[int], first_position: int, values: Array) -> None:
-        """The same from an array [position, 2, heads, head_dim]."""
+        """The same from an array [position, 2, heads, head_dim], of which the rank keeps what it is to have."""
         memory, table = self._place(layer, block_ids)
-        if len(values) == 1:
-            block, offset = divmod(first_position, self.layout.block_size)
+        size, held = self.layout.block_size, self.layout.tokens_of(self.rank)
+        if len(values) == 1 and len(held) == size:
+            block, offset = divmod(first_position, size)
             memory[table[block], :, :, offset] = values[0]
             return
         positions = range(first_position, first_position + len(values))
-        blocks = [table[position // self.layout.block_size] for position in positions]
-        offsets = [position % self.layout.block_size for position in positions]
-        memory[blocks, :, :, offsets] = values
+        kept = [index for index, position in enumerate(positions) if position % size in held]
+        blocks = [table[positions[index] // size] for index in kept]
+        offsets = [positions[index] % size - held.start for index in kept]
+        memory[blocks, :, :, offsets] = values[kept]
 
     def _place(self, layer: int, block_ids: Sequence[int]) -> tuple[Array, Sequence[int]]:
         """Where a layer's KV lies: its tensor, and its group's part of the block table."""

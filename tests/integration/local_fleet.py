@@ -54,6 +54,7 @@ class Shape:
     prefill_stages: int = 1
     decode_stages: int = 1
     whole_experts: Role | None = None  # whose ranks hold some experts whole
+    shares_context: tuple[Role, ...] = ()  # whose ranks share each block's tokens
     redundant_experts: int = 0  # and for how many of a layer's they have room beside
     router_wait_s: float = 30.0
     swap_bytes: int = 0
@@ -184,6 +185,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
             num_blocks=shape.num_blocks,
             tensor_parallel=ranks,
             expert_parallel=role == shape.whole_experts,
+            context_parallel=role in shape.shares_context,
             redundant_experts=shape.redundant_experts if role == shape.whole_experts and ranks > 1 else 0,
         ),
         max_step_tokens=shape.prefill_step_tokens,

@@ -27,6 +27,16 @@ WAYS = {
     "shm": replace(PLENTY, transport="shm"),
     RANKED: replace(PLENTY, transport="tcp", prefill_ranks=2),
     "tcp, 1 rank to 2 of whole experts": replace(PLENTY, transport="tcp", decode_ranks=2, whole_experts="decode"),
+    "shm, 1 rank to 2 that share contexts, swapped out": replace(
+        PLENTY,
+        transport="shm",
+        num_blocks=40,
+        decode_ranks=2,
+        whole_experts="decode",
+        shares_context=("decode",),
+        swap_bytes=2**20,
+        decode={"preemption": "swap", "swap_gib": 1.0},
+    ),
 }
 # Each rank but the first of a worker is a process, which takes 4 s of a core to load torch.
 MORE_WAYS = {
@@ -36,6 +46,12 @@ MORE_WAYS = {
     "shm, 4 ranks of whole experts to 1": replace(PLENTY, transport="shm", prefill_ranks=4, whole_experts="prefill"),
     "tcp, 2 ranks to 4 of whole experts": replace(
         PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4, whole_experts="decode"
+    ),
+    "tcp, 2 ranks that share contexts to 4": replace(
+        PLENTY, transport="tcp", prefill_ranks=2, decode_ranks=4, shares_context=("prefill", "decode")
+    ),
+    "tcp, 4 ranks that share contexts to 2": replace(
+        PLENTY, transport="tcp", prefill_ranks=4, decode_ranks=2, shares_context=("prefill",)
     ),
     "tcp, 4 ranks of whole experts to 2": replace(
         PLENTY, transport="tcp", prefill_ranks=4, decode_ranks=2, whole_experts="prefill"
@@ -70,13 +86,15 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
         await served.idle()
         stats = served.fleet.stats("decode")
         dense, *routed = stats.expert_skews
+        infos = served.fleet.infos
         shards = [parts.rank.loaded.parallel.shard for parts in served.fleet.parts.values()]
         parts = [parts.equipment for parts in served.fleet.parts.values()]
-    assert sum(shard.has_whole_experts for shard in shards) == ("whole experts" in way)
+    assert sum(shard.has_whole_experts for shard in shards) == (shape.whole_experts is not None)
+    assert {info.role for info in infos if info.layout.context_ranks > 1} == set(shape.shares_context)
     assert stats.prefix_hits > hits
     assert stats.transfers_failed == 0
     assert stats.transfers_done == (2 * len(PROMPTS) if shape.transport else 0)
-    assert (stats.swaps > 0) == (way == "swapped out")
+    assert (stats.swaps > 0) == ("swapped out" in way)
     assert dense == 0
     assert all(1 < skew < 8 / 3 + 1e-9 for skew in routed), "of eight experts each token takes three"
     assert {one.expert_share for one in parts} == {3 / 8}

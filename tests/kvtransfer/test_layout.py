@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.kv_layout import KVLayout, incompatibility
+from twostroke.protocol.kv_layout import KVLayout, RankCut, incompatibility
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, SampledToken, Ticket, mint_ticket
@@ -33,8 +34,21 @@ LAYERS = 3
 HEAD_DIM = 2
 
 
-def layout_of(tp_size: int, heads: int, block_size: int, kinds: int = 2, *, pp: int = 1) -> KVLayout:
-    return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size, kinds=kinds, pp_size=pp)
+def layout_of(
+    tp_size: int, heads: int, block_size: int, kinds: int = 2, *, pp: int = 1, shares_context: bool = False
+) -> KVLayout:
+    return KVLayout(
+        "m",
+        "bfloat16",
+        LAYERS,
+        heads,
+        HEAD_DIM,
+        block_size,
+        tp_size,
+        kinds=kinds,
+        pp_size=pp,
+        context_ranks=tp_size if shares_context else 1,
+    )
 
 
 def truth_of(layout: KVLayout, num_tokens: int) -> Array:
@@ -70,7 +84,11 @@ def assert_prompt(store: FakeStore, block_ids: tuple[int, ...], tokens: range) -
     truth = truth_of(store.layout, tokens.stop)
     for layer in store.layout.layers_of(store.rank):
         found = store.values(layer, block_ids, tokens.stop)
-        assert np.array_equal(found[tokens.start :], truth[layer, tokens.start :, :, heads_of(store)])
+        expected = truth[layer, :, :, heads_of(store)].copy()
+        held = store.layout.tokens_of(store.rank)
+        elsewhere = [position for position in range(tokens.stop) if position % store.layout.block_size not in held]
+        expected[elsewhere] = GARBAGE
+        assert np.array_equal(found[tokens.start :], expected[tokens.start :])
         assert (found[: tokens.start] == GARBAGE).all()
     for tensor in store.layers:
         assert (tensor[others] == GARBAGE).all()
@@ -88,7 +106,7 @@ def test_stages_that_can_not_share_the_layers_raise(pp: int) -> None:
     with pytest.raises(ValueError, match=f"{pp} stages can't share {LAYERS} layers"):
         plan_lanes(layout_of(1, 1, 4), layout_of(1, 1, 4, pp=pp))
     with pytest.raises(ValueError, match="2 stages can't share 3 ranks"):
-        layout_of(1, 1, 4).over(3, 2)
+        layout_of(1, 1, 4).over(RankCut(3, 2))
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp", "heads"), SIZES)
@@ -123,13 +141,81 @@ def test_every_byte_arrives_once_where_it_belongs(
         assert_prompt(target, target_ids, range(num_skipped, num_tokens))
 
 
+PARTS = [
+    # (ranks of the source, whether they share tokens, its block size), the same of the target
+    ((1, False, 8), (2, True, 8)),
+    ((2, False, 8), (4, True, 8)),
+    ((2, True, 8), (1, False, 8)),
+    ((4, True, 8), (2, False, 8)),
+    ((2, True, 8), (2, True, 8)),
+    ((2, True, 8), (4, True, 8)),
+    ((4, True, 8), (2, True, 8)),
+    ((3, False, 6), (3, True, 6)),
+    ((2, True, 4), (2, False, 8)),
+    ((2, False, 4), (2, True, 8)),
+    ((1, True, 4), (4, True, 4)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PARTS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_token_of_latents_goes_from_who_has_it_to_who_is_to_have_it(
+    source: tuple[int, bool, int], target: tuple[int, bool, int], data: st.DataObject
+) -> None:
+    source_layout, target_layout = (
+        layout_of(ranks, 1, size, 1, pp=data.draw(st.integers(1, LAYERS)), shares_context=shares)
+        for ranks, shares, size in (source, target)
+    )
+    assert incompatibility(source_layout, target_layout) is None
+    num_tokens = data.draw(st.integers(1, 24))
+    num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
+    source_ids = block_table(num_tokens, source_layout.block_size, 1)
+    target_ids = block_table(num_tokens, target_layout.block_size, 2)
+    lanes = plan_lanes(source_layout, target_layout)
+    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
+    assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
+    sources, targets = stores_of(source_layout), stores_of(target_layout)
+    for store in sources:
+        write_prompt(store, source_ids, num_tokens)
+    _move(sources, targets, (source_ids, target_ids), range(num_skipped, num_tokens), data.draw(st.integers(1, 9)))
+    for store in targets:
+        assert_prompt(store, target_ids, range(num_skipped, num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((2, True, 16), (1, False, 4)), ((1, False, 4), (2, True, 16)), ((2, True, 8), (2, True, 16)),
+     ((2, True, 6), (3, True, 6))],
+)  # fmt: skip
+def test_parts_that_would_be_in_pieces_on_the_other_side_are_refused(
+    source: tuple[int, bool, int], target: tuple[int, bool, int]
+) -> None:
+    layouts = [layout_of(ranks, 1, size, 1, shares_context=shares) for ranks, shares, size in (source, target)]
+    fault = incompatibility(*layouts)
+    assert fault is not None
+    assert "set the same block_size" in fault
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        (layout_of(3, 1, 4, 1, shares_context=True), "3 ranks can't share blocks of 4 tokens evenly"),
+        (layout_of(2, 2, 4, 2, shares_context=True), "can't share the tokens of keys and values"),
+        (msgspec.structs.replace(layout_of(4, 1, 4, 1), context_ranks=2), "2 of 4 ranks can't share"),
+    ],
+)
+def test_parts_that_can_not_be_are_refused(layout: KVLayout, fault: str) -> None:
+    assert fault in (incompatibility(layout_of(1, layout.num_kv_heads, 4, layout.kinds), layout) or "")
+
+
 @pytest.mark.parametrize(("source_pp", "target_pp"), [(1, 2), (2, 1), (2, 2)])
 def test_layers_with_windows_lie_in_other_groups_and_tensors_where_there_are_other_stages(
     source_pp: int, target_pp: int
 ) -> None:
     """Of the whole model, layer 2 is in the second group's second tensor; of its first half alone, in a third group."""
     whole = KVLayout("m", "bfloat16", 6, 2, HEAD_DIM, 4, windows=(0, 6, 6) * 2)
-    source_layout, target_layout = whole.over(source_pp, source_pp), whole.over(target_pp, target_pp)
+    source_layout, target_layout = (whole.over(RankCut(pp, pp)) for pp in (source_pp, target_pp))
     assert incompatibility(source_layout, target_layout) is None
     tables = tuple(tuple(range(at, at + 3 * 4)) for at in (5, 20))
     sources, targets = stores_of(source_layout), stores_of(target_layout)
@@ -206,8 +292,7 @@ class Fleet:
 
     def mint(self, addresses: tuple[Address, ...]) -> Ticket:
         source, target = self.sources[0].layout, self.targets[0].layout
-        stages = {"source_stages": source.pp_size, "target_stages": target.pp_size}
-        return mint_ticket(SECRET, "r", P, D, addresses, source_ranks=source.num_ranks, **stages)
+        return mint_ticket(SECRET, "r", P, D, addresses, source_cut=source.cut, target_cut=target.cut)
 
     async def __aexit__(self, *_: object) -> None:
         ends: list[Any] = [*self.senders, *self.receivers]
@@ -247,10 +332,23 @@ async def test_ranks_of_unequal_workers_exchange_a_prompt(
     kinds: int,
     stages: tuple[int, int],
 ) -> None:
-    num_tokens, num_skipped = 21, target_block
     source = layout_of(source_tp, heads, source_block, kinds, pp=stages[0])
     target = layout_of(target_tp, heads, target_block, kinds, pp=stages[1])
-    source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
+    await _exchange_a_prompt(source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PARTS)
+async def test_ranks_that_share_the_tokens_of_blocks_exchange_a_prompt(
+    source: tuple[int, bool, int], target: tuple[int, bool, int]
+) -> None:
+    layouts = [layout_of(ranks, 1, size, 1, shares_context=shares) for ranks, shares, size in (source, target)]
+    await _exchange_a_prompt(*layouts)
+
+
+async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
+    num_tokens, num_skipped = 21, target.block_size
+    source_ids = block_table(num_tokens, source.block_size, 1)
+    target_ids = block_table(num_tokens, target.block_size, 2)
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
@@ -325,10 +423,10 @@ async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None
 
 async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
     async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
-        odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
+        odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_cut=RankCut(2))
         await fails(
             fleet.senders[0].open(odd, 8, (0, 1), 8).done(),
-            match="counts 2 ranks in 1 stages, and this worker has 1 in 1",
+            match="counts 2 ranks in 1 stages, and this worker has 1 ranks in 1",
         )
 
 
@@ -339,7 +437,7 @@ async def test_a_rank_whose_heads_copies_send_is_done_with_its_commit() -> None:
         assert not idle.ended
         idle.commit(TOKEN)
         await idle.done()
-        again = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=3)
+        again = fleet.mint(fleet.ticket.target_addresses)
         given_up = fleet.senders[2].open(again, 8, (0, 1), 8)
         await fleet.senders[2].close()
         await fails(given_up.done(), match="the source is closing")

@@ -16,6 +16,7 @@ from tests.rigs.raw_source import ANYBODY, NEIGHBOUR, RawPeer, announced, grante
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.messages import (
     Abort,
     Awaited,
@@ -156,13 +157,13 @@ async def test_a_ticket_is_good_for_one_offer_whatever_became_of_it() -> None:
 
 async def test_an_offer_is_good_only_for_the_rank_that_its_ticket_counts() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket = mint_ticket(SECRET, "r", P, D, (pair.address,), source_ranks=2)
+        ticket = mint_ticket(SECRET, "r", P, D, (pair.address,), source_cut=RankCut(2))
         incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
         peer.connection.send(Offer(ticket, 12))
         assert await peer.answer() == Grant(ticket.transfer_id, 0), "rank 0 has the one head"
         waiting = asyncio.create_task(incoming.verified())
-        odd = mint_ticket(SECRET, "r", P, D, (pair.address,), source_ranks=0)
-        await fails(pair.receiver.expect(odd, [7], 4, 0).verified(), match="0 ranks can't send to 1")
+        odd = mint_ticket(SECRET, "r", P, D, (pair.address,), source_cut=RankCut(0))
+        await fails(pair.receiver.expect(odd, [7], 4, 0).verified(), match="0 ranks in 1 stages can't send to 1")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 

@@ -17,6 +17,7 @@ from tests.rigs.played import played_by
 from tests.worker.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, make_parts
 from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
+from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
@@ -255,7 +256,7 @@ async def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_s
 @played_by(play)
 async def test_all_ranks_offers_of_one_transfer_are_kept_as_one(ends: Ends) -> None:
     ends.target.receiver.config = TRANSFERS.model_copy(update={"max_pending_offers": 1})
-    ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)
+    ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_cut=RankCut(2))
     ranks = [await ends.connect_rank(rank) for rank in range(2)]
     for rank in ranks:
         rank.send(Offer(ticket, NUM_TOKENS))

@@ -17,6 +17,7 @@ from twostroke.model.checkpoint.config_file import load_model_config, parse_mode
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
+from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, row_keys
@@ -91,13 +92,15 @@ def make_decoder(
     quantization: Quantization = "auto",
     kv_dtype: torch.dtype | None = None,
     redundant_experts: int = 0,
+    shares_context: bool = False,
 ) -> tuple[Decoder, KVCache]:
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
     checkpoint, shard, stage = Checkpoint(folder, config), parallel.shard, parallel.stage
     context = max_context or config.max_position
-    options = LoadOptions(dtype, device, context, quantization, kv_dtype, redundant_experts)
-    weights = load_decoder_weights(checkpoint, config, options, backend, shard, stage)
+    options = LoadOptions(dtype, device, context, quantization, kv_dtype, redundant_experts, shares_context)
+    parts = ContextParts(parallel) if shares_context else None
+    weights = load_decoder_weights(checkpoint, config, options, backend, shard, stage, parts)
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,
@@ -107,6 +110,7 @@ def make_decoder(
         model_digest="",
         tp_size=shard.size,
         pp_size=stage.count,
+        context_ranks=shard.size if shares_context else 1,
         rank=stage.index * shard.size + shard.rank,
     )
     return Decoder(config, weights, backend, parallel), cache

@@ -1,7 +1,7 @@
 """A message of every kind, with values of every shape."""
 
 from twostroke.protocol import messages
-from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import KVLayout, RankCut
 from twostroke.protocol.messages import Message
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
@@ -10,7 +10,7 @@ from twostroke.protocol.verdicts import Verdict
 _SOURCE, _TARGET = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 TRANSFER_ID = _ID = bytes(range(200, 216))
 _ENDS = Address("127.0.0.1", 65535), Address("::1", 1)
-_TICKET = Ticket(_ID, "request", _SOURCE, _TARGET, _ENDS, 2, 2, 1, b"m" * 16)
+_TICKET = Ticket(_ID, "request", _SOURCE, _TARGET, _ENDS, RankCut(2, 2), RankCut(4, 1, 4), b"m" * 16)
 _LAYOUT = KVLayout("0123abcd", "bfloat16", 32, 8, 128, 16, 2)
 _PARAMS: dict[str, str | int] = {"host": "127.0.0.1", "port": 65535, "token": "ff" * 16}
 _TOKEN = SampledToken(151935, -0.5, ((42, -0.5), (7, -1.5)))

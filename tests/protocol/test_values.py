@@ -18,7 +18,7 @@ from twostroke.protocol.blocks import (
     unpack_names,
 )
 from twostroke.protocol.errors import EpochMismatch, ProtocolError, TicketRefused
-from twostroke.protocol.kv_layout import FP8, KVLayout, incompatibility
+from twostroke.protocol.kv_layout import FP8, KVLayout, RankCut, incompatibility
 from twostroke.protocol.requests import (
     Address,
     GenerateRequest,
@@ -211,9 +211,10 @@ def test_no_two_tickets_share_a_transfer_id():
         {"target": Peer("d", 3)},
         {"target_addresses": (Address("127.0.0.1", 10),)},
         {"target_addresses": (*HOME, *HOME)},
-        {"source_ranks": 2},
-        {"source_stages": 2},
-        {"target_stages": 2},
+        {"source_cut": RankCut(ranks=2)},
+        {"source_cut": RankCut(stages=2)},
+        {"source_cut": RankCut(context_ranks=2)},
+        {"target_cut": RankCut(stages=2)},
         {"mac": b""},
     ],
 )

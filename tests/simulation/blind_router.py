@@ -60,9 +60,8 @@ class BlindPulls(Delegate):
             source.peer,
             target.peer,
             target.transfer_addresses,
-            source_ranks=source.layout.num_ranks,
-            source_stages=source.layout.pp_size,
-            target_stages=target.layout.pp_size,
+            source_cut=source.layout.cut,
+            target_cut=target.layout.cut,
         )
         self._channels.send(source.peer, SendPrefix(ticket, request.token_ids, request.cache_salt))
         return ticket

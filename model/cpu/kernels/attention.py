@@ -160,9 +160,16 @@ def _decode(words):
 
 
 def decode_attention(
-    launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
+    launcher: Launcher,
+    q: Tensor,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+    form: AttentionForm,
+    out: Tensor,
+    log_sums: Tensor | None = None,
 ) -> None:
-    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, V], both contiguous.
+    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, V], both contiguous; zeros for an
+    empty context. `log_sums` as to `combine`.
 
     kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys, and what comes first of them
     values. Else V is D.
@@ -184,7 +191,7 @@ def decode_attention(
         *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.cached_scale),
         *(count, tokens, segments, heads_together, window, form.soft_cap, kinds, mixed_dim),
     )
-    combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form, out[:count])
+    combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form, out[:count], log_sums)
 
 
 def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:

@@ -93,13 +93,14 @@ def keep(partials, index, group, dim, mixed, best, weight_sum):
 @Kernels
 def _combine(words):
     """words: partials, out, contexts, heads, KV heads, head dim, segment tokens, segments, window, sinks or 0, what
-    values are multiplied by; items are query heads."""
+    values are multiplied by, logarithms of sums of weights or 0; items are query heads."""
     items, heads, kv_heads, dim, tokens, segments = words[1], words[6], words[7], words[8], words[9], words[10]
     sequences, group, window, has_sinks = items // heads, heads // kv_heads, words[11], words[12] != 0
     sinks, factor = carray(as_floats(words[12]), (heads,)), float_of_bits(np.uint32(words[13]))
     partials = carray(as_floats(words[3]), (sequences * kv_heads, segments, group, dim + 2))
     out = carray(as_stored(words, words[4]), (items, dim))
     contexts = carray(as_short_integers(words[5]), (sequences,))
+    log_sums = carray(as_floats(words[14]), (items,))
     mixed = np.empty(dim, np.float32)
     for item in taken(words, items):
         pair, row = item // group, item % group
@@ -115,6 +116,10 @@ def _combine(words):
             for i in range(dim):
                 mixed[i] = mixed[i] * shrink + part[i] * grow
             best, weight_sum = highest, weight_sum * shrink + part[dim + 1] * grow
+        if words[14] != 0:
+            log_sums[item] = best + np.log(weight_sum)
+        if weight_sum == 0:  # an empty context
+            weight_sum = np.float32(1)
         for i in range(dim):
             store(out[item], i, mixed[i] / weight_sum * factor)
 
@@ -128,14 +133,17 @@ def combine(
     window: int,
     form: AttentionForm,
     out: Tensor,
+    log_sums: Tensor | None = None,
 ) -> None:
-    """out [B, H, D] of fp32 [B KV heads, segments, heads of a group, D + 2]: sums, maximum, sum of weights.
+    """out [B, H, D] of fp32 [B KV heads, segments, heads of a group, D + 2]: sums, maximum, sum of weights; zeros for
+    an empty context.
 
-    `window` is at least the longest context where all of it is seen.
+    `window` is at least the longest context where all of it is seen. `log_sums`, fp32 [B, H], gets the logarithms of
+    the sums of weights.
     """
     sequences, heads, dim = out.shape
     sizes = heads, kv_heads, dim, segment_tokens(block_size), partials.shape[1], window
-    extra = 0 if form.sinks is None else form.sinks, form.kv_scales.value
+    extra = 0 if form.sinks is None else form.sinks, form.kv_scales.value, 0 if log_sums is None else log_sums
     launcher.run(_combine.of(out.dtype), sequences * heads, 4, partials, out, contexts, *sizes, *extra)
 
 

@@ -187,6 +187,8 @@ def _write_latents(words):
     norm, cos_sin = carray(as_floats(words[5]), (rank,)), carray(as_floats(words[6]), (words[12], rotary))
     positions, slots = carray(as_integers(words[7]), (count,)), carray(as_integers(words[8]), (count,))
     for row in taken(words, count):
+        if slots[row] < 0:
+            continue
         place = cache[slots[row]]
         normalise(rows[row, :rank], norm, eps, place[:rank])
         rotate(rows[row, rank:], cos_sin[positions[row]], np.float32(1), place[rank:])

@@ -25,6 +25,7 @@ from twostroke.model.cuda.kernels.attention import (
 )
 from twostroke.model.cuda.kernels.launch import LOG2_E, Architecture, Target, dot_precision, padded_head, power_of_two
 from twostroke.model.cuda.kernels.segments import (
+    LN_2,
     SplitConfig,
     make_partials,
     merge_segments,
@@ -151,6 +152,7 @@ def latent_decode_kernel(
     partial_out,
     partial_log_sums,
     splits,
+    log_sums,
     scale_log2,
     absorbed_head_stride,
     absorbed_row_stride,
@@ -166,8 +168,10 @@ def latent_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_LOG_SUMS: tl.constexpr,
 ):
-    """Programs (tile of heads, equal part of all contexts). Results as decode_attention_kernel has."""
+    """Programs (tile of heads, equal part of all contexts). Results as decode_attention_kernel has, and, where
+    HAS_LOG_SUMS, of rows of one segment natural logarithms of their sums of weights, -inf for an empty context."""
     program = tl.program_id(1)
     share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), 0, BLOCK_N)
     heads = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -234,6 +238,10 @@ def latent_decode_kernel(
         else:
             place = out + (sequence * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
             tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+            if HAS_LOG_SUMS:
+                tl.store(
+                    log_sums + sequence * NUM_HEADS + heads, (best + tl.log2(total)) * LN_2, mask=heads < NUM_HEADS
+                )
         row += 1
 
 
@@ -245,25 +253,27 @@ def latent_decode(
     scale: float,
     out: Tensor,
     config: LatentDecodeConfig,
+    log_sums: Tensor | None = None,
 ) -> None:
     """The layout's decodes, whose rows come first: mixtures of latents to out [B, H, R]; zeros for an empty context.
 
-    absorbed [H, B, R], its last dimension contiguous; q [T, H, N + P], turned.
+    absorbed [H, B, R], its last dimension contiguous; q [T, H, N + P], turned. `log_sums`, fp32 [B, H], gets natural
+    logarithms of sums of weights, -inf for an empty context.
     """
     heads, sequences, rank = absorbed.shape
     rotary, split = kv_layer.shape[4] - rank, config.split
     partials = make_partials(split, sequences, heads, rank, q.device)
     latent_decode_kernel[(triton.cdiv(heads, config.block_m), split.programs_for(sequences))](
         absorbed, q, kv_layer, layout.context_lens, layout.block_tables, out, partials.out, partials.log_sums,
-        partials.splits, scale * LOG2_E, absorbed.stride(0), absorbed.stride(1), layout.block_tables.stride(0),
-        sequences,
+        partials.splits, log_sums, scale * LOG2_E, absorbed.stride(0), absorbed.stride(1),
+        layout.block_tables.stride(0), sequences,
         NUM_HEADS=heads, KEY=q.shape[2] - rotary, RANK=rank, RANK_PADDED=padded_head(rank), ROTARY=rotary,
         ROTARY_PADDED=padded_head(rotary), BLOCK_SIZE=kv_layer.shape[3], BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
+        BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype), HAS_LOG_SUMS=log_sums is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if split.may_split:
-        merge_segments(partials, out, heads * rank)
+        merge_segments(partials, out, heads * rank, log_sums)
 
 
 @dataclass(frozen=True, slots=True)

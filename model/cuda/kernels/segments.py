@@ -13,6 +13,7 @@ How many segments a row has depends on the rows beside it: on GPUs a row's bits 
 of its projections may, but never between two runs of one batch.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,9 @@ _LEAST_STEPS = tl.constexpr(2)  # of a program: a shorter segment costs more in 
 _MERGED = 16  # segments a step of the merging kernel
 
 _ROWS = tl.constexpr(256)  # that a program looks at at once
+
+LN_2 = tl.constexpr(math.log(2.0))
+"""What base-2 logarithms are multiplied by, to be natural ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +124,16 @@ def merge_segments_kernel(
     partial_log_sums,
     splits,
     out,
+    log_sums,
     out_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     STEP: tl.constexpr,
+    HAS_LOG_SUMS: tl.constexpr,
 ):
-    """One program a head and a row: the segments' averages, weighted by their sums, to out [rows, H * D].
+    """One program a head and a row: the segments' averages, weighted by their sums, to out [rows, H * D], and where
+    HAS_LOG_SUMS natural logarithms of the sums together to log_sums [rows, H].
 
     Rows of one segment have their result already.
     """
@@ -143,9 +150,9 @@ def merge_segments_kernel(
         for first in range(0, segments, STEP):
             some = first + tl.arange(0, STEP)
             places = (entry + some) * NUM_HEADS + head
-            log_sums = tl.load(partial_log_sums + places, mask=some < segments, other=float("-inf"))
-            new_best = tl.maximum(best, tl.max(log_sums, axis=0))
-            weights = tl.exp2(log_sums - new_best)
+            logs = tl.load(partial_log_sums + places, mask=some < segments, other=float("-inf"))
+            new_best = tl.maximum(best, tl.max(logs, axis=0))
+            weights = tl.exp2(logs - new_best)
             values = tl.load(
                 partial_out + places[:, None] * HEAD_DIM + dims[None, :],
                 mask=(some < segments)[:, None] & real[None, :],
@@ -156,6 +163,8 @@ def merge_segments_kernel(
             acc = acc * shrink + tl.sum(weights[:, None] * values, axis=0)
             best = new_best
         tl.store(out + row * out_stride + head * HEAD_DIM + dims, (acc / total).to(out.dtype.element_ty), mask=real)
+        if HAS_LOG_SUMS:
+            tl.store(log_sums + row * NUM_HEADS + head, (best + tl.log2(total)) * LN_2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +186,12 @@ def make_partials(config: SplitConfig, rows: int, heads: int, dim: int, device: 
     )
 
 
-def merge_segments(partials: Partials, out: Tensor, out_stride: int) -> None:
-    """Rows of several segments to out, whose rows are `out_stride` values apart."""
+def merge_segments(partials: Partials, out: Tensor, out_stride: int, log_sums: Tensor | None = None) -> None:
+    """Rows of several segments to out, whose rows are `out_stride` values apart; natural logarithms of their sums of
+    weights to log_sums, fp32 [rows, H]."""
     _, heads, dim = partials.out.shape
     merge_segments_kernel[(heads, len(partials.splits))](
-        partials.out, partials.log_sums, partials.splits, out, out_stride,
-        NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), STEP=_MERGED, num_warps=4,
+        partials.out, partials.log_sums, partials.splits, out, log_sums, out_stride,
+        NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), STEP=_MERGED,
+        HAS_LOG_SUMS=log_sums is not None, num_warps=4,
     )  # fmt: skip

@@ -23,10 +23,12 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
 from twostroke.model.parallel import expert_sums
+from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import (
@@ -72,26 +74,35 @@ class Ranks:
     """Runs each step on all ranks at once. Looks like rank 0's runner."""
 
     def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
-        self._runners = runners
+        self.runners = runners
         self.groups = runners[0].groups
         self._threads = threads
 
     def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
         others = [as_on_rank_0(for_ranks(step)) for step in batch]
-        batches = [batch, *[others] * (len(self._runners) - 1)]
-        drawn, *_ = list(self._threads.map(ModelRunner.run, self._runners, batches))
+        batches = [batch, *[others] * (len(self.runners) - 1)]
+        drawn, *_ = list(self._threads.map(ModelRunner.run, self.runners, batches))
         return drawn
 
 
-def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
+def runner(folder: Path, parallel: TensorParallel, shares_context: bool = False) -> ModelRunner:
     num_blocks = NUM_BLOCKS * load_model_config(folder).kv_groups.count
-    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=num_blocks, block_size=BLOCK_SIZE, parallel=parallel)
+    decoder, cache = make_decoder(
+        folder,
+        CpuBackend(),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        parallel=parallel,
+        shares_context=shares_context,
+    )
     sampler = Sampler(decoder.vocab_size) if cache.rank == 0 else None
     return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position, parallel=parallel)
 
 
 @contextmanager
-def ranks(folder: Path, size: int, has_whole_experts: bool = False, stages: int = 1) -> Iterator[Ranks]:
+def ranks(
+    folder: Path, size: int, has_whole_experts: bool = False, stages: int = 1, shares_context: bool = False
+) -> Iterator[Ranks]:
     """`size` of each of so many stages."""
     rendezvous = Rendezvous("127.0.0.1")
 
@@ -101,7 +112,7 @@ def ranks(folder: Path, size: int, has_whole_experts: bool = False, stages: int 
 
     with ThreadPoolExecutor(size * stages) as threads:
         groups = threads.map(join, range(size * stages))
-        yield Ranks([runner(folder, group) for group in groups], threads)
+        yield Ranks([runner(folder, group, shares_context) for group in groups], threads)
 
 
 def sizes_of(shape: str) -> tuple[int, ...]:
@@ -137,6 +148,51 @@ def test_several_ranks_draw_the_tokens_that_one_draws(
         for has_whole_experts in (False, True)[: 2 if load_model_config(folder).num_experts else 1]:
             with ranks(folder, size, has_whole_experts) as together:
                 assert tokens(together) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "stages"),
+    [(2, 1), pytest.param(4, 1, marks=pytest.mark.models), pytest.param(2, 2, marks=pytest.mark.models)],
+)
+def test_ranks_that_share_the_tokens_of_latents_draw_the_tokens_that_one_draws(
+    size: int, stages: int, write_checkpoint: Any, generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(seed=3, **FAMILY_SHAPES["deepseek_v3_experts"])
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(90, (length,), generator=generator).tolist() for length in LENGTHS]
+    monkeypatch.setattr(latents, "PART_TOKENS", 32)  # so that a prompt's context comes in several parts
+
+    def tokens(runner: Any) -> list[list[int]]:
+        answers: list[list[int]] = generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=BLOCK_SIZE)
+        return answers
+
+    expected = tokens(runner(folder, SingleRank()))
+    with ranks(folder, size, True, stages, shares_context=True) as together:
+        for one in together.runners:
+            assert one._kv_cache.tensors[0].shape[3] == BLOCK_SIZE // size
+        assert tokens(together) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_over_parts_of_a_context_are_merged_at_the_ranks_that_have_the_heads(dtype: torch.dtype) -> None:
+    size, tokens, heads, rank = 4, 3, 2, 6
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(size, tokens, size * heads, 5, generator=generator) * 3
+    scores[1, 0], scores[2, 0], scores[3, 0] = -torch.inf, -torch.inf, -torch.inf  # one rank has all of this context
+    values = torch.randn(size, 5, rank, generator=generator)
+    mixed = torch.einsum("nthk,nkr->nthr", scores.softmax(-1).nan_to_num(), values).to(dtype)
+    rendezvous = Rendezvous("127.0.0.1")
+
+    def merged(index: int) -> torch.Tensor:
+        parts = ContextParts(GroupRanks(Shard(index, size), rendezvous.address, CPU))
+        return parts.merged(mixed[index], scores[index].logsumexp(-1))
+
+    with ThreadPoolExecutor(size) as threads:
+        found = torch.cat(list(threads.map(merged, range(size))), dim=1)
+    together = scores.permute(1, 2, 0, 3).flatten(2).softmax(-1)
+    expected = together @ values.flatten(0, 1)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("shape", ["experts", "stacked experts with biases, sinks", "experts of Mixtral"])

@@ -146,7 +146,7 @@ async def test_every_transfer_has_a_ticket_of_its_own_for_the_pair():
     for ticket in tickets:
         verify_ticket(SECRET, ticket, source=P0.peer, target=D0.peer)
         assert ticket.target_addresses == D0.transfer_addresses
-        assert ticket.source_ranks == 2
+        assert ticket.source_cut.ranks == 2
 
 
 @pytest.mark.parametrize("side", ["source_fails", "target_fails"])

@@ -212,8 +212,8 @@ def _altered_ticket(draw: random.Random, ticket: Ticket) -> Ticket:
             replace(ticket, source=_other_epoch(ticket.source)),
             replace(ticket, target=_other_epoch(ticket.target)),
             replace(ticket, request_id="another"),
-            replace(ticket, source_ranks=ticket.source_ranks + 1),
-            replace(ticket, source_stages=ticket.source_stages + 1),
+            replace(ticket, source_cut=replace(ticket.source_cut, ranks=ticket.source_cut.ranks + 1)),
+            replace(ticket, source_cut=replace(ticket.source_cut, stages=ticket.source_cut.stages + 1)),
         )
     )
 

@@ -24,7 +24,7 @@ from tests.simulation.replay import Counts
 from tests.simulation.transfers.faults import TOO_LONG, Faults
 from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
-from tests.simulation.transfers.sides import SECRET, Process, Side, Sides, stages_of
+from tests.simulation.transfers.sides import SECRET, Process, Side, Sides, cuts_of
 from twostroke.protocol.requests import Peer, Ticket, mint_ticket
 from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
 from twostroke.simulator.exact.memory_store import Array
@@ -135,7 +135,7 @@ class _World:
             return  # some stood still, or could not reach others
         for what, held in bereft:
             # With several ranks, one may never have heard of the other's.
-            is_single = len(held.transfers) == 1 and held.ticket.source_ranks == 1
+            is_single = len(held.transfers) == 1 and held.ticket.source_cut.ranks == 1
             if is_single and not held.transfers[0].ended and not held.process.is_dead:
                 self._problems.append(f"{what} holds on to {process.name}, which has crashed")
 
@@ -158,7 +158,7 @@ class _World:
             _formerly(source.peer) if one.source_act == "open stale" else source.peer,
             _formerly(target.peer) if one.target_act == "expect stale" else target.peer,
             target.addresses,
-            **stages_of(source, target),
+            **cuts_of(source, target),
         )
         truth = self._make_truth(one)
         self._report.acts[f"source: {one.source_act}"] += 1

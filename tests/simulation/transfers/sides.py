@@ -12,6 +12,7 @@ from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferP
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
 from twostroke.simulator.exact.memory_store import Array, FakeStore, fake_layout
@@ -193,7 +194,7 @@ class Sides:
                 process.peer,
                 target.peer,
                 target.addresses,
-                **stages_of(process, target),
+                **cuts_of(process, target),
             )
             floods.append(rank.sender.open(ticket, 1, table, 1))
         await asyncio.sleep(one.source_act_after_s)
@@ -209,7 +210,7 @@ class Sides:
         """Let another worker send on a ticket that nobody has signed for it."""
         forger = next(other for other in self.processes if other.number not in (one.source, one.target))
         if not forger.is_dead:
-            shape = stages_of(forger, self.processes[one.target])
+            shape = cuts_of(forger, self.processes[one.target])
             forged = replace(ticket, source=forger.peer, mac=bytes(16), **shape)
             problem = f"a forged ticket was good for transfer {one.number}"
             forger.spawn(self._send_in_vain(forger, one, forged, problem), f"forger of transfer {one.number}")
@@ -331,10 +332,9 @@ def _token(one: TransferPlan) -> SampledToken | None:
     return SampledToken(1000 + one.number) if one.has_token else None
 
 
-def stages_of(source: Process, target: Process) -> dict[str, int]:
+def cuts_of(source: Process, target: Process) -> dict[str, RankCut]:
     """What a ticket says of both workers' ranks."""
-    ours, theirs = source.ranks[0].store.layout, target.ranks[0].store.layout
-    return {"source_ranks": ours.num_ranks, "source_stages": ours.pp_size, "target_stages": theirs.pp_size}
+    return {"source_cut": source.ranks[0].store.layout.cut, "target_cut": target.ranks[0].store.layout.cut}
 
 
 def _layers(store: FakeStore) -> range:
