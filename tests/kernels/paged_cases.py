@@ -1,6 +1,7 @@
 """Batches over a paged cache in which everything that no kernel may read is NaN."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,10 +19,12 @@ from twostroke.model.backend import (
     LatentHeads,
     Linear,
 )
-from twostroke.model.batch import BatchLayout
+from twostroke.model.batch import BatchLayout, held_of
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
+from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, Shard
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Of values of about 1: a few units in the last place."""
@@ -160,6 +163,28 @@ def latent_case(
     return LatentCase(q, weights, kv_layer, torch.cat((angles.cos(), angles.sin()), dim=1), layout)
 
 
+def over_ranks(case: LatentCase, size: int, attend: Callable[[LatentCase, GroupRanks], Tensor]) -> Tensor:
+    """What `size` ranks compute together that share each block's tokens, each for its part of the heads: threads."""
+    rendezvous, block_size, all_heads = Rendezvous("127.0.0.1"), case.kv_layer.shape[3], len(case.heads.keys)
+    q = case.q.view(len(case.q), all_heads, -1)
+
+    def one(rank: int) -> Tensor:
+        shard = Shard(rank, size)
+        heads, held = shard.part(all_heads), range(block_size)[shard.part(block_size)]
+        held_lens = held_of(case.layout.context_lens.long().numpy(), block_size, held)
+        part = replace(
+            case,
+            q=q[:, heads].flatten(1).contiguous(),
+            heads=replace(case.heads, keys=case.heads.keys[heads], values=case.heads.values[heads]),
+            kv_layer=case.kv_layer[:, :, :, held.start : held.stop].contiguous(),
+            layout=replace(case.layout, held_lens=torch.from_numpy(held_lens).int()),
+        )
+        return attend(part, GroupRanks(shard, rendezvous.address, torch.device("cpu")))
+
+    with ThreadPoolExecutor(size) as threads:
+        return torch.cat(list(threads.map(one, range(size))), dim=1)
+
+
 class ReferenceBackend:
     """Implements `Backend` in plain torch, on any device."""
 
@@ -190,7 +215,9 @@ class ReferenceBackend:
     ) -> None:
         reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
 
-    def make_latent_attention(self, heads: LatentHeads) -> LatentAttention:
+    def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> LatentAttention:
+        assert parts is None
+
         def attend(q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
             return reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout)
 

@@ -1,15 +1,18 @@
 """Attention to latents by Triton's kernels against the plain torch reference; what no kernel may read is NaN."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.paged_cases import LatentCase, assert_close, latent_case
+from tests.kernels.paged_cases import LatentCase, assert_close, latent_case, over_ranks
 from twostroke.model import reference
 from twostroke.model.cuda import latents
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import H100, Architecture, Target
+from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import GroupRanks
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -59,3 +62,43 @@ def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.d
     write_latents(rows, norm, 1e-6, case.cos_sin, written, layout)
     reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
     assert_close(written, expected, scale=2.0)
+
+
+class OneAtATime(ContextParts):
+    """Ranks as threads, of which one runs between exchanges: Triton's interpreter is for one thread."""
+
+    running = threading.Lock()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("of_all_heads", "merged", "whole_blocks"):
+            return found
+
+        def exchange(*arguments: torch.Tensor) -> torch.Tensor:
+            self.running.release()
+            try:
+                result: torch.Tensor = found(*arguments)
+                return result
+            finally:
+                self.running.acquire()
+
+        return exchange
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_that_share_the_tokens_of_a_context_equal_the_reference(
+    ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "PART_TOKENS", 64)
+    # The first context has tokens on one rank alone, and with so few programs the longest is split.
+    case = latent_case([(1, 1), (1, 16), (1, 150), (3, 3), (20, 50)], heads=4, dtype=dtype)
+
+    def attend(part: LatentCase, group: GroupRanks) -> torch.Tensor:
+        parts = OneAtATime(group)
+        with parts.running:
+            return latents.CudaLatentAttention(part.heads, SMALL, parts)(
+                part.q, part.cos_sin, part.kv_layer, part.layout
+            )
+
+    assert_close(over_ranks(case, ranks, attend), case.expected(), scale=4.0)

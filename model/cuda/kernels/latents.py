@@ -239,9 +239,9 @@ def latent_decode_kernel(
             place = out + (sequence * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
             tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
             if HAS_LOG_SUMS:
-                tl.store(
-                    log_sums + sequence * NUM_HEADS + heads, (best + tl.log2(total)) * LN_2, mask=heads < NUM_HEADS
-                )
+                log_sum = (best + tl.log2(tl.where(total > 0.0, total, 1.0))) * LN_2
+                log_sum = tl.where(total > 0.0, log_sum, float("-inf"))
+                tl.store(log_sums + sequence * NUM_HEADS + heads, log_sum, mask=heads < NUM_HEADS)
         row += 1
 
 

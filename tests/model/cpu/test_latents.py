@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from tests.kernels.paged_cases import LatentCase, latent_case
+from tests.kernels.paged_cases import LatentCase, latent_case, over_ranks
 from twostroke.model import reference
 from twostroke.model.cpu import latents
 from twostroke.model.cpu.kernels.elementwise import write_latents
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.linears import is_supported
+from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import GroupRanks
 
 DTYPES = [torch.float32, torch.bfloat16]
 DECODES = [(1, 1), (1, 16), (1, 17), (1, 600)]
@@ -51,6 +53,22 @@ def test_parts_of_a_context_are_merged(dtype: torch.dtype, monkeypatch: pytest.M
     check(latent_case([(60, 60), (50, 131), (40, 192)], dtype=dtype))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_that_share_the_tokens_of_a_context_equal_the_reference(
+    dtype: torch.dtype, shape: dict[str, int], ranks: int
+) -> None:
+    case = latent_case([*DECODES, *CHUNKS], dtype=dtype, **({"heads": 4} | shape))
+
+    def attend(part: LatentCase, group: GroupRanks) -> torch.Tensor:
+        attention = latents.CpuLatentAttention(part.heads, Launcher(), ContextParts(group))
+        return attention(part.q, part.cos_sin, part.kv_layer, part.layout)
+
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(over_ranks(case, ranks, attend), case.expected(), rtol=tolerance, atol=tolerance)
+
+
 def test_a_cpu_without_our_instructions_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents, "is_supported", lambda dtype: False)
     check(latent_case([(1, 40), (50, 131)]))
@@ -62,6 +80,7 @@ def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.d
     rows = torch.randn((58, 64)).to(dtype)
     norm, written, expected = torch.rand(48) + 0.5, case.kv_layer.clone(), case.kv_layer.clone()
     layout = case.layout
+    layout.slots[3] = -1  # another rank's
     write_latents(Launcher(), rows, norm, 1e-6, case.cos_sin, written, layout)
     reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
