@@ -149,7 +149,8 @@ def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.de
 def held_of(positions: npt.NDArray[np.int64], block_size: int, held: range) -> npt.NDArray[np.int64]:
     """Of so many tokens of a context, how many a rank has that holds the tokens `held` of each block."""
     blocks, rest = np.divmod(positions, block_size)
-    return blocks * len(held) + np.clip(rest - held.start, 0, len(held))
+    held_lens: npt.NDArray[np.int64] = blocks * len(held) + np.clip(rest - held.start, 0, len(held))
+    return held_lens
 
 
 def slots_of(

@@ -45,6 +45,7 @@ INSTEAD: Mapping[str, str] = {
     "config_format": "the folder tells: leave it out",
     "cpu_offload_gb": "weights stay where the model computes: take quantization, or more tensor_parallel",
     "data_parallel_size": "prefill.replicas and decode.replicas say how many workers there are (--prefill, --decode)",
+    "decode_context_parallel_size": "decode.context_parallel: true divides latents among all ranks of tensor_parallel",
     "disable_custom_all_reduce": "ranks take the quickest way that they have: leave it out",
     "disable_log_requests": "logging.level: warning leaves out the line of each request",
     "disable_log_stats": "metrics cost next to nothing: leave it out",
@@ -151,7 +152,11 @@ OF_BENCH_SERVE: Mapping[str, str] = {
 }
 """Flags of `vllm bench serve`, and what `twostroke loadtest run` has for them."""
 
-_SHORT = {"dp": "data_parallel_size", **dict.fromkeys(("O", "O0", "O1", "O2", "O3"), "compilation_config")}
+_SHORT = {
+    "dp": "data_parallel_size",
+    "dcp": "decode_context_parallel_size",
+    **dict.fromkeys(("O", "O0", "O1", "O2", "O3"), "compilation_config"),
+}
 
 
 def what_is_ours(name: str) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.model.conftest import make_decoder
 from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import make_layout
+from twostroke.model.batch import make_layouts
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -28,6 +28,7 @@ from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.kv_layout import ONE_GROUP
 from twostroke.protocol.requests import SamplingParams
 
 CPU = torch.device("cpu")
@@ -200,14 +201,16 @@ def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> No
     assert backend.launcher.arena.num_bytes == backend.launcher.arena.free_bytes == room
 
 
-def test_inputs_are_those_of_a_layout() -> None:
+@pytest.mark.parametrize("held", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])
+def test_inputs_are_those_of_a_layout(held: range | None) -> None:
     rng = random.Random(2)
-    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE)
+    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE, held=held)
+    names = ["positions", "slots", "query_starts", "context_lens"] + ["held_lens"] * (held is not None)
     for size in (64, 3, 17, 1):
         batch = decodes(rng, size)
         inputs.fill(batch)
-        (mine,), expected = inputs.layouts(size), make_layout(batch, BLOCK_SIZE, CPU)
-        for name in ("positions", "slots", "query_starts", "context_lens"):
+        (mine,), (expected,) = inputs.layouts(size), make_layouts(batch, BLOCK_SIZE, CPU, ONE_GROUP, held)
+        for name in names:
             assert torch.equal(getattr(mine, name), getattr(expected, name)), name
             assert getattr(mine, name).dtype == getattr(expected, name).dtype, name
         for row, context in enumerate(expected.context_lens.tolist()):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from twostroke.cluster.cli import main
+from twostroke.planner.models import MODELS
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,6 +83,28 @@ def test_ranks_with_whole_experts_take_as_much_as_the_one_with_the_most(
     code, told = checked(tmp_path, capsys, LLAMA_3_1_8B, "--expert-parallel")
     assert (code, told["way"]) == (2, "refused")
     assert "expert_parallel: the model has no experts" in told["reason"]
+
+
+def test_ranks_that_share_contexts_have_room_for_as_many_times_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = dict(MODELS["DeepSeek-V3"].fields)
+    on = tmp_path, capsys, fields, "--gpu", "h200", "--tensor-parallel", "8"
+    (_, copies), (code, parts) = (checked(*on, *more) for more in ((), ("--context-parallel",)))
+    assert code == 0
+    assert copies["kv_bytes_per_token"] == 61 * 576 * 2
+    assert parts["kv_bytes_per_token"] == copies["kv_bytes_per_token"] // 8
+    assert parts["max_requests"] // copies["max_requests"] in (8, 9)
+    main(["check", str(tmp_path), *on[3:], "--context-parallel"])
+    worker = "    decode: {num_gpus: 1, tensor_parallel: 8, context_parallel: true}"
+    assert worker in capsys.readouterr().out.splitlines()
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B, "--context-parallel")
+    assert (code, told["way"]) == (2, "refused")
+    assert "context_parallel: ranks share the tokens of latents, and this model caches keys" in told["reason"]
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {block_size: 12}\n")
+    code, told = checked(*on, "--context-parallel", "--config", str(path))
+    assert "8 ranks can't share blocks of 12 tokens evenly: use a block_size that is a multiple of 8" in told["reason"]
 
 
 def test_a_configuration_file_says_how_the_model_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
