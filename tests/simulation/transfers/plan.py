@@ -55,6 +55,7 @@ class WorkerPlan:
     tp_size: int
     pp_size: int
     max_chunk_bytes: int
+    context_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Plan:
     seed: int
     num_layers: int
     num_kv_heads: int
+    kinds: int
     workers: tuple[WorkerPlan, ...]
     transfers: tuple[TransferPlan, ...]
     faults: tuple[FaultPlan, ...]
@@ -143,8 +145,22 @@ def make_plan(seed: int) -> Plan:
     chunk_bytes = draw.choice((1, 24, 48, 96, 65536))
     stages = draw.choice(((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)))
     stages = (min(stages[0], num_layers), min(stages[1], num_layers))
+    kinds, shares = 2, (False, False)
+    if seed % 5 == 4:  # latents, of which a side's ranks may each have a part of the tokens
+        of_latents = random.Random(f"latents of {seed}")
+        kinds, heads, sizes = 1, 1, of_latents.choice(((4, 4), (6, 6), (4, 8)))
+        ranks = of_latents.choice(((1, 2), (2, 1), (2, 2)))
+        shares = of_latents.choice(
+            ((True, False), (False, True), (True, True)) if sizes[0] == sizes[1] else ((True, False),)
+        )
     workers = tuple(
-        WorkerPlan(sizes[number % 2], ranks[number % 2], stages[number % 2], chunk_bytes)
+        WorkerPlan(
+            sizes[number % 2],
+            ranks[number % 2],
+            stages[number % 2],
+            chunk_bytes,
+            ranks[number % 2] if shares[number % 2] else 1,
+        )
         for number in range(num_workers)
     )
     faulty = draw.random() < 0.8
@@ -159,6 +175,7 @@ def make_plan(seed: int) -> Plan:
         seed=seed,
         num_layers=num_layers,
         num_kv_heads=heads,
+        kinds=kinds,
         workers=workers,
         transfers=transfers,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),

@@ -172,8 +172,8 @@ class _World:
         self._judge(one, is_late=is_late)
 
     def _make_truth(self, one: TransferPlan) -> Array:
-        """KV of [layer, token, 2, head, 1]."""
-        shape = (self._plan.num_layers, one.num_tokens, 2, self._plan.num_kv_heads, 1)
+        """KV of [layer, token, kinds, head, 1]."""
+        shape = (self._plan.num_layers, one.num_tokens, self._plan.kinds, self._plan.num_kv_heads, 1)
         return np.frombuffer(self._draw.randbytes(2 * int(np.prod(shape))), np.uint16).reshape(shape)
 
     async def _at(

@@ -42,6 +42,8 @@ class Process(VirtualProcess):
             tp_size=worker.tp_size,
             pp_size=worker.pp_size,
             num_kv_heads=plan.num_kv_heads,
+            kinds=plan.kinds,
+            context_ranks=worker.context_ranks,
         )
         config = TransferConfig(
             lease_s=LEASE_S,
@@ -308,10 +310,11 @@ class Sides:
         self, process: Process, one: TransferPlan, truth: Array, tables: list[list[int]], when: str
     ) -> None:
         for rank, table in zip(process.ranks, tables, strict=True):
-            heads = _heads(rank.store)
+            heads, layout = _heads(rank.store), rank.store.layout
+            here = [at for at in range(one.num_tokens) if at % layout.block_size in layout.tokens_of(rank.store.rank)]
             for layer in _layers(rank.store):
                 found = rank.store.values(layer, table, one.num_tokens)
-                if not np.array_equal(found, truth[layer, :, :, heads]):
+                if not np.array_equal(found[here], truth[layer, here, :, heads]):
                     self.problems.append(f"layer {layer} of transfer {one.number} is wrong {when}")
 
     def check_offers(self) -> None:
