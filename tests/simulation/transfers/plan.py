@@ -56,6 +56,7 @@ class WorkerPlan:
     pp_size: int
     max_chunk_bytes: int
     context_ranks: int = 1
+    shares_units: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ def make_plan(seed: int) -> Plan:
             stages[number % 2],
             chunk_bytes,
             ranks[number % 2] if shares[number % 2] else 1,
+            shares_units=kinds == 1,
         )
         for number in range(num_workers)
     )
@@ -197,6 +199,8 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
     steps = [step for step in steps if step > ready]
     layer_s = draw.choice((0.0, 0.001, 0.001, 0.005, 0.005))
     unit = max(workers[source].block_size, workers[target].block_size)
+    if workers[source].shares_units or workers[target].shares_units:  # each lane has every so-manyth
+        unit *= max(workers[source].tp_size, workers[target].tp_size)
     has_news = all(after - before >= unit for before, after in pairwise((ready, *steps)))  # full units in every step
     if skip == 0 and len(steps) > 1 and draw.random() < 0.3 and has_news:
         # A long prompt: its chunks come steadily, for longer than a silence may be.
