@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
-from twostroke.advisor.agreement import plan_for
+from twostroke.advisor.agreement import calibrate, plan_for
+from twostroke.advisor.calibration import MIXED
 from twostroke.advisor.capacities import TARGET, Point, measured_capacity
-from twostroke.advisor.modes import Counts, Mode, learn_kind, pace_of, server_in, write_kind
+from twostroke.advisor.modes import Counts, Fleet, Mode, learn_kind, pace_of, server_in, write_kind
 from twostroke.advisor.plan import sample_of
 from twostroke.advisor.trials import decide, measured_worker, simulated_goodput
 from twostroke.benchmarks.console import conclude, positive, say
@@ -44,6 +45,8 @@ from twostroke.simulator.kinds import Kind, kind_of
 HALVES = 2  # a machine's, in which the planner counts: a worker takes one or both
 STEP = 1.25  # between the first two rates; steps grow until one rate holds and one does not
 NEAR = 1.1  # rates that are no further apart are measured again
+LEARNT_AT = (0.3, 0.7)
+"""Of what workers could read at most, the loads under which costs are learnt."""
 WARM_UP_S = 3.0
 POINTS_FILE = "points.json"
 
@@ -178,7 +181,7 @@ def _measure(
                 raise ConfigError(
                     f"--layouts: {LEARNT_BY[candidate.kind]} comes first, what workers cost is learnt there"
                 )
-            write_kind(learn_kind(url, candidate.mode, seed=0), learnt)
+            write_kind(_learn(candidate, url, arguments, folder), learnt)
         kind = kind_of(str(learnt))
         expected = _expected(candidate, kind, workload, promise)
         plan = plan_for(url, workload_of(arguments), arguments.seconds, WARM_UP_S, 0, arguments.max_context)
@@ -191,6 +194,23 @@ def _measure(
             )
             mine.append(_turn(candidate, asked, rate, pace, folder))
             yield mine[-1]
+
+
+def _learn(candidate: Candidate, url: str, arguments: argparse.Namespace, folder: Path) -> Kind:
+    """From requests one by one, then under two loads of another workload than the one that is planned for."""
+    say(f"{candidate.name}: learning what workers cost")
+    kind = learn_kind(url, candidate.mode, seed=0)
+    plan = plan_for(url, MIXED, arguments.seconds, WARM_UP_S, 0, None)
+    low, high = (share * reading_rate(kind, candidate.counts) for share in LEARNT_AT)
+    return calibrate(plan, Fleet(candidate.mode, candidate.counts, kind), (low, high), folder)
+
+
+def reading_rate(kind: Kind, counts: Counts) -> float:
+    """MIXED's requests a second whose prompts keep all workers that read busy, answers aside."""
+    prompts = ((MIXED.input_tokens, 1 - MIXED.long_share), (MIXED.long_input_tokens, MIXED.long_share))
+    costs = kind.beside or kind.costs
+    seconds = sum(share * (kind.prompt_s + costs.prefill_s(tokens, 0, kind.step_tokens)) for tokens, share in prompts)
+    return (counts.prefill or counts.decode) / seconds
 
 
 def _expected(candidate: Candidate, kind: Kind, workload: Workload, promise: Promise) -> float:

@@ -7,7 +7,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from twostroke.advisor.regret import CANDIDATES, POINTS_FILE, Turn, goodputs, next_rate, planned_goodputs, verdict_of
+from twostroke.advisor.modes import Counts, slowed
+from twostroke.advisor.regret import (
+    CANDIDATES,
+    POINTS_FILE,
+    Turn,
+    goodputs,
+    next_rate,
+    planned_goodputs,
+    reading_rate,
+    verdict_of,
+)
 from twostroke.advisor.trials import decide, measured_worker, simulated_goodput
 from twostroke.cluster.cli import main
 from twostroke.loadtests.report.estimates import Estimate
@@ -42,6 +52,18 @@ def layouts() -> list[Layout]:
         Layout("aggregated", KIND, WORKERS),
         *(Layout(mode, KIND, WORKERS - readers, KIND, readers) for mode, readers in split),  # type: ignore[arg-type]
     ]
+
+
+def test_costs_are_learnt_at_rates_that_workers_can_read() -> None:
+    kind = msgspec.structs.replace(SMALL, prompt_s=0.01, beside=None)
+    both, one = (reading_rate(kind, counts) for counts in (Counts(0, 2), Counts(0, 1)))
+    assert both == 2 * one == reading_rate(kind, Counts(2, 1))
+    seconds = sum(
+        share * (0.01 + kind.costs.prefill_s(tokens, 0, kind.step_tokens))
+        for tokens, share in ((80, 0.75), (300, 0.25))
+    )
+    assert one == pytest.approx(1 / seconds)
+    assert reading_rate(msgspec.structs.replace(kind, beside=slowed(kind.costs, 2.0, 2.0)), Counts(0, 1)) < one
 
 
 def test_the_plan_loses_little_of_what_the_best_of_all_layouts_serves_in_simulation() -> None:
