@@ -11,6 +11,7 @@ scales but the outputs' factors, within the whole row.
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
@@ -31,14 +32,15 @@ from twostroke.model.cpu.kernels.projections.unpacking import (
 )
 
 FEW_ROWS = 2 * ROWS
-WIDE_CHUNK = 1024  # input columns that are widened at a time for more rows, of a panel without groups
+WIDE_CHUNK = 2048  # input columns that are widened at a time for more rows, of a panel without groups
+SCALED_CHUNK = 256
 SCALED_TOGETHER = 4  # groups: their scales and offsets of 32 outputs are 16 registers
-_AHEAD_BYTES = 4096  # from what is widened to what is asked for
+_AHEAD_BYTES = 4096  # from what is widened to what is asked for, into the L2 cache
 
 _DEPTH_BYTES = DEPTH * STEP_BYTES  # of a panel, as bf16
 _GROUP_BYTES = 4 * ROWS * PANEL_COLUMNS  # sums in four tiles
 _SUMS = 2 * _DEPTH_BYTES  # where they begin in the scratch, behind the ring
-_CHUNK = _SUMS + CHUNK // LEAST_GROUP * _GROUP_BYTES  # and where a chunk does
+_CHUNK = _SUMS + SCALED_CHUNK // LEAST_GROUP * _GROUP_BYTES  # and where a chunk does
 SCRATCH_BYTES = _CHUNK + WIDE_CHUNK // 2 * STEP_BYTES
 
 
@@ -63,7 +65,7 @@ def _make_product(tiles_of: tuple[int, int, tuple[int, ...]], form: Form | None)
             with cgutils.for_range(builder, steps) as step:
                 start = builder.add(first, builder.mul(step.index, WIDE(STEP_BYTES)))
                 for line in range(num_b):
-                    ask_for_line(builder, builder.add(start, WIDE(_AHEAD_BYTES + LINE_BYTES * line)), 3)
+                    ask_for_line(builder, builder.add(start, WIDE(_AHEAD_BYTES + LINE_BYTES * line)), 2)
                 place = builder.add(into, builder.mul(step.index, WIDE(width * form.columns // 2)))
                 unpack_step(builder, start, form, found, place, num_b)
 
@@ -155,7 +157,6 @@ def _scale(rows, sums, sums_stride, groups, scales, offsets, x_sums, x_sums_stri
 @compiled
 def _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add):
     """Up to FEW_ROWS rows; more than ROWS times a panel's first half alone. `bits`: 16 where b is widened already."""
-    amx.set_shapes(min(rows, ROWS), max(0, rows - ROWS), pairs)
     if rows <= ROWS:
         if bits == 8:
             _wide_8(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
@@ -172,8 +173,9 @@ def _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, table, r
 
 
 @compiled
-def _multiply_groups(rows, bits, a, a_stride, b, groups, columns, table, ring, c, c_stride, add):
-    """c[group] (+)= a b, of groups of `columns`: whole depths, or less than one, or it is a single group."""
+def _multiply_groups(rows, bits, a, a_stride, b, groups, columns, table, ring, c, c_stride, add, shape):
+    """c[group] (+)= a b, of groups of `columns`: whole depths, or less than one, or it is a single group. Returns the
+    tiles' shape; `shape` is the one that they have."""
     depths, pairs = columns // (2 * DEPTH), DEPTH
     for last in range(2):  # one call, which is much code
         if last:
@@ -182,7 +184,11 @@ def _multiply_groups(rows, bits, a, a_stride, b, groups, columns, table, ring, c
             add = add or depths > 0
             depths, pairs = 1, columns % (2 * DEPTH) // 2
         if depths * pairs:
+            if shape != rows * DEPTH + pairs:
+                shape = rows * DEPTH + pairs
+                amx.set_shapes(min(rows, ROWS), max(0, rows - ROWS), pairs)
             _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, int(add))
+    return shape
 
 
 @compiled
@@ -195,8 +201,9 @@ def multiply_panel(rows, a, packed, columns, bits, group, where, sums, scratch):
     """
     table, scales, offsets, x_sums, x_sums_stride = where
     is_scaled, is_widened, a_stride = scales != 0, rows > FEW_ROWS, 2 * columns
-    chunk = CHUNK if is_scaled else (WIDE_CHUNK if is_widened else columns)
+    chunk = SCALED_CHUNK if is_scaled else (WIDE_CHUNK if is_widened else columns)
     of_b = 16 if is_widened else bits
+    shape = np.int64(0)
     for column in range(0, columns, chunk):
         width = min(chunk, columns - column)
         b = packed + column * PANEL_COLUMNS * bits // 8
@@ -220,7 +227,9 @@ def multiply_panel(rows, a, packed, columns, bits, group, where, sums, scratch):
                     target = scratch + _SUMS if is_scaled else c
                     right += half * STEP_BYTES // 2
                     add = column > 0 and not is_scaled
-                    _multiply_groups(count, of_b, x, a_stride, right, groups, size, table, scratch, target, stride, add)
+                    shape = _multiply_groups(
+                        *(count, of_b, x, a_stride, right, groups, size, table, scratch, target, stride, add, shape)
+                    )
                 if is_scaled:
                     number = (column + start) // group
                     further = number * PANEL_COLUMNS * 2 + half * PANEL_COLUMNS
