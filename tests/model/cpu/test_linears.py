@@ -39,7 +39,7 @@ class PoisonedLauncher(Launcher):
     """What a kernel does not write, stays NaN."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype)
+        return torch.full(shape, torch.nan if dtype.is_floating_point else -77, dtype=dtype)
 
 
 def random_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

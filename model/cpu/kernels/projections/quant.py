@@ -5,6 +5,9 @@ once into a scratch of bf16 that stays in the L1 cache, and multiplied from ther
 row's result does not depend on the rows beside it. Scales multiply fp32 sums: those of groups of input columns each
 group's, and one factor the sum of all. A group's offset multiplies the sum of its activations, which is made before.
 
+CPUs with AMX multiply any number of rows there (quant_amx.py), single ones too: sums are added in another order, so a
+row's result would depend on its batch if some went one way and some the other.
+
 How weights lie says packing.py. Reference: `QuantizedWeight.dequantized`.
 """
 
@@ -322,7 +325,7 @@ def _multiply_tasks_by_amx(words):
 
 
 def _kernel_of(rows: int) -> tuple[Kernel, int]:
-    """That multiplies so many rows, and most rows of an item."""
+    """That multiplies so many rows, and most rows of an item. On AMX it has to be one for all."""
     if amx.is_usable():
         return _multiply_by_amx, AMX_ROWS_AN_ITEM
     return (_multiply_direct, DIRECT_MOST_ROWS) if rows <= DIRECT_MOST_ROWS else (_multiply_unpacked, ROWS_AN_ITEM)

@@ -20,7 +20,7 @@ from twostroke.model.cpu.kernels.amx import DEPTH, PAIRED_TILES, ROWS, WIDE_TILE
 from twostroke.model.cpu.kernels.floats import FLOATS, LINE_BYTES, ask_for_line, multiply_add, spread
 from twostroke.model.cpu.kernels.launch import WIDE, at, compiled, written_in_llvm
 from twostroke.model.cpu.kernels.projections.gemm import PANEL_COLUMNS, STEP_BYTES
-from twostroke.model.cpu.kernels.projections.packing import LEAST_GROUP
+from twostroke.model.cpu.kernels.projections.packing import CHUNK, LEAST_GROUP
 from twostroke.model.cpu.kernels.projections.unpacking import (
     EIGHT_BITS,
     FOUR_BITS,
@@ -32,23 +32,29 @@ from twostroke.model.cpu.kernels.projections.unpacking import (
 )
 
 FEW_ROWS = 2 * ROWS
-WIDE_CHUNK = 2048  # input columns that are widened at a time for more rows, of a panel without groups
-SCALED_CHUNK = 256
+WIDE_CHUNK = 2048
+"""Input columns that are widened at a time for more rows, of a panel without groups. Of 256 to 2048 the fastest for 512
+rows: sums go to memory and back once a chunk."""
+SCALED_CHUNK = CHUNK
+"""And that are multiplied at a time, of a panel with groups, whose sums should stay in the L1 cache. Of 128 to 1024 the
+fastest, all in all."""
 SCALED_TOGETHER = 4  # groups: their scales and offsets of 32 outputs are 16 registers
-_AHEAD_BYTES = 4096  # from what is widened to what is asked for, into the L2 cache
+_AHEAD_BYTES = (
+    4096  # from what is widened to what is asked for, into the L2 cache; half a panel's are twice as far apart
+)
 
 _DEPTH_BYTES = DEPTH * STEP_BYTES  # of a panel, as bf16
 _GROUP_BYTES = 4 * ROWS * PANEL_COLUMNS  # sums in four tiles
 _SUMS = 2 * _DEPTH_BYTES  # where they begin in the scratch, behind the ring
-_CHUNK = _SUMS + SCALED_CHUNK // LEAST_GROUP * _GROUP_BYTES  # and where a chunk does
-SCRATCH_BYTES = _CHUNK + WIDE_CHUNK // 2 * STEP_BYTES
+_WIDENED = _SUMS + SCALED_CHUNK // LEAST_GROUP * _GROUP_BYTES  # and where a chunk does
+SCRATCH_BYTES = _WIDENED + WIDE_CHUNK // 2 * STEP_BYTES
 
 
 def _make_product(tiles_of: tuple[int, int, tuple[int, ...]], form: Form | None) -> Any:
     """c[group] (+)= a b, of each of some groups of `depths` times `pairs`. b is packed in a `form`, of a panel's first
     outputs from its address on, and goes through a `ring`; or b is bf16 of stride STEP_BYTES (None)."""
     num_a, num_b, of_b = tiles_of
-    width = LINE_BYTES * num_b
+    width, ahead = LINE_BYTES * num_b, _AHEAD_BYTES * STEP_BYTES // (LINE_BYTES * num_b)
 
     @written_in_llvm()
     def product(builder, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add):
@@ -65,7 +71,7 @@ def _make_product(tiles_of: tuple[int, int, tuple[int, ...]], form: Form | None)
             with cgutils.for_range(builder, steps) as step:
                 start = builder.add(first, builder.mul(step.index, WIDE(STEP_BYTES)))
                 for line in range(num_b):
-                    ask_for_line(builder, builder.add(start, WIDE(_AHEAD_BYTES + LINE_BYTES * line)), 2)
+                    ask_for_line(builder, builder.add(start, WIDE(ahead + LINE_BYTES * line)), 2)
                 place = builder.add(into, builder.mul(step.index, WIDE(width * form.columns // 2)))
                 unpack_step(builder, start, form, found, place, num_b)
 
@@ -208,8 +214,8 @@ def multiply_panel(rows, a, packed, columns, bits, group, where, sums, scratch):
         width = min(chunk, columns - column)
         b = packed + column * PANEL_COLUMNS * bits // 8
         if is_widened:
-            unpack(bits, b, width, table, scratch + _CHUNK)
-            b = scratch + _CHUNK
+            unpack(bits, b, width, table, scratch + _WIDENED)
+            b = scratch + _WIDENED
         whole = width // group * group if is_scaled else width
         for row in range(0, rows, FEW_ROWS):
             count, c_row = min(FEW_ROWS, rows - row), sums + row * STEP_BYTES
