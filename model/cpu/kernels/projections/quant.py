@@ -42,6 +42,7 @@ from twostroke.model.cpu.kernels.launch import (
     as_integers,
     compiled,
     float_of_half,
+    take_items,
     taken,
     written_in_llvm,
 )
@@ -284,15 +285,16 @@ def _multiply_tasks(words):
 
 
 @compiled
-def _rows_by_amx(words, panel, first_column, first_row, rows, sums, scratch):
-    """As _rows_from_pairs, of up to AMX_ROWS_AN_ITEM rows."""
+def _rows_by_amx(words, panel, next_panel, first_column, first_row, rows, sums, scratch):
+    """As _rows_from_pairs, of up to AMX_ROWS_AN_ITEM rows; asks for the next panel meanwhile."""
     columns, bits, group = words[12], words[17], words[18]
-    a, packed = words[3] + 2 * first_row * columns, words[4] + panel * columns * PANEL_COLUMNS * bits // 8
+    a, panel_bytes = words[3] + 2 * first_row * columns, columns * PANEL_COLUMNS * bits // 8
+    packed, following = words[4] + panel * panel_bytes, words[4] + next_panel * panel_bytes
     scales, offsets, x_sums = _place(words, panel, first_row, 0)
     where = words[5], scales, offsets, x_sums, 4 * words[19]
     if scales:
         sums[:rows] = np.float32(0)
-    multiply_panel(rows, a, packed, columns, bits, group, where, sums.ctypes.data, scratch)
+    multiply_panel(rows, a, packed, columns, bits, group, where, following, sums.ctypes.data, scratch)
     _write(words, sums, first_row, rows, panel, first_column)
 
 
@@ -303,10 +305,13 @@ def _multiply_by_amx(words):
     sums = np.empty((min(AMX_ROWS_AN_ITEM, words[16]), PANEL_COLUMNS), np.float32)
     memory = np.empty(SCRATCH_BYTES + LINE_BYTES, np.uint8)
     scratch = memory[-memory.ctypes.data % LINE_BYTES :]
-    for item in taken(words, words[1]):
+    item = take_items(words)
+    while item < words[1]:
+        following = take_items(words)
         panel, first_row = item % panels, item // panels * AMX_ROWS_AN_ITEM
-        rows = min(AMX_ROWS_AN_ITEM, words[16] - first_row)
-        _rows_by_amx(words, panel, panel * PANEL_COLUMNS, first_row, rows, sums, scratch.ctypes.data)
+        rows, next_panel = min(AMX_ROWS_AN_ITEM, words[16] - first_row), min(following, words[1] - 1) % panels
+        _rows_by_amx(words, panel, next_panel, panel * PANEL_COLUMNS, first_row, rows, sums, scratch.ctypes.data)
+        item = following
     amx.release_tiles()
 
 
@@ -317,10 +322,16 @@ def _multiply_tasks_by_amx(words):
     sums = np.empty((ROWS_AN_ITEM, PANEL_COLUMNS), np.float32)
     memory = np.empty(SCRATCH_BYTES + LINE_BYTES, np.uint8)
     scratch = memory[-memory.ctypes.data % LINE_BYTES :]
-    for item in taken(words, tasks[0] * panels):
-        task, first_column = item // panels * 3, item % panels * PANEL_COLUMNS
-        panel, first_row, rows = tasks[task + 1] * panels + item % panels, tasks[task + 2], tasks[task + 3]
-        _rows_by_amx(words, panel, first_column, first_row, rows, sums, scratch.ctypes.data)
+    items, item = tasks[0] * panels, take_items(words)
+    while item < items:
+        following = take_items(words)
+        upcoming = min(following, items - 1)
+        task, next_task = item // panels * 3, upcoming // panels * 3
+        panel = tasks[task + 1] * panels + item % panels
+        next_panel = tasks[next_task + 1] * panels + upcoming % panels
+        first_column, first_row, rows = item % panels * PANEL_COLUMNS, tasks[task + 2], tasks[task + 3]
+        _rows_by_amx(words, panel, next_panel, first_column, first_row, rows, sums, scratch.ctypes.data)
+        item = following
     amx.release_tiles()
 
 

@@ -52,12 +52,13 @@ SCRATCH_BYTES = _WIDENED + WIDE_CHUNK // 2 * STEP_BYTES
 
 def _make_product(tiles_of: tuple[int, int, tuple[int, ...]], form: Form | None) -> Any:
     """c[group] (+)= a b, of each of some groups of `depths` times `pairs`. b is packed in a `form`, of a panel's first
-    outputs from its address on, and goes through a `ring`; or b is bf16 of stride STEP_BYTES (None)."""
+    outputs from its address on, and goes through a `ring`; or b is bf16 of stride STEP_BYTES (None). What is asked for
+    beyond `end` is what lies as far behind `following`."""
     num_a, num_b, of_b = tiles_of
     width, ahead = LINE_BYTES * num_b, _AHEAD_BYTES * STEP_BYTES // (LINE_BYTES * num_b)
 
     @written_in_llvm()
-    def product(builder, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add):
+    def product(builder, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following):
         found = load_table(builder, table, form) if form else []
         total = builder.mul(groups, depths)
 
@@ -70,8 +71,11 @@ def _make_product(tiles_of: tuple[int, int, tuple[int, ...]], form: Form | None)
             first, into = builder.add(b, builder.mul(builder.mul(index, steps), WIDE(STEP_BYTES))), slot(index)
             with cgutils.for_range(builder, steps) as step:
                 start = builder.add(first, builder.mul(step.index, WIDE(STEP_BYTES)))
+                asked = builder.add(start, WIDE(ahead))
+                beyond = builder.add(asked, builder.sub(following, end))
+                asked = builder.select(builder.icmp_unsigned("<", asked, end), asked, beyond)
                 for line in range(num_b):
-                    ask_for_line(builder, builder.add(start, WIDE(ahead + LINE_BYTES * line)), 2)
+                    ask_for_line(builder, builder.add(asked, WIDE(LINE_BYTES * line)), 2)
                 place = builder.add(into, builder.mul(step.index, WIDE(width * form.columns // 2)))
                 unpack_step(builder, start, form, found, place, num_b)
 
@@ -89,9 +93,9 @@ def _make_product(tiles_of: tuple[int, int, tuple[int, ...]], form: Form | None)
                 index = builder.add(builder.mul(group.index, depths), depth.index)
                 left = builder.add(a, builder.mul(builder.mul(index, pairs), WIDE(4)))
                 if form:
-                    following = builder.add(index, WIDE(1))
-                    with builder.if_then(builder.icmp_unsigned("<", following, total)):
-                        widen(following)
+                    upcoming = builder.add(index, WIDE(1))
+                    with builder.if_then(builder.icmp_unsigned("<", upcoming, total)):
+                        widen(upcoming)
                     tiles.multiply(left, a_stride, slot(index), WIDE(width))
                 else:
                     right = builder.add(b, builder.mul(builder.mul(index, pairs), WIDE(STEP_BYTES)))
@@ -161,27 +165,27 @@ def _scale(rows, sums, sums_stride, groups, scales, offsets, x_sums, x_sums_stri
 
 
 @compiled
-def _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add):
+def _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following):
     """Up to FEW_ROWS rows; more than ROWS times a panel's first half alone. `bits`: 16 where b is widened already."""
     if rows <= ROWS:
         if bits == 8:
-            _wide_8(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
+            _wide_8(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following)
         elif bits == 4:
-            _wide_4(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
+            _wide_4(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following)
         else:
-            _wide(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
+            _wide(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following)
     elif bits == 8:
-        _paired_8(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
+        _paired_8(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following)
     elif bits == 4:
-        _paired_4(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
+        _paired_4(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following)
     else:
-        _paired(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add)
+        _paired(a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, add, end, following)
 
 
 @compiled
-def _multiply_groups(rows, bits, a, a_stride, b, groups, columns, table, ring, c, c_stride, add, shape):
-    """c[group] (+)= a b, of groups of `columns`: whole depths, or less than one, or it is a single group. Returns the
-    tiles' shape; `shape` is the one that they have."""
+def _multiply_groups(rows, bits, a, a_stride, b, groups, columns, table, ring, c, c_stride, add, asked, shape):
+    """c[group] (+)= a b, of groups of `columns`: whole depths, or less than one, or it is a single group. `asked`:
+    end and following. Returns the tiles' shape; `shape` is the one that they have."""
     depths, pairs = columns // (2 * DEPTH), DEPTH
     for last in range(2):  # one call, which is much code
         if last:
@@ -193,14 +197,15 @@ def _multiply_groups(rows, bits, a, a_stride, b, groups, columns, table, ring, c
             if shape != rows * DEPTH + pairs:
                 shape = rows * DEPTH + pairs
                 amx.set_shapes(min(rows, ROWS), max(0, rows - ROWS), pairs)
-            _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, table, ring, c, c_stride, int(add))
+            where = table, ring, c, c_stride, int(add)
+            _multiply_depths(rows, bits, a, a_stride, b, groups, depths, pairs, *where, *asked)
     return shape
 
 
 @compiled
-def multiply_panel(rows, a, packed, columns, bits, group, where, sums, scratch):
+def multiply_panel(rows, a, packed, columns, bits, group, where, next_panel, sums, scratch):
     """sums[rows, 64] = a[rows, columns] times a panel, all by address; `scratch` is SCRATCH_BYTES of memory, on a
-    cache line. Of a panel with scales the product is added to the sums.
+    cache line. Of a panel with scales the product is added to the sums. Meanwhile it asks for the next panel.
 
     `where`: the table of codes, the panel's scales (0: it has none), its offsets (0 likewise), the sums of groups of
     a's first row, and bytes from one row's to the next's.
@@ -208,7 +213,7 @@ def multiply_panel(rows, a, packed, columns, bits, group, where, sums, scratch):
     table, scales, offsets, x_sums, x_sums_stride = where
     is_scaled, is_widened, a_stride = scales != 0, rows > FEW_ROWS, 2 * columns
     chunk = SCALED_CHUNK if is_scaled else (WIDE_CHUNK if is_widened else columns)
-    of_b = 16 if is_widened else bits
+    of_b, end = 16 if is_widened else bits, packed + columns * PANEL_COLUMNS * bits // 8
     shape = np.int64(0)
     for column in range(0, columns, chunk):
         width = min(chunk, columns - column)
@@ -233,8 +238,10 @@ def multiply_panel(rows, a, packed, columns, bits, group, where, sums, scratch):
                     target = scratch + _SUMS if is_scaled else c
                     right += half * STEP_BYTES // 2
                     add = column > 0 and not is_scaled
+                    asked = end, (packed + STEP_BYTES // 2 if in_halves and half == 0 else next_panel)
                     shape = _multiply_groups(
-                        *(count, of_b, x, a_stride, right, groups, size, table, scratch, target, stride, add, shape)
+                        *(count, of_b, x, a_stride, right, groups, size, table, scratch, target, stride, add),
+                        *(asked, shape),
                     )
                 if is_scaled:
                     number = (column + start) // group
