@@ -13,6 +13,8 @@ The instructions are described in Intel's Architecture Instruction Set Extension
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def is_usable() -> bool:
 
 
 @written_in_llvm()
-def _set_shapes(builder, upper, lower, depth):
+def set_shapes(builder, upper, lower, depth):
     """Have tiles for `upper` rows of A, `lower` more, and `depth` pairs. Tiles lose what they held.
 
     Tiles 0 and 1 are sums of the upper rows, 2 and 3 of the lower; 4 and 5 hold A, 6 and 7 hold B. Without lower rows
@@ -63,49 +65,81 @@ def _set_shapes(builder, upper, lower, depth):
     call(builder, "llvm.x86.ldtilecfg", _VOID, builder.inttoptr(base, _BYTE.as_pointer()))
 
 
-def _make_product(num_a: int, num_b: int, of_b: tuple[int, ...]) -> Any:
-    """Of `num_a` tiles of rows, from 4 on, and `num_b` of columns, which take turns in the tiles `of_b`."""
+class Tiles:
+    """What writes code with sums of 16 `num_a` rows and 16 `num_b` columns that stay in tiles; `of_b` are the tiles in
+    which B's take turns."""
 
+    def __init__(self, builder: Any, num_a: int, num_b: int, of_b: tuple[int, ...]):
+        self._builder = builder
+        self._rows, self._columns = range(num_a), range(num_b)
+        self._of_b = of_b
+
+    def clear(self) -> None:
+        for row, column in itertools.product(self._rows, self._columns):
+            call(self._builder, "llvm.x86.tilezero", _VOID, self._sum(row, column))
+
+    def load(self, c: Any, stride: Any) -> None:
+        for row, column in itertools.product(self._rows, self._columns):
+            self._move("tileloadd", self._sum(row, column), c, stride, row, column)
+
+    def store(self, c: Any, stride: Any) -> None:
+        for row, column in itertools.product(self._rows, self._columns):
+            self._move("tilestored", self._sum(row, column), c, stride, row, column)
+
+    def multiply(
+        self, a: Any, a_stride: Any, b: Any, b_stride: Any, while_loading: Callable[[], None] = lambda: None
+    ) -> None:
+        """Add one depth of a and b. `while_loading()` writes what is to come between the loads of A and of B."""
+        for row in self._rows:
+            self._move("tileloadd", _BYTE(4 + row), a, a_stride, row, 0)
+        while_loading()
+        for column in self._columns:
+            of_b = _BYTE(self._of_b[column % len(self._of_b)])
+            self._move("tileloadd", of_b, b, b_stride, 0, column)
+            for row in self._rows:
+                call(self._builder, "llvm.x86.tdpbf16ps", _VOID, self._sum(row, column), _BYTE(4 + row), of_b)
+
+    def _sum(self, row: int, column: int) -> Any:
+        return _BYTE(row * len(self._columns) + column)
+
+    def _move(self, what: str, tile: Any, base: Any, stride: Any, row: int, column: int) -> None:
+        builder = self._builder
+        offset = builder.add(builder.mul(stride, WIDE(ROWS * row)), WIDE(TILE_BYTES * column))
+        call(builder, f"llvm.x86.{what}64", _VOID, tile, at(builder, base, offset, _BYTE), stride)
+
+
+WIDE_TILES = (1, 4, (5, 6, 7))
+"""Of `Tiles`, for up to 16 rows and for up to 32, with the shapes that `set_shapes` gives them."""
+PAIRED_TILES = (2, 2, (6, 7))
+
+
+def _make_product(num_a: int, num_b: int, of_b: tuple[int, ...]) -> Any:
     @written_in_llvm()
     def product(builder, a, a_stride, b, b_stride, depths, depth, c, c_stride, add, lines):
         """c (+)= a b over `depths` times `depth` pairs; `lines` cache lines of b are asked for ahead of each depth."""
-
-        def move(what: str, tile: int, base: Any, stride: Any, rows: int, columns: int) -> None:
-            offset = builder.add(builder.mul(stride, WIDE(rows)), WIDE(TILE_BYTES * columns))
-            call(builder, f"llvm.x86.{what}64", _VOID, _BYTE(tile), at(builder, base, offset, _BYTE), stride)
-
-        sums = [(row * num_b + column, ROWS * row, column) for row in range(num_a) for column in range(num_b)]
+        tiles = Tiles(builder, num_a, num_b, of_b)
         with builder.if_else(builder.trunc(add, ir.IntType(1))) as (adding, fresh):
             with adding:
-                for tile, row, column in sums:
-                    move("tileloadd", tile, c, c_stride, row, column)
+                tiles.load(c, c_stride)
             with fresh:
-                for tile, _, _ in sums:
-                    call(builder, "llvm.x86.tilezero", _VOID, _BYTE(tile))
+                tiles.clear()
         with cgutils.for_range(builder, depths) as loop:
             pairs = builder.mul(loop.index, depth)
             left = builder.add(a, builder.mul(pairs, WIDE(4)))
             right = builder.add(b, builder.mul(pairs, b_stride))
-            for row in range(num_a):
-                move("tileloadd", 4 + row, left, a_stride, ROWS * row, 0)
-            with cgutils.for_range(builder, lines) as line:
-                ahead = builder.add(WIDE(AHEAD_BYTES), builder.mul(line.index, WIDE(TILE_BYTES)))
-                ask_for_line(builder, builder.add(right, ahead), 3)
-            for column in range(num_b):
-                tile = of_b[column % len(of_b)]
-                move("tileloadd", tile, right, b_stride, 0, column)
-                for row in range(num_a):
-                    operands = _BYTE(row * num_b + column), _BYTE(4 + row), _BYTE(tile)
-                    call(builder, "llvm.x86.tdpbf16ps", _VOID, *operands)
-        for tile, row, column in sums:
-            move("tilestored", tile, c, c_stride, row, column)
+
+            def ask() -> None:
+                with cgutils.for_range(builder, lines) as line:
+                    ahead = builder.add(WIDE(AHEAD_BYTES), builder.mul(line.index, WIDE(TILE_BYTES)))
+                    ask_for_line(builder, builder.add(right, ahead), 3)
+
+            tiles.multiply(left, a_stride, right, b_stride, while_loading=ask)
+        tiles.store(c, c_stride)
 
     return product
 
 
-_wide = _make_product(1, 4, of_b=(5, 6, 7))
-_narrow = _make_product(1, 2, of_b=(5, 6))
-_paired = _make_product(2, 2, of_b=(6, 7))
+_wide, _narrow, _paired = _make_product(*WIDE_TILES), _make_product(1, 2, (5, 6)), _make_product(*PAIRED_TILES)
 
 
 @written_in_llvm()
@@ -118,7 +152,7 @@ def release_tiles(builder):
 def _multiply_depths(rows, a, a_stride, b, b_stride, depths, depth, c, c_stride, columns, add, lines):
     for row in range(0, rows, 2 * ROWS):
         upper, lower = min(ROWS, rows - row), max(0, min(ROWS, rows - row - ROWS))
-        _set_shapes(upper, lower, depth)
+        set_shapes(upper, lower, depth)
         x, out = a + row * a_stride, c + row * c_stride
         column = 0
         while column < columns:

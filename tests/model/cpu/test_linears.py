@@ -39,7 +39,7 @@ class PoisonedLauncher(Launcher):
     """What a kernel does not write, stays NaN."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype)
+        return torch.full(shape, torch.nan if dtype.is_floating_point else -77, dtype=dtype)
 
 
 def random_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -183,6 +183,7 @@ SHAPES = [(1, 8), (64, 64), (65, 72), (200, 328), (48, 840)]
 
 
 @needs_avx512_bf16
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("bits", [8, 4])
@@ -194,7 +195,7 @@ def test_projections_compute_with_the_dequantised_weight(
     bias = torch.randn(outputs, generator=generator).bfloat16() if has_bias else None
     linear = CpuQuantizedLinear(packing.quantize_and_pack(weight, bits), bias, Launcher())
     meant = quantize(weight, bits).dequantized(torch.float32).double()
-    for tokens in (1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 257):
+    for tokens in (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 31, 33, 257, 531):
         x = torch.randn(tokens, inputs, generator=generator).bfloat16()
         expected = x.double() @ meant.T + (bias.double() if bias is not None else 0)
         torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-5, atol=2e-5)
@@ -202,14 +203,16 @@ def test_projections_compute_with_the_dequantised_weight(
 
 
 @needs_avx512_bf16
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("inputs", [600, 1400])  # int8 is widened 1024 columns at a time, for many rows
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4]) -> None:
+def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4], inputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(100, 600, generator=generator).bfloat16()
+    weight = torch.randn(100, inputs, generator=generator).bfloat16()
     linear = CpuQuantizedLinear(packing.quantize_and_pack(weight, bits), None, Launcher())
-    x = torch.randn(40, 600, generator=generator).bfloat16()
+    x = torch.randn(540, inputs, generator=generator).bfloat16()
     together = linear(x, torch.float32)
-    for first, count in ((0, 1), (3, 2), (5, 4), (2, 7), (10, 9), (20, 17)):
+    for first, count in ((0, 1), (3, 2), (5, 4), (2, 7), (10, 9), (20, 17), (9, 32), (500, 33), (1, 530)):
         assert torch.equal(linear(x[first : first + count], torch.float32), together[first : first + count])
 
 
@@ -247,6 +250,7 @@ def random_quantized(form: str, outputs: int, inputs: int) -> QuantizedWeight:
 
 
 @needs_avx512_bf16
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (65, 72), (100, 600)])
 @pytest.mark.parametrize("form", FORMS)
 def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, outputs: int, inputs: int) -> None:
@@ -259,7 +263,7 @@ def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, 
         linear = make_linear(each, None, "auto", torch.bfloat16, PoisonedLauncher())
         assert isinstance(linear, CpuQuantizedLinear)
         meant = each.dequantized(torch.float32).double()
-        for tokens in (1, 4, 7, 9, 31):
+        for tokens in (1, 4, 7, 9, 31, 49):
             x = torch.randn(tokens, inputs, generator=generator).bfloat16()
             expected = x.double() @ meant.T
             size = float((x.double().abs() @ meant.abs().T).max())
@@ -279,6 +283,47 @@ def test_any_cpu_computes_with_any_form(form: str) -> None:
     assert isinstance(linear, TorchQuantizedLinear)
     x = torch.randn(3, 72)
     torch.testing.assert_close(linear(x), x @ weight.dequantized(torch.float32).T)
+
+
+@needs_avx512_bf16
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("form", ["int8 by rows", "int8 by 16", "int4 by 32", "int4 by 128 with offsets"])
+def test_what_is_not_finite_stays_in_its_row_of_quantised_projections(form: str) -> None:
+    linear = make_linear(random_quantized(form, 70, 600), None, "auto", torch.bfloat16, Launcher())
+    for tokens in (7, 16, 31, 70):
+        x = torch.randn(tokens, 600).bfloat16()
+        expected = linear(x)
+        x[4] = torch.nan
+        x[5] = torch.inf
+        y = linear(x)
+        assert y[4].isnan().all()
+        assert not y[5].isfinite().any()
+        others = [row for row in range(tokens) if row not in (4, 5)]
+        assert torch.equal(y[others], expected[others])
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", ["int8 by rows", "FP8 by 128", "int4 by 128 with offsets"])
+def test_a_recorded_projection_computes_what_the_same_one_does_at_once(form: str, threads: int) -> None:
+    launcher = Launcher()
+    linear = make_linear(random_quantized(form, 300, 328), None, "auto", torch.bfloat16, launcher)
+    torch.set_num_threads(threads)
+    try:
+        for tokens in (1, 20, 70):
+            x = torch.randn(tokens, 328).bfloat16()
+            linear(x)  # numba's cache
+            with torch.no_grad(), launcher.recording() as program:
+                y = linear(x)
+            for _ in range(2):
+                y.fill_(torch.nan)
+                program.replay()
+                assert torch.equal(y, linear(x))
+            x.copy_(torch.randn(tokens, 328))
+            program.replay()
+            assert torch.equal(y, linear(x))
+    finally:
+        torch.set_num_threads(1)
 
 
 @needs_avx512_bf16

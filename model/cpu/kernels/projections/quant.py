@@ -5,30 +5,28 @@ once into a scratch of bf16 that stays in the L1 cache, and multiplied from ther
 row's result does not depend on the rows beside it. Scales multiply fp32 sums: those of groups of input columns each
 group's, and one factor the sum of all. A group's offset multiplies the sum of its activations, which is made before.
 
+CPUs with AMX multiply any number of rows there (quant_amx.py), single ones too: sums are added in another order, so a
+row's result would depend on its batch if some went one way and some the other.
+
 How weights lie says packing.py. Reference: `QuantizedWeight.dequantized`.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import binding  # type: ignore[import-untyped]
 from numba import carray
 from numba.core import cgutils
 from torch import Tensor
 
-from twostroke.model.cpu.kernels import floats
+from twostroke.model.cpu.kernels import amx, floats
 from twostroke.model.cpu.kernels.elementwise import reorder, sum_groups
 from twostroke.model.cpu.kernels.floats import (
-    FLOATS,
-    INTS,
-    LANES,
     LINE_BYTES,
     RegisterTile,
     ask_for_line,
-    call,
     dot_pairs,
     for_each_height,
     multiply_add,
@@ -42,9 +40,9 @@ from twostroke.model.cpu.kernels.launch import (
     as_floats,
     as_halves,
     as_integers,
-    at,
     compiled,
     float_of_half,
+    take_items,
     taken,
     written_in_llvm,
 )
@@ -57,16 +55,22 @@ from twostroke.model.cpu.kernels.projections.gemm import (
     finish_row,
 )
 from twostroke.model.cpu.kernels.projections.packing import CHUNK, PackedWeight, table_of, values_of_codes
+from twostroke.model.cpu.kernels.projections.quant_amx import SCRATCH_BYTES, multiply_panel
+from twostroke.model.cpu.kernels.projections.unpacking import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    PAIRS,
+    Form,
+    load_step,
+    load_table,
+    unpack,
+    widened,
+)
 
 DIRECT_ROWS = 4  # of a tile that unpacks; more need registers that the unpacking takes
 DIRECT_MOST_ROWS = 8
-ROWS_AN_ITEM = 256
+ROWS_AN_ITEM, AMX_ROWS_AN_ITEM = 256, 512
 _PREFETCH_BYTES = 4096  # from what is multiplied to what is asked for
-
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
-_WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
-_ORDER = ir.VectorType(ir.IntType(32), 4 * LANES)
 
 
 def is_supported() -> bool:
@@ -74,54 +78,11 @@ def is_supported() -> bool:
     return floats.is_supported() and bool(binding.get_host_cpu_features().get("avx512vbmi"))
 
 
-def _constant(kind: Any, values: Sequence[float]) -> Any:
-    return ir.Constant(kind, values)
-
-
-def _load_table(builder: Any, address: Any, vectors: int) -> list[Any]:
-    lines = [at(builder, address, WIDE(LINE_BYTES * vector), _BYTES) for vector in range(vectors)]
-    return [builder.load(line, align=1) for line in lines]
-
-
-def _unpacked(builder: Any, pairs: Any, table: list[Any]) -> list[Any]:
-    return [pairs]
-
-
-def _unpack_4_bits(builder: Any, packed: Any, table: list[Any]) -> list[Any]:
-    """4 vectors of bf16 pairs, of input columns 2 j and 2 j + 1."""
-    found = builder.bitcast(table[0], _WORDS)
-    words = builder.bitcast(packed, _WORDS)
-    shifted = [words] + [builder.lshr(words, _constant(_WORDS, [4 * j] * 32)) for j in range(1, 4)]
-    return [call(builder, "llvm.x86.avx512.permvar.hi.512", _WORDS, found, word) for word in shifted]
-
-
-def _unpack_8_bits(builder: Any, packed: Any, table: list[Any]) -> list[Any]:
-    """2 vectors of bf16 pairs, of input columns 2 j and 2 j + 1."""
-    numbers = builder.bitcast(packed, _BYTES)
-
-    def found(first: Any, second: Any) -> Any:
-        return call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _BYTES, first, numbers, second)
-
-    sign = _constant(_BYTES, [0x80] * 64)
-    low, high = found(*table[:2]), builder.or_(found(*table[2:]), builder.and_(numbers, sign))
-    orders = [
-        [16 * lane + 8 * j + i // 2 + 64 * (i % 2) for lane in range(4) for i in range(16)] for j in range(2)
-    ]  # as vpunpcklbw and vpunpckhbw
-    return [builder.shuffle_vector(low, high, _constant(_ORDER, order)) for order in orders]
-
-
-def _load_step(builder: Any, start: Any, unpack: Any, table: list[Any]) -> list[list[Any]]:
-    """The weights of one step, as [vector][pair]."""
-    lines = [at(builder, start, WIDE(LINE_BYTES * vector), INTS) for vector in range(VECTORS)]
-    return [unpack(builder, builder.load(line, align=4), table) for line in lines]
-
-
-def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: int, scaled: bool) -> Any:
+def _make_tile(most_rows: int, form: Form, lines: int, scaled: bool) -> Any:
     """c[rows, 64] += a[rows, in] times one panel of `groups` groups of `steps` steps; scaled by its own if `scaled`,
     and with its own offsets times the activations' sums, where `offsets` is no 0.
 
-    `unpack` makes pairs of `columns` input columns of a step's vectors, with a table of `vectors` vectors. Asks for
-    `lines` cache lines every step, `ahead_stride` bytes further each time, starting at `ahead`. Arguments are
+    Asks for `lines` cache lines every step, `ahead_stride` bytes further each time, starting at `ahead`. Arguments are
     addresses, strides in bytes, and counts.
     """
 
@@ -132,21 +93,15 @@ def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: i
     ):  # fmt: skip
         has_offsets = builder.icmp_unsigned("!=", offsets, WIDE(0))
 
-        def widened(base: Any, group: Any, vector: int) -> Any:
-            """A group's fp16 numbers of 16 outputs, as fp32."""
-            start = builder.add(base, builder.mul(group, WIDE(2 * PANEL_COLUMNS)))
-            halves = builder.load(at(builder, start, WIDE(2 * LANES * vector), _HALVES), align=2)
-            return builder.fpext(halves, FLOATS)
-
         def scale(group: Any, totals: RegisterTile, group_sums: RegisterTile) -> None:
             count = len(totals.sums)
-            factors = [widened(scales, group, vector) for vector in range(VECTORS)]
+            factors = [widened(builder, scales, group, vector) for vector in range(VECTORS)]
             for row, vector in itertools.product(range(count), range(VECTORS)):
                 place = totals.sums[row][vector]
                 whole = builder.load(group_sums.sums[row][vector])
                 builder.store(multiply_add(builder, builder.load(place), whole, factors[vector]), place)
             with builder.if_then(has_offsets):
-                added = [widened(offsets, group, vector) for vector in range(VECTORS)]
+                added = [widened(builder, offsets, group, vector) for vector in range(VECTORS)]
                 for row in range(count):
                     start = builder.add(x_sums, builder.mul(x_sums_stride, WIDE(row)))
                     x_sum = spread(builder, start, builder.mul(group, WIDE(4)))
@@ -157,7 +112,7 @@ def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: i
         def write(count: int) -> None:
             totals, group_sums = RegisterTile(builder, count, VECTORS), RegisterTile(builder, count, VECTORS)
             row_starts = [builder.add(a, builder.mul(a_stride, WIDE(row))) for row in range(count)]
-            found = _load_table(builder, table, vectors)
+            found = load_table(builder, table, form)
             totals.load(c, WIDE(STEP_BYTES))
             with cgutils.for_range(builder, groups) as group:
                 group_sums.clear()
@@ -168,9 +123,9 @@ def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: i
                     for line in range(lines):
                         ask_for_line(builder, builder.add(asked, WIDE(LINE_BYTES * line)), 3)
                     start = builder.add(packed, builder.mul(index, WIDE(STEP_BYTES)))
-                    weights = _load_step(builder, start, unpack, found)
-                    across = builder.mul(index, WIDE(2 * columns))
-                    for pair, row in itertools.product(range(columns // 2), range(count)):
+                    weights = load_step(builder, start, form, found)
+                    across = builder.mul(index, WIDE(2 * form.columns))
+                    for pair, row in itertools.product(range(form.columns // 2), range(count)):
                         value = spread(builder, row_starts[row], builder.add(across, WIDE(4 * pair)))
                         group_sums.add(row, dot_pairs, value, [vector[pair] for vector in weights])
                 if scaled:
@@ -187,31 +142,12 @@ def _make_tile(most_rows: int, unpack: Any, vectors: int, columns: int, lines: i
     return tile
 
 
-_direct_4_bits = _make_tile(DIRECT_ROWS, _unpack_4_bits, 1, 8, VECTORS, True)
-_direct_8_bits = _make_tile(DIRECT_ROWS, _unpack_8_bits, 4, 4, VECTORS, False)
-_direct_8_bits_scaled = _make_tile(DIRECT_ROWS, _unpack_8_bits, 4, 4, VECTORS, True)
-_pairs_4_bits = _make_tile(TILE_ROWS, _unpacked, 0, 2, 1, True)
-_pairs_8_bits = _make_tile(TILE_ROWS, _unpacked, 0, 2, 2, False)
-_pairs_8_bits_scaled = _make_tile(TILE_ROWS, _unpacked, 0, 2, 2, True)
-
-
-def _make_unpacking(unpack: Any, vectors: int, columns: int) -> Any:
-    @written_in_llvm()
-    def unpacking(builder, packed, steps, table, pairs):
-        found = _load_table(builder, table, vectors)
-        with cgutils.for_range(builder, steps) as loop:
-            start = builder.add(packed, builder.mul(loop.index, WIDE(STEP_BYTES)))
-            into = builder.add(pairs, builder.mul(loop.index, WIDE(STEP_BYTES * columns // 2)))
-            for vector, weights in enumerate(_load_step(builder, start, unpack, found)):
-                for pair, values in enumerate(weights):
-                    place = WIDE(STEP_BYTES * pair + LINE_BYTES * vector)
-                    builder.store(values, at(builder, into, place, values.type), align=4)
-
-    return unpacking
-
-
-_unpack_steps_4_bits = _make_unpacking(_unpack_4_bits, 1, 8)
-_unpack_steps_8_bits = _make_unpacking(_unpack_8_bits, 4, 4)
+_direct_4_bits = _make_tile(DIRECT_ROWS, FOUR_BITS, VECTORS, True)
+_direct_8_bits = _make_tile(DIRECT_ROWS, EIGHT_BITS, VECTORS, False)
+_direct_8_bits_scaled = _make_tile(DIRECT_ROWS, EIGHT_BITS, VECTORS, True)
+_pairs_4_bits = _make_tile(TILE_ROWS, PAIRS, 1, True)
+_pairs_8_bits = _make_tile(TILE_ROWS, PAIRS, 2, False)
+_pairs_8_bits_scaled = _make_tile(TILE_ROWS, PAIRS, 2, True)
 
 
 @compiled
@@ -261,14 +197,6 @@ def _from_pairs(words, panel, first_row, rows, column, width, group, pairs, c, a
 
 
 @compiled
-def _unpack(words, packed, columns, pairs):
-    if words[17] == 8:
-        _unpack_steps_8_bits(packed, columns // 4, words[5], pairs)
-    else:
-        _unpack_steps_4_bits(packed, columns // 8, words[5], pairs)
-
-
-@compiled
 def _write(words, sums, first_row, rows, panel, first_column):
     """Round sums [rows, PANEL_COLUMNS], times their outputs' factors and with the bias, into their place."""
     factors, first = carray(as_floats(words[9]), (words[15] * PANEL_COLUMNS,)), panel * PANEL_COLUMNS
@@ -305,7 +233,7 @@ def _rows_from_pairs(words, panel, first_column, first_row, rows, sums, pairs):
     sums[:] = np.float32(0)
     for column in range(0, columns, CHUNK):
         width = min(CHUNK, columns - column)
-        _unpack(words, packed + column * panel_bytes, width, pairs)
+        unpack(words[17], packed + column * panel_bytes, width, words[5], pairs)
         ahead, whole = packed + (column + width) * panel_bytes, width // group * group
         for row in range(0, rows, height):
             count, c = min(height, rows - row), sums.ctypes.data + row * STEP_BYTES
@@ -356,6 +284,64 @@ def _multiply_tasks(words):
             _rows_from_pairs(words, panel, first_column, first_row, rows, sums, aligned.ctypes.data)
 
 
+@compiled
+def _rows_by_amx(words, panel, next_panel, first_column, first_row, rows, sums, scratch):
+    """As _rows_from_pairs, of up to AMX_ROWS_AN_ITEM rows; asks for the next panel meanwhile."""
+    columns, bits, group = words[12], words[17], words[18]
+    a, panel_bytes = words[3] + 2 * first_row * columns, columns * PANEL_COLUMNS * bits // 8
+    packed, following = words[4] + panel * panel_bytes, words[4] + next_panel * panel_bytes
+    scales, offsets, x_sums = _place(words, panel, first_row, 0)
+    where = words[5], scales, offsets, x_sums, 4 * words[19]
+    if scales:
+        sums[:rows] = np.float32(0)
+    multiply_panel(rows, a, packed, columns, bits, group, where, following, sums.ctypes.data, scratch)
+    _write(words, sums, first_row, rows, panel, first_column)
+
+
+@Kernel
+def _multiply_by_amx(words):
+    """words: as those of _multiply_direct."""
+    panels = words[15]
+    sums = np.empty((min(AMX_ROWS_AN_ITEM, words[16]), PANEL_COLUMNS), np.float32)
+    memory = np.empty(SCRATCH_BYTES + LINE_BYTES, np.uint8)
+    scratch = memory[-memory.ctypes.data % LINE_BYTES :]
+    item = take_items(words)
+    while item < words[1]:
+        following = take_items(words)
+        panel, first_row = item % panels, item // panels * AMX_ROWS_AN_ITEM
+        rows, next_panel = min(AMX_ROWS_AN_ITEM, words[16] - first_row), min(following, words[1] - 1) % panels
+        _rows_by_amx(words, panel, next_panel, panel * PANEL_COLUMNS, first_row, rows, sums, scratch.ctypes.data)
+        item = following
+    amx.release_tiles()
+
+
+@Kernel
+def _multiply_tasks_by_amx(words):
+    """words: as those of _multiply_tasks."""
+    tasks, panels = as_integers(words[20]), words[21]
+    sums = np.empty((ROWS_AN_ITEM, PANEL_COLUMNS), np.float32)
+    memory = np.empty(SCRATCH_BYTES + LINE_BYTES, np.uint8)
+    scratch = memory[-memory.ctypes.data % LINE_BYTES :]
+    items, item = tasks[0] * panels, take_items(words)
+    while item < items:
+        following = take_items(words)
+        upcoming = min(following, items - 1)
+        task, next_task = item // panels * 3, upcoming // panels * 3
+        panel = tasks[task + 1] * panels + item % panels
+        next_panel = tasks[next_task + 1] * panels + upcoming % panels
+        first_column, first_row, rows = item % panels * PANEL_COLUMNS, tasks[task + 2], tasks[task + 3]
+        _rows_by_amx(words, panel, next_panel, first_column, first_row, rows, sums, scratch.ctypes.data)
+        item = following
+    amx.release_tiles()
+
+
+def _kernel_of(rows: int) -> tuple[Kernel, int]:
+    """That multiplies so many rows, and most rows of an item. On AMX it has to be one for all."""
+    if amx.is_usable():
+        return _multiply_by_amx, AMX_ROWS_AN_ITEM
+    return (_multiply_direct, DIRECT_MOST_ROWS) if rows <= DIRECT_MOST_ROWS else (_multiply_unpacked, ROWS_AN_ITEM)
+
+
 def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, out_dtype: torch.dtype) -> Tensor:
     """x bf16 [T, in], contiguous; bias by `bias_of_panels`. Returns `out_dtype` [T, out]."""
     (rows, inner), panels, groups = x.shape, len(weight.codes), weight.num_groups
@@ -363,11 +349,11 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, 
         x = reorder(launcher, x, weight.order)
     x_sums = 0 if weight.offsets is None else sum_groups(launcher, x, weight.group_size)
     out = launcher.empty((rows, weight.out_features), out_dtype)
-    direct = rows <= DIRECT_MOST_ROWS
+    kernel, block = _kernel_of(rows)
     scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
     launcher.run(
-        _multiply_direct if direct else _multiply_unpacked,
-        panels if direct else panels * -(-rows // ROWS_AN_ITEM),
+        kernel,
+        panels * -(-rows // block),
         1,
         *(x, weight.codes, table_of(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
         *(inner, weight.out_features, out_dtype == torch.bfloat16, panels, rows),
@@ -385,7 +371,7 @@ def multiply_tasks(
     out = launcher.empty((rows, columns), dtype)
     scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
     launcher.run(
-        _multiply_tasks,
+        _multiply_tasks_by_amx if amx.is_usable() else _multiply_tasks,
         len(weight.codes),
         1,
         *(x, weight.codes, table_of(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
