@@ -37,6 +37,7 @@ class Answer:
             "prefill": layout.num_prefill,
             "decode": layout.num_decode,
             "tp": {role: kind.ranks for role, kind in kinds.items()},
+            "context_parallel": {role: kind.context_parallel for role, kind in kinds.items()},
             "mode": layout.mode,
             "quantization": {role: kind.quantization for role, kind in kinds.items()},
             "goodput_rps": round(self.goodput, 3),
@@ -63,7 +64,8 @@ def fleet_words(layout: Layout) -> str:
 
     def worker(kind: Kind) -> str:
         weights = "" if kind.quantization == "auto" else f" with {kind.quantization} weights"
-        return f"{kind.ranks} {kind.hardware}{weights}"
+        shared = " that share contexts" if kind.context_parallel else ""
+        return f"{kind.ranks} {kind.hardware}{shared}{weights}"
 
     parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
     return f"{layout.mode}: {' and '.join([*parts, f'{layout.num_decode} decode on {worker(layout.decode)}'])}"
@@ -93,6 +95,8 @@ def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype:
         }
         if kind.ranks > 1:
             said["tensor_parallel"] = kind.ranks
+        if kind.context_parallel:
+            said["context_parallel"] = True
         if not on_cpu:
             said |= {"num_gpus": 1, "block_size": kind.block_size}
         return said | ({"node_labels": {"gpu": kind.hardware}} if differ else {})

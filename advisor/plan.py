@@ -109,7 +109,8 @@ class Asked:
     hardware: Mapping[str, Hardware]  # by name; none where workers are measured
 
     def machine(self, kind: Kind) -> Machine:
-        return machine_of(self.hardware[kind.hardware], kind.ranks, kind.quantization, self.terms)
+        hardware, shares = self.hardware[kind.hardware], kind.context_parallel
+        return machine_of(hardware, kind.ranks, kind.quantization, self.terms, context_parallel=shares)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ et al., Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes ove
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.planner.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
@@ -25,6 +25,7 @@ class Machine:
     ranks: int = 1
     held: Held = AS_BF16
     efficiency: Efficiency = EFFICIENCY
+    context_parallel: bool = False  # ranks share the tokens of latents
 
     def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
         """What such operations multiply in: products in FP8 where the checkpoint is and the GPU can, else natively.
@@ -50,7 +51,9 @@ class Machine:
         return max(computing_s, moved / (hardware.read_bytes_per_s * efficiency.read))
 
     def kv_share(self, shape: ModelShape) -> float:
-        """Of a token's KV that one rank holds: whole heads, and latents on all ranks."""
+        """Of a token's KV that one rank holds: whole heads, and latents on all ranks, or its part of the tokens."""
+        if self.context_parallel:
+            return 1.0 / self.ranks
         return max(1, shape.num_kv_heads // self.ranks) / shape.num_kv_heads
 
     def sums_s(self, shape: ModelShape, rows: float) -> float:
@@ -61,8 +64,20 @@ class Machine:
         each_s = self.hardware.kernel_s + moved / self.hardware.link_bytes_per_s
         return SUMS_A_LAYER * shape.num_layers * each_s
 
+    def exchange_s(self, shape: ModelShape, decodes: float, gathered: float) -> float:
+        """Of a step, what ranks that share contexts exchange beside sums (docs/engine.md#context-parallelism): of each
+        decode all heads' queries and results, and so many tokens' latents of the contexts that prompts attend to."""
+        sizes = shape.latent
+        if not self.context_parallel or self.ranks == 1 or sizes is None:
+            return 0.0
+        row = sizes.rank + sizes.rotary
+        numbers = decodes * shape.num_heads * (row + sizes.rank) + gathered * row
+        moved = (self.ranks - 1) / self.ranks * numbers * self.held.itemsize
+        launches = self.hardware.kernel_s * ((2 if decodes else 0) + (1 if gathered else 0))
+        return shape.num_layers * (launches + moved / self.hardware.link_bytes_per_s)
+
     def step_s(self, shape: ModelShape, rows: float, operations: Sequence[Operation]) -> float:
-        """Seconds of a step of so many rows."""
+        """Seconds of a step of so many rows, what `exchange_s` tells aside."""
         computed_s = sum(self.operation_s(shape, one) for one in operations)
         return computed_s + self.sums_s(shape, rows) + self.efficiency.host_s
 
@@ -72,16 +87,17 @@ class Machine:
         for before in range(0, tokens, size):
             chunk = min(size, tokens - before)
             operations = prefill_operations(shape, chunk, before, self.held, is_last=before + chunk == tokens)
-            seconds += self.step_s(shape, chunk, operations)
+            seconds += self.step_s(shape, chunk, operations) + self.exchange_s(shape, 0, before + chunk)
         return seconds
 
     def decode_s(self, shape: ModelShape, batch: int, context: float) -> float:
         """A step of `batch` sequences with `context` tokens each."""
-        return self.step_s(shape, batch, decode_operations(shape, batch, context, self.held))
+        computed_s = self.step_s(shape, batch, decode_operations(shape, batch, context, self.held))
+        return computed_s + self.exchange_s(shape, batch, 0)
 
     def at_peak(self) -> "Machine":
         """The same with nothing lost: what it takes is a floor."""
-        return Machine(self.hardware, self.ranks, self.held, PEAK)
+        return replace(self, efficiency=PEAK)
 
 
 def ttft_floor_s(machine: Machine, shape: ModelShape, prompt: int) -> float:
@@ -147,7 +163,7 @@ def step_costs(machine: Machine, shape: ModelShape, context: float, step_tokens:
     chunk = prefill_operations(shape, step_tokens, 0, machine.held)
     attention = next(one for one in chunk if one.kind == "attention")
     pair_s = machine.operation_s(shape, attention) / (step_tokens**2 / 2)
-    whole_s = machine.step_s(shape, step_tokens, chunk) - base_s - reading_s(step_tokens)
+    whole_s = machine.prefill_s(shape, step_tokens) - base_s - reading_s(step_tokens)
     token_s = max(0.0, whole_s / step_tokens - pair_s * step_tokens / 2)
     return StepCosts(
         base_s=base_s,

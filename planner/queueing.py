@@ -53,6 +53,7 @@ class Kind:
     ranks: int = 1
     quantization: Quantization = "auto"
     block_size: int = 16
+    context_parallel: bool = False  # ranks share the tokens of latents
     call_s: float = CALL_S  # of a first token, beside queues and steps: HTTP, admission, to a worker and back
 
 

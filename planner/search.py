@@ -7,6 +7,7 @@ OSDI 2024, algorithm 1), and the most promising are then computed whole.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.fit import Fit, fit
@@ -44,9 +45,12 @@ class Terms:
         return StepBounds(self.step_tokens, self.max_batch)
 
 
-def machine_of(hardware: Hardware, ranks: int, quantization: Quantization, terms: Terms) -> Machine:
+def machine_of(
+    hardware: Hardware, ranks: int, quantization: Quantization, terms: Terms, *, context_parallel: bool = False
+) -> Machine:
     itemsize = hardware.itemsize
-    return Machine(hardware, ranks, Held(quantization, itemsize, terms.kv_itemsize or itemsize), terms.efficiency)
+    held = Held(quantization, itemsize, terms.kv_itemsize or itemsize)
+    return Machine(hardware, ranks, held, terms.efficiency, context_parallel)
 
 
 def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
@@ -59,6 +63,7 @@ def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
         kv_itemsize=int(machine.held.kv_itemsize),
         memory=int(machine.hardware.memory_bytes * (MEMORY_SHARE if machine.hardware.is_gpu else 1.0)),
         ranks=machine.ranks,
+        context_ranks=machine.ranks if machine.context_parallel else 1,
         is_gpu=machine.hardware.is_gpu,
         bounds=terms.bounds,
     )
@@ -85,8 +90,10 @@ def kinds_of(
     """The kinds of worker on such GPUs that have room for the workload's longest request, and a cache to batch with."""
     found = []
     for count in ranks_of(hardware):
-        for quantization in quantizations:
-            machine = machine_of(hardware, count, quantization, terms)
+        # Latents can be on all ranks, or shared.
+        ways = (False, True) if shape.kv_kinds == 1 and count > 1 else (False,)
+        for quantization, context_parallel in product(quantizations, ways):
+            machine = machine_of(hardware, count, quantization, terms, context_parallel=context_parallel)
             try:
                 room = fit_of(shape, machine, terms)
             except ConfigError:
@@ -112,10 +119,11 @@ def _kind(
         kinds=shape.kv_kinds,
     )
     hardware, prompt = machine.hardware, max(1.0, workload.mean_prompt)
-    copies = max(1, machine.ranks // shape.num_kv_heads)  # of a head, or of latents, each of which is sent
+    # Of a head, or of latents, each of which is sent.
+    copies = 1 if machine.context_parallel else max(1, machine.ranks // shape.num_kv_heads)
     rows = shape.kv_groups.blocks_of(held + block // 2, 1, 1)
     return Kind(
-        name=f"{hardware.name} x{machine.ranks} {quantization}",
+        name=f"{hardware.name} x{machine.ranks} {quantization}{' cp' if machine.context_parallel else ''}",
         costs=step_costs(machine, shape, workload.mean_context, terms.step_tokens),
         kv_tokens=int(room.rows / rows * held),
         kv_bytes=copies * layout.token_bytes * layout.groups.share_sent(prompt),
@@ -129,6 +137,7 @@ def _kind(
         ranks=machine.ranks,
         quantization=quantization,
         block_size=block,
+        context_parallel=machine.context_parallel,
     )
 
 

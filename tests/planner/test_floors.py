@@ -16,6 +16,8 @@ from twostroke.planner.floors import (
 from twostroke.planner.hardware import HARDWARE, Efficiency
 from twostroke.planner.models import published_model
 from twostroke.planner.operations import Limits, decode_work, prefill_work
+from twostroke.planner.search import Terms, kinds_of
+from twostroke.planner.workload import Workload
 from twostroke.protocol.errors import ConfigError
 
 H100 = HARDWARE["h100-80gb"]
@@ -66,6 +68,24 @@ def test_fp8_checkpoints_multiply_in_fp8_and_int8_weights_do_not() -> None:
     auto, int8 = (replace(machine, held=replace(machine.held, quantization=kind)) for kind in ("auto", "int8"))
     assert (auto.number(shape), int8.number(shape)) == ("fp8", "bf16")
     assert auto.prefill_s(shape, 4096) < int8.prefill_s(shape, 4096)
+
+
+def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts_are_long() -> None:
+    shape, copies = published_model("DeepSeek-V3"), Machine(HARDWARE["h200"], 8)
+    parts = replace(copies, context_parallel=True)
+    assert parts.decode_s(shape, 64, 16_000) < 0.85 * copies.decode_s(shape, 64, 16_000)
+    assert parts.decode_s(shape, 64, 500) > copies.decode_s(shape, 64, 500)
+    assert parts.prefill_s(shape, 4096) > copies.prefill_s(shape, 4096)
+    link = replace(parts, hardware=replace(parts.hardware, kernel_s=0.0, link_bytes_per_s=1.0))
+    # All heads' absorbed queries, and their mixtures of latents, but for this rank's own.
+    assert link.exchange_s(shape, 3, 0) == pytest.approx(3 * 61 * 7 / 8 * 128 * (576 + 512) * 2)
+    assert link.exchange_s(shape, 0, 1000) == pytest.approx(1000 * 61 * 7 / 8 * 576 * 2)
+    workload = Workload("short", ((1000, 100),))
+    kinds = {kind.name: kind for kind in kinds_of(shape, parts.hardware, ("auto",), workload, Terms())}
+    assert kinds["h200 x8 auto cp"].kv_tokens == pytest.approx(8 * kinds["h200 x8 auto"].kv_tokens, rel=1e-3)
+    assert kinds["h200 x8 auto"].kv_bytes == 8 * kinds["h200 x8 auto cp"].kv_bytes
+    llama = published_model("Llama-3.1-70B")
+    assert not any(kind.context_parallel for kind in kinds_of(llama, H100, ("auto",), workload, Terms()))
 
 
 def test_kv_and_money_are_counted_in_bytes_seconds_and_dollars() -> None:
