@@ -202,7 +202,9 @@ def _learn(candidate: Candidate, url: str, arguments: argparse.Namespace, folder
     kind = learn_kind(url, candidate.mode, seed=0)
     plan = plan_for(url, MIXED, arguments.seconds, WARM_UP_S, 0, None)
     low, high = (share * reading_rate(kind, candidate.counts) for share in LEARNT_AT)
-    return calibrate(plan, Fleet(candidate.mode, candidate.counts, kind), (low, high), folder)
+    # Of its own: a run that was broken off here is not gone on with.
+    of_loads = folder / f"learning-{candidate.kind}-{time.time_ns()}"
+    return calibrate(plan, Fleet(candidate.mode, candidate.counts, kind), (low, high), of_loads)
 
 
 def reading_rate(kind: Kind, counts: Counts) -> float:

@@ -53,12 +53,12 @@ def measured_worker(kind: Kind, name: str | None = None, *, gpus: int = 1, usd_p
     )
 
 
-def kind_of_worker(kind: PlannedKind) -> Kind:
-    """What the simulator knows of it."""
+def kind_of_worker(kind: PlannedKind, copies: int = 1) -> Kind:
+    """What the simulator knows of it, where it sends KV to workers with so many copies."""
     return Kind(
         name=kind.name,
         costs=kind.costs,
-        kv_bytes=kind.kv_bytes,
+        kv_bytes=copies * kind.kv_bytes,
         kv_tokens=kind.kv_tokens,
         link_bytes_per_s=kind.link_bytes_per_s,
         step_tokens=kind.step_tokens,
@@ -90,7 +90,7 @@ def simulate(layout: Layout, promise: Promise, requests: Sequence[Request]) -> N
         promise.ttft_s,
         promise.tpot_s,
         router=LiveRouter(slo, decodes_alone=layout.mode != "disaggregated"),
-        prefill_kind=None if layout.prefill is None else kind_of_worker(layout.prefill),
+        prefill_kind=None if layout.prefill is None else kind_of_worker(layout.prefill, layout.decode.copies),
     )
     run(fleet, requests, lambda _: counts, counts, requests[-1].at_s)
 

@@ -73,7 +73,8 @@ def chunk_seal(chunk: Chunk, source: Peer, target: Peer) -> int:
 
 
 class KVStore(Protocol):
-    """Block storage, layer by layer: [num_blocks, kinds, heads of this rank, block_size, head_dim], contiguous.
+    """Block storage, layer by layer: [num_blocks, kinds, heads of this rank, tokens of a block that this rank holds,
+    head_dim], contiguous.
 
     Live: `model/cache/kv_cache.py`; simulated: tests/simulation. Which of the three kinds below a store
     is, is asked once, when a link is made.

@@ -63,7 +63,8 @@ class DecodeInputs:
         self.rows = (self.token_ids, self.positions, self.context_lens, *self.slots)
         self._held_lens: Tensor | None = None
         if held is not None:
-            self._held_lens = zeros(torch.int32, max_batch)
+            of_one = held_of(np.ones(1, np.int64), block_size, held)
+            self._held_lens = zeros(torch.int32, max_batch).fill_(int(of_one[0]))
             self.rows = (*self.rows, self._held_lens)
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:

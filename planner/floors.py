@@ -163,6 +163,9 @@ def step_costs(machine: Machine, shape: ModelShape, context: float, step_tokens:
     chunk = prefill_operations(shape, step_tokens, 0, machine.held)
     attention = next(one for one in chunk if one.kind == "attention")
     pair_s = machine.operation_s(shape, attention) / (step_tokens**2 / 2)
+    # Every chunk gathers all of its context.
+    gathering_s = machine.exchange_s(shape, 0, 2 * step_tokens) - machine.exchange_s(shape, 0, step_tokens)
+    pair_s += gathering_s / step_tokens**2
     whole_s = machine.prefill_s(shape, step_tokens) - base_s - reading_s(step_tokens)
     token_s = max(0.0, whole_s / step_tokens - pair_s * step_tokens / 2)
     return StepCosts(

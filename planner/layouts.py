@@ -68,7 +68,8 @@ class Layout:
     def _apart(self, prefill: Kind, workload: Workload, promise: Promise, rate: float) -> Met:
         read = reading(prefill, self.num_prefill, workload, promise, rate)
         lates = [
-            late_s(prefill, prompt, rate / self.num_prefill, workload.mean_prompt) for prompt, _ in workload.strata
+            late_s(prefill, prompt, rate / self.num_prefill, workload.mean_prompt, self.decode.copies)
+            for prompt, _ in workload.strata
         ]
         written = decoding(self.decode, self.num_decode, workload, promise, rate, lates)
         return Met(read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds)

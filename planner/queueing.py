@@ -42,7 +42,7 @@ class Kind:
     name: str
     costs: StepCosts
     kv_tokens: int  # of its cache, for requests of the workload
-    kv_bytes: float  # of a token, as it is sent
+    kv_bytes: float  # of a token, as it is sent to one copy
     link_bytes_per_s: float
     num_layers: int
     step_tokens: int
@@ -54,6 +54,7 @@ class Kind:
     quantization: Quantization = "auto"
     block_size: int = 16
     context_parallel: bool = False  # ranks share the tokens of latents
+    copies: int = 1  # of heads, or of latents, on its ranks: each is sent to it
     call_s: float = CALL_S  # of a first token, beside queues and steps: HTTP, admission, to a worker and back
 
 
@@ -132,15 +133,17 @@ def _read_busy_s(kind: Kind, prompt: int) -> float:
     return read_alone_s(kind, prompt) - kind.costs.weights_s * (steps - prompt / kind.step_tokens)
 
 
-def late_s(sender: Kind, prompt: int, rate_each: float, mean_prompt: float) -> float:
+def late_s(sender: Kind, prompt: int, rate_each: float, mean_prompt: float, copies: int = 1) -> float:
     """From the first token until the KV is at the decode worker; infinite where the link can't carry it all.
 
-    Layers travel while later ones are computed, so that what is late is what the link is slower by, or the last layer.
+    `copies` are the decode worker's. Layers travel while later ones are computed, so that what is late is what the link
+    is slower by, or the last layer.
     """
-    used = rate_each * mean_prompt * sender.kv_bytes / sender.link_bytes_per_s
+    token_s = copies * sender.kv_bytes / sender.link_bytes_per_s
+    used = rate_each * mean_prompt * token_s
     if used >= LINK_SHARE:
         return math.inf
-    whole_s = prompt * sender.kv_bytes / sender.link_bytes_per_s / (1 - used)
+    whole_s = prompt * token_s / (1 - used)
     hidden_s = sender.costs.prompt_s(prompt)
     return HANDOVER_S + max(whole_s - hidden_s, whole_s / sender.num_layers)
 

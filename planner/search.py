@@ -119,14 +119,13 @@ def _kind(
         kinds=shape.kv_kinds,
     )
     hardware, prompt = machine.hardware, max(1.0, workload.mean_prompt)
-    # Of a head, or of latents, each of which is sent.
     copies = 1 if machine.context_parallel else max(1, machine.ranks // shape.num_kv_heads)
     rows = shape.kv_groups.blocks_of(held + block // 2, 1, 1)
     return Kind(
         name=f"{hardware.name} x{machine.ranks} {quantization}{' cp' if machine.context_parallel else ''}",
         costs=step_costs(machine, shape, workload.mean_context, terms.step_tokens),
         kv_tokens=int(room.rows / rows * held),
-        kv_bytes=copies * layout.token_bytes * layout.groups.share_sent(prompt),
+        kv_bytes=layout.token_bytes * layout.groups.share_sent(prompt),
         link_bytes_per_s=terms.link_bytes_per_s * machine.ranks,
         num_layers=shape.num_layers,
         step_tokens=terms.step_tokens,
@@ -138,6 +137,7 @@ def _kind(
         quantization=quantization,
         block_size=block,
         context_parallel=machine.context_parallel,
+        copies=copies,
     )
 
 

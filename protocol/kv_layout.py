@@ -270,7 +270,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         fault = _fault(layout)
         if fault is not None:
             return f"the {side}'s layout can't be: {fault}"
-    if not _parts_fit(source, target):
+    if not parts_fit((source.block_size, target.block_size), (source.context_ranks, target.context_ranks)):
         return (
             "ranks share the tokens of blocks (context_parallel), of which each part must be whole on the other side: "
             f"blocks have {source.block_size} tokens at the source, {source.rank_tokens} of them on a rank, and "
@@ -279,14 +279,18 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
     return None
 
 
-def _parts_fit(source: KVLayout, target: KVLayout) -> bool:
-    """Whether what goes from a rank to another is every so-manyth unit of the larger of their parts."""
-    if source.context_ranks > 1 and target.context_ranks > 1:
-        larger, smaller = max(source.rank_tokens, target.rank_tokens), min(source.rank_tokens, target.rank_tokens)
-        return source.block_size == target.block_size and larger % smaller == 0
-    if source.context_ranks > 1:
-        return target.block_size % source.rank_tokens == 0
-    return target.context_ranks == 1 or source.block_size % target.rank_tokens == 0
+def parts_fit(block_sizes: tuple[int, int], context_ranks: tuple[int, int]) -> bool:
+    """Of two sides, whether what goes from a rank to another is every so-manyth unit of the larger of their parts.
+
+    Where one side alone shares, the other's block size must also do for its number of ranks: each side plans lanes with
+    its own.
+    """
+    (one, other), (ranks, of_other) = block_sizes, context_ranks
+    if min(context_ranks) > 1:
+        return one == other and max(context_ranks) % min(context_ranks) == 0
+    if ranks > 1:
+        return other % (one // ranks) == 0 and other % ranks == 0
+    return of_other == 1 or (one % (other // of_other) == 0 and one % of_other == 0)
 
 
 def _fault(layout: KVLayout) -> str | None:

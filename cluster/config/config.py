@@ -134,7 +134,10 @@ class ClusterConfig(Section):
         """Tokens of a block where a worker has no size of its own."""
         if self.model.block_size is not None:
             return self.model.block_size
-        return GPU_BLOCK_SIZE if self.device == "cuda" else CPU_BLOCK_SIZE
+        # Of ranks that share blocks each has as many tokens as attention reads at a time.
+        sharing = [section.tensor_parallel for section in self.roles.values() if section.context_parallel]
+        usual = GPU_BLOCK_SIZE if self.device == "cuda" else CPU_BLOCK_SIZE
+        return max(usual, CPU_BLOCK_SIZE * max(sharing, default=1))
 
     @property
     def transport(self) -> TransportChoice:

@@ -88,8 +88,8 @@ class HeldModel(Section):
     """How workers of one role hold the model, where that is not as `model` says."""
 
     block_size: BlockSize | None = None
-    """Tokens; null: `model.block_size`. Both roles may differ; units of their greatest common divisor travel, which is
-    slower than whole blocks."""
+    """Tokens; null: `model.block_size`. Both roles may differ; units of their greatest common divisor travel (of what
+    ranks hold of them, with `context_parallel`), which is slower than whole blocks."""
     dtype: Dtype | None = None
     """null: `model.dtype`. A worker's KV is of its dtype, so both roles must have the same where there are prefill
     workers."""
@@ -139,8 +139,9 @@ class WorkerResources(Section):
     context_parallel: bool = False
     """true: of the latents that models like DeepSeek's cache, each rank of `tensor_parallel` has its part of each
     block's tokens, instead of all of them: room for as many times more of them as there are ranks, for more to exchange
-    in each layer. For contexts that else don't fit. The roles may differ, with the same `block_size`. Without effect on
-    one rank, and refused for models that cache keys and values (docs/engine.md#context-parallelism)."""
+    in each layer. For contexts that else don't fit. The roles may differ, with the same `block_size`, which where
+    nobody says it is 16 a rank at least. Without effect on one rank, and refused for models that cache keys and values
+    (docs/engine.md#context-parallelism)."""
     redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
     """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move
     while the worker serves (docs/engine.md#copies-of-hot-experts)."""

@@ -16,7 +16,8 @@ from twostroke.cluster.config.sections import (
 )
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import Staged, staged
-from twostroke.protocol.kv_layout import RankCut
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import RankCut, parts_fit
 
 if TYPE_CHECKING:
     from twostroke.model.engine_config import EngineConfig
@@ -37,7 +38,7 @@ def cut_of(resources: WorkerResources) -> RankCut:
 
 def most_ranks(ours: WorkerResources, theirs: WorkerResources) -> int:
     """With how many ranks of one of `theirs` stages any one of `ours` has KV in common, at most."""
-    if ours.context_parallel or theirs.context_parallel:
+    if ours.context_parallel != theirs.context_parallel:
         return theirs.tensor_parallel
     return max(1, theirs.tensor_parallel // ours.tensor_parallel)
 
@@ -47,6 +48,21 @@ def most_overlapping(ours: int, theirs: int) -> int:
     if theirs % ours == 0:
         return theirs // ours
     return 1 if ours % theirs == 0 else theirs // ours + 2
+
+
+def check_parts(config: ClusterConfig) -> None:
+    """Raises ConfigError where the roles' ranks share blocks in parts that can't be exchanged."""
+    if not config.has_prefill:
+        return
+    (block, other), (ranks, of_other) = (
+        [config.block_size(each) for each in config.roles.values()],
+        [cut_of(each).context_ranks for each in config.roles.values()],
+    )
+    if not parts_fit((block, other), (ranks, of_other)):
+        raise ConfigError(
+            f"context_parallel: blocks of {block} tokens that {ranks} ranks of a prefill worker share, and of {other} "
+            f"that {of_other} of a decode worker do, can't be exchanged: give both roles the same block_size"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ class WorkerSettings:
         roles: list[PrefillSection | DecodeSection] = (
             [config.decode, config.prefill] if config.has_prefill else [config.decode]
         )
+        check_parts(config)
         return cls(
             model=config.model_of(section),
             resources=section.part(WorkerResources),

@@ -157,7 +157,7 @@ def places_of(cut: Cut) -> UnitPlaces:
     return paged_places(
         row_bytes=layout.head_dim * DTYPE_BYTES[layout.dtype],
         heads_per_block=layout.heads_per_rank,
-        block_size=layout.block_size,
+        block_size=layout.rank_tokens,
         first_head=cut.first_head,
         num_heads=cut.num_heads,
         unit_tokens=cut.unit_tokens,

@@ -69,7 +69,7 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 def send_description(connected: socket.socket, description: PoolDescription) -> None:
     """Raises OSError, or ValueError where the peer would refuse it."""
     described = msgspec.msgpack.encode(description)
-    num_units = description.num_blocks * (description.layout.block_size // description.unit_tokens)
+    num_units = description.num_blocks * (description.layout.rank_tokens // description.unit_tokens)
     if num_units > MAX_UNIT_ID or len(described) > MAX_DESCRIPTION_BYTES:
         raise ValueError("the cache is too large to be read by a peer")
     connected.sendall(_LENGTH.pack(len(described)) + described)
@@ -98,7 +98,7 @@ def receive_description(connected: socket.socket, kind: type[D], cut: Cut) -> tu
     held = layout.layers_of(description.rank) if 0 <= description.rank < layout.num_ranks else range(0)
     if not held.start <= cut.layers.start < cut.layers.stop <= held.stop:
         raise ProtocolError("the peer's lane has layers that its cache has not")
-    if layout.block_size % description.unit_tokens:
+    if layout.rank_tokens % description.unit_tokens:
         raise ProtocolError("the peer's blocks can't be cut into units")
     heads = description.first_head, description.num_heads
     peer_cut = Cut(layout, description.rank, cut.layers, *heads, description.unit_tokens, "raw")

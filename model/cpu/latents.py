@@ -25,7 +25,7 @@ from twostroke.model.cpu.linears import is_supported
 from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 2048
-"""Of a context, whose keys and values are in memory at a time."""
+"""Of a context, whose keys and values are in memory at a time, or latents that came from other ranks."""
 
 
 class HeadLinear(Protocol):
@@ -94,10 +94,8 @@ class CpuLatentAttention:
             starts = layout.query_starts[decodes:].tolist()
             contexts, tables = layout.context_lens[decodes:].tolist(), layout.block_tables[decodes:]
             for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
-                positions, blocks = layout.positions[begin:end], kv_layer
-                if self._parts is not None:
-                    blocks, table = self._gathered(self._parts, kv_layer, table, context)
-                self._attend_chunk(q[begin:end], positions, cos_sin, blocks, table, context, out[begin:end])
+                positions = layout.positions[begin:end]
+                self._attend_chunk(q[begin:end], positions, cos_sin, kv_layer, table, context, out[begin:end])
         return out.view(count, -1)
 
     def _mixed(self, absorbed: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
@@ -115,11 +113,10 @@ class CpuLatentAttention:
         attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
         return parts.merged(mixed, log_sums)
 
-    def _gathered(self, parts: ContextParts, kv_layer: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """A context's blocks, whole, and the table that names them."""
-        used = table[: -(-context // (kv_layer.shape[3] * parts.ranks))]
-        whole = parts.whole_blocks(kv_layer[used.long(), 0, 0])
-        return whole[:, None, None], torch.arange(len(used), dtype=table.dtype)
+    def _whole_blocks(self, kv_layer: Tensor, blocks: Tensor) -> Tensor:
+        """These blocks with all ranks' tokens, [blocks, block_size, R + P]."""
+        held = kv_layer[blocks.long(), 0, 0]
+        return held if self._parts is None else self._parts.whole_blocks(held)
 
     def _turned(self, q: Tensor, positions: Tensor, cos_sin: Tensor, width: int) -> Tensor:
         """[T, H, width], of which the last numbers are those of queries [T, H, N + P] that turn, turned."""
@@ -139,7 +136,12 @@ class CpuLatentAttention:
         """The last rows of one sequence's context."""
         rows, row, query = len(q), kv_layer.shape[4], q.shape[2]
         # Multiplications for each token of the context and each head.
-        if 2 * rows * (row - max(query, self._value)) <= self._rank * (self._key + self._value):
+        is_shorter = 2 * rows * (row - max(query, self._value)) <= self._rank * (self._key + self._value)
+        if is_shorter and (self._parts is None or context <= PART_TOKENS):
+            if self._parts is not None:
+                used = table[: -(-context // (kv_layer.shape[3] * self._parts.ranks))]
+                kv_layer = self._whole_blocks(kv_layer, used)[:, None, None]
+                table = torch.arange(len(used), dtype=table.dtype)
             absorbed = self._absorb(q, positions, cos_sin)
             mixed = torch.empty_like(absorbed)
             attention.attend_chunk(absorbed, kv_layer, table, context, self._form, mixed)
@@ -152,7 +154,8 @@ class CpuLatentAttention:
     def _attend_expanded(self, q: Tensor, kv_layer: Tensor, table: Tensor, context: int, out: Tensor) -> None:
         """Turned queries [rows, H, N + P], over keys and values of each head, part after part of the context."""
         rows, heads, query = q.shape
-        block_size, width = kv_layer.shape[3], max(query, self._value)
+        block_size = kv_layer.shape[3] * (1 if self._parts is None else self._parts.ranks)
+        width = max(query, self._value)
         q = torch.nn.functional.pad(q, (0, width - query)).transpose(0, 1).unsqueeze(0)  # [1, H, rows, width]
         merged = torch.zeros((1, heads, rows, width))
         log_sums = torch.full((1, heads, rows, 1), -torch.inf)
@@ -160,8 +163,8 @@ class CpuLatentAttention:
         before = context - rows  # tokens before the first query
         for start in range(0, context, part_tokens):
             end = min(start + part_tokens, context)
-            blocks = table[start // block_size : -(-end // block_size)].long()
-            latents = kv_layer[blocks].view(-1, kv_layer.shape[4])[: end - start]
+            blocks = self._whole_blocks(kv_layer, table[start // block_size : -(-end // block_size)])
+            latents = blocks.view(-1, kv_layer.shape[4])[: end - start]
             keys, values = self._expanded(latents, width)
             first = max(0, start - before)  # of the rows that see any of it
             mask = None

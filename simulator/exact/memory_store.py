@@ -132,10 +132,11 @@ class FakeStore:
         return blocks.reshape(-1, *blocks.shape[2:])[first:num_positions]
 
     def position(self, layer: int, block_ids: Sequence[int], position: int) -> bytes:
-        """KV of one position, as in `read`."""
+        """KV of one position that is here, as in `read`."""
         block, offset = divmod(position, self.layout.block_size)
         memory, blocks = self._place(layer, block_ids)
-        return memory[blocks[block], :, :, offset].tobytes()
+        place = self.layout.tokens_of(self.rank).index(offset)
+        return memory[blocks[block], :, :, place].tobytes()
 
     def write(self, layer: int, block_ids: Sequence[int], first_position: int, kv: bytes) -> None:
         """Store the KV of consecutive positions."""

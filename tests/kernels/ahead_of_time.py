@@ -168,10 +168,12 @@ def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
     for heads in all_heads:
         attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
         attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)
-        # Over a part of the context, as ranks that share its tokens attend.
+        # Over parts of blocks, of so many tokens, as ranks that share contexts attend.
         config = latent_decode_config(TARGETS[capability], heads, torch.bfloat16, layout.max_context_len)
         out, log_sums = empty(3, heads, 512), empty(3, heads, dtype=torch.float32)
-        latent_decode(empty(heads, 3, 512), empty(3, heads, 576), kv_layer, layout, 0.1, out, config, log_sums)
+        for tokens in (8, 16):
+            part = empty(4096, 1, 1, tokens, 576)
+            latent_decode(empty(heads, 3, 512), empty(3, heads, 576), part, layout, 0.1, out, config, log_sums)
 
 
 def _layout(tokens: int, block_size: int) -> BatchLayout:

@@ -186,7 +186,7 @@ def test_every_token_of_latents_goes_from_who_has_it_to_who_is_to_have_it(
 @pytest.mark.parametrize(
     ("source", "target"),
     [((2, True, 16), (1, False, 4)), ((1, False, 4), (2, True, 16)), ((2, True, 8), (2, True, 16)),
-     ((2, True, 6), (3, True, 6))],
+     ((2, True, 6), (3, True, 6)), ((8, True, 16), (1, False, 4)), ((1, False, 12), (8, True, 16))],
 )  # fmt: skip
 def test_parts_that_would_be_in_pieces_on_the_other_side_are_refused(
     source: tuple[int, bool, int], target: tuple[int, bool, int]

@@ -16,6 +16,7 @@ from twostroke.planner.floors import (
 from twostroke.planner.hardware import HARDWARE, Efficiency
 from twostroke.planner.models import published_model
 from twostroke.planner.operations import Limits, decode_work, prefill_work
+from twostroke.planner.queueing import HANDOVER_S, late_s
 from twostroke.planner.search import Terms, kinds_of
 from twostroke.planner.workload import Workload
 from twostroke.protocol.errors import ConfigError
@@ -76,6 +77,8 @@ def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts
     assert parts.decode_s(shape, 64, 16_000) < 0.85 * copies.decode_s(shape, 64, 16_000)
     assert parts.decode_s(shape, 64, 500) > copies.decode_s(shape, 64, 500)
     assert parts.prefill_s(shape, 4096) > copies.prefill_s(shape, 4096)
+    costs = step_costs(parts, shape, 2000, 2048)
+    assert costs.prefill_s(65536, 0, 2048) == pytest.approx(parts.prefill_s(shape, 65536, 2048), rel=0.05)
     link = replace(parts, hardware=replace(parts.hardware, kernel_s=0.0, link_bytes_per_s=1.0))
     # All heads' absorbed queries, and their mixtures of latents, but for this rank's own.
     assert link.exchange_s(shape, 3, 0) == pytest.approx(3 * 61 * 7 / 8 * 128 * (576 + 512) * 2)
@@ -83,7 +86,10 @@ def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts
     workload = Workload("short", ((1000, 100),))
     kinds = {kind.name: kind for kind in kinds_of(shape, parts.hardware, ("auto",), workload, Terms())}
     assert kinds["h200 x8 auto cp"].kv_tokens == pytest.approx(8 * kinds["h200 x8 auto"].kv_tokens, rel=1e-3)
-    assert kinds["h200 x8 auto"].kv_bytes == 8 * kinds["h200 x8 auto cp"].kv_bytes
+    assert [kinds[name].copies for name in ("h200 x8 auto", "h200 x8 auto cp")] == [8, 1]
+    sender = kinds["h200 x8 auto"]
+    once, often = (late_s(sender, 4096, 0.0, 1.0, copies) - HANDOVER_S for copies in (1, 8))
+    assert often == pytest.approx(8 * once)
     llama = published_model("Llama-3.1-70B")
     assert not any(kind.context_parallel for kind in kinds_of(llama, H100, ("auto",), workload, Terms()))
 

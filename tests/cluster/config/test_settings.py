@@ -379,6 +379,16 @@ def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
         ({"kv_transfer": {"max_chunk_bytes": 2**20}}, (2, 2), (6, 6)),
         ({"kv_transfer": {"transport": "cuda_ipc"}}, (2, 2), (0, 0)),
         ({"model": {"device": "cpu"}}, (2, 2), (0, 0)),
+        (
+            {role: {"tensor_parallel": 4, "context_parallel": True} for role in ("prefill", "decode")},
+            (2, 2),
+            (192, 192),
+        ),
+        (
+            {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 4, "context_parallel": True}},
+            (8, 4),
+            (768, 384),
+        ),
     ],
 )
 def test_engines_leave_the_memory_of_all_links_that_their_workers_may_have(
@@ -390,6 +400,17 @@ def test_engines_leave_the_memory_of_all_links_that_their_workers_may_have(
     told = [WorkerSettings.of(config, section) for section in (config.prefill, config.decode)]
     assert tuple(each.num_links for each in told) == links
     assert tuple(each.engine_config(Path("m")).staging_bytes // 2**20 for each in told) == mebibytes
+
+
+def test_roles_whose_parts_of_blocks_can_not_be_exchanged_are_refused() -> None:
+    shares = {"tensor_parallel": 2, "context_parallel": True}
+    config = read_config({"prefill": shares | {"block_size": 64}, "decode": shares | {"block_size": 32}})
+    with pytest.raises(ConfigError, match="blocks of 64 tokens that 2 ranks of a prefill worker share, and of 32"):
+        WorkerSettings.of(config, config.decode)
+    config = read_config({"prefill": shares, "decode": {"tensor_parallel": 8, "context_parallel": True}})
+    settings = WorkerSettings.of(config, config.prefill)
+    assert settings.block_size == 8 * 16
+    assert [peer.cut.context_ranks for peer in settings.peers] == [8, 2]
 
 
 def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:

@@ -204,7 +204,7 @@ def test_projections_compute_with_the_dequantised_weight(
 
 @needs_avx512_bf16
 @pytest.mark.usefixtures("on_each_unit")
-@pytest.mark.parametrize("inputs", [600, 1400])  # int8 is widened 1024 columns at a time, for many rows
+@pytest.mark.parametrize("inputs", [600, 2376])  # int8 is widened 2048 columns at a time, for many rows
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4], inputs: int) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -39,9 +39,8 @@ SCALED_CHUNK = CHUNK
 """And that are multiplied at a time, of a panel with groups, whose sums should stay in the L1 cache. Of 128 to 1024 the
 fastest, all in all."""
 SCALED_TOGETHER = 4  # groups: their scales and offsets of 32 outputs are 16 registers
-_AHEAD_BYTES = (
-    4096  # from what is widened to what is asked for, into the L2 cache; half a panel's are twice as far apart
-)
+_AHEAD_BYTES = 4096
+"""From what is widened to what is asked for, into the L2 cache; half a panel's are twice as far apart."""
 
 _DEPTH_BYTES = DEPTH * STEP_BYTES  # of a panel, as bf16
 _GROUP_BYTES = 4 * ROWS * PANEL_COLUMNS  # sums in four tiles
