@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_measured_workers_are_planned_and_simulated(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated", "hybrid"])
 def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> None:
     kind = Kind("b", StepCosts(1, 1, 1, 1, 1), 1, 1.0, 1.0, 1, 2048, 64, 2, 1.0, "h200", ranks=2, quantization="int8")
+    kind = replace(kind, context_parallel=True)
     prefill = None if mode == "aggregated" else Kind("a", kind.costs, 1, 1.0, 1.0, 1, 2048, 64, 1, 1.0, "h100-80gb")
     layout = Layout(mode, kind, 3, prefill, 0 if prefill is None else 2)
     settings = settings_of(
@@ -86,6 +88,8 @@ def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> Non
     file.write_text(yaml.safe_dump(settings))
     assert main(["config", "check", str(file)]) == 0
     assert settings["decode"]["tensor_parallel"] == 2
+    assert settings["decode"]["context_parallel"] is True
+    assert "context_parallel" not in settings["prefill"]
     assert settings["prefill"]["replicas"] == layout.num_prefill
     assert ("router" in settings) == (mode != "aggregated")
 
