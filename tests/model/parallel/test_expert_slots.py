@@ -123,7 +123,7 @@ class RebalancedRanks(Ranks):
         order = self.balance.next()
         if order is not None:
             self.orders.append(order)
-            list(self._threads.map(ModelRunner.arrange_experts, self._runners, [order] * len(self._runners)))
+            list(self._threads.map(ModelRunner.arrange_experts, self.runners, [order] * len(self.runners)))
         return super().run(batch)
 
 

@@ -302,8 +302,8 @@ def test_all_ranks_go_on_with_tokens_that_nobody_has_waited_for(sampler: type[Sa
     sampler_class, LaunchingSampler.may_end = sampler, threading.Event()
     expected = [step.result() for step in run(runner(folder, SingleRank()))]
     with ranks(folder, 2) as together:
-        together._runners[0]._sampler = sampler_class(together._runners[0]._decoder.vocab_size)
-        launched, _ = together._threads.map(run, together._runners)
+        together.runners[0]._sampler = sampler_class(together.runners[0]._decoder.vocab_size)
+        launched, _ = together._threads.map(run, together.runners)
     LaunchingSampler.may_end.set()
     assert [step.result() for step in launched] == expected
     assert len({token.token_id for step in expected for token in step if token is not None}) > 3
@@ -339,7 +339,7 @@ def test_sums_of_few_tokens_come_with_the_norm_behind_them(
         drawn = [together.run([step]) for step in steps]
         expected = runner(folder, SingleRank())
         assert drawn == [expected.run([step]) for step in steps]
-        for one in together._runners:
+        for one in together.runners:
             assert one._parallel.fused == of_a_layer * load_model_config(folder).num_layers  # type: ignore[attr-defined]
 
 
