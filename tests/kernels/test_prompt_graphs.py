@@ -153,6 +153,7 @@ def check_same(found: tuple[Decoder, KVCache], batches: Sequence[Sequence[Sequen
     assert graphs.taken == len(batches)
 
 
+@pytest.mark.wide  # each by itself; all together below
 @pytest.mark.parametrize("kind", BATCHES)
 def test_small_steps_by_graphs_are_eager_ones(write_checkpoint: Callable[..., Any], kind: str) -> None:
     check_same(made(write_checkpoint(**TINY)), [BATCHES[kind]])
