@@ -1,6 +1,8 @@
 """A load test's plan, served event by event, as the records that the load test would have left."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 from twostroke.loadtests.plan import Chat, Closed, Plan, Session
@@ -15,6 +17,18 @@ from twostroke.simulator.exact.sim_router import PROMISE_NOTHING
 from twostroke.simulator.kinds import Kind
 
 VOCABULARY = 32_000
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What simulated routers and workers log is no news of this process."""
+    logger = logging.getLogger("twostroke")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def simulate_plan(
@@ -40,25 +54,26 @@ def simulate_plan(
     arrivals, users = plan.arrivals, None
     if isinstance(arrivals, Closed):
         users = Users(arrivals.users, arrivals.think_s, plan.seconds)
-    run = serve(
-        _traced(plan, islice(sessions(plan), most), promise),
-        "kv_aware",
-        kind,
-        users=users,
-        decodes_alone=decodes_alone,
-        prefill=prefill,
-        decode=decode,
-        prefill_cache_tokens=kind.kv_tokens,
-        decode_cache_tokens=kind.kv_tokens,
-        seed=plan.seed,
-        slo=slo,
-        faults=faults,
-        progress=progress,
-        max_context=plan.max_context,
-        until_s=plan.seconds,
-        warm=warm,
-        watch=watch,
-    )
+    with _unheard():
+        run = serve(
+            _traced(plan, islice(sessions(plan), most), promise),
+            "kv_aware",
+            kind,
+            users=users,
+            decodes_alone=decodes_alone,
+            prefill=prefill,
+            decode=decode,
+            prefill_cache_tokens=kind.kv_tokens,
+            decode_cache_tokens=kind.kv_tokens,
+            seed=plan.seed,
+            slo=slo,
+            faults=faults,
+            progress=progress,
+            max_context=plan.max_context,
+            until_s=plan.seconds,
+            warm=warm,
+            watch=watch,
+        )
     if not run.served:
         raise ConfigError("no request comes in that time")
     return [

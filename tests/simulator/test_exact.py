@@ -1,6 +1,7 @@
 """The exact simulation beside open loops on machines of their own: closed loops, conversations, neighbours."""
 
 import asyncio
+import logging
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from twostroke.loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixe
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
 from twostroke.simulator.day import day_of
-from twostroke.simulator.exact.deployment import Machine
+from twostroke.simulator.exact.deployment import Fault, Machine
 from twostroke.simulator.exact.plans import simulate_plan
 from twostroke.simulator.exact.virtual_loop import run_virtually
 from twostroke.simulator.kinds import SMALL, Kind
@@ -32,6 +33,14 @@ def test_each_user_of_a_closed_loop_asks_again_when_answered() -> None:
         # The call returns some milliseconds after the last token.
         assert any(0.5 <= record.scheduled_s - end_s < 0.6 for end_s in ends)
     assert all(one.scheduled_s < 4.0 for one in records)
+
+
+def test_what_simulated_workers_warn_of_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    faults = [Fault(at_s, role) for role, at_s in (("prefill", 1.0), ("decode", 2.0))]  # type: ignore[arg-type]
+    simulate_plan(plan_of(Constant(8.0), Fixed(512, 64), 4.0), SMALL, 2, 2, decodes_alone=False, faults=faults)
+    assert not caplog.records
+    logging.getLogger("twostroke.kvtransfer").warning("heard again")
+    assert [record.getMessage() for record in caplog.records] == ["heard again"]
 
 
 def test_a_conversation_goes_on_from_what_was_said_and_finds_it_cached() -> None:
