@@ -404,6 +404,13 @@ def words_of(told: dict[str, Any]) -> list[str]:
             f"give or take {told['uncertainty']:.0%}.{clear}"
         )
     lines.append(f"By {told['basis']}.")
+    modes = told["modes"]
+    if unknown := [mode for mode, one in modes.items() if one["attainment"] and one["measured_rps"] is None]:
+        around = max(modes[mode]["simulated_rps"] or modes[mode]["attainment"][-1][0] for mode in unknown)
+        lines.append(
+            f"The capacity of {', '.join(unknown)} is simulated: of the rates measured there all held, or none; "
+            f"--rates around {around:.3g} would measure it."
+        )
     for flip in told["flips"]:
         at = (
             f"{flip['at']:.0f} prompt tokens"

@@ -76,6 +76,14 @@ def test_a_lead_within_what_is_uncertain_is_a_draw() -> None:
     assert tell(found_of(aggregated=1.0), is_measured=False)["best"] is None
 
 
+def test_capacities_that_no_rate_has_bracketed_are_said_to_be_simulated() -> None:
+    found = found_of(aggregated=4.0, hybrid=5.0)
+    found.points = {"aggregated": [Point(1.0, 50, 50)], "hybrid": [Point(1.0, 50, 50), Point(6.0, 0, 50)]}
+    told = words_of(tell(found, is_measured=True))[2]
+    assert told.startswith("The capacity of aggregated is simulated: of the rates measured there all held, or none; ")
+    assert "--rates around 4 would measure it" in told
+
+
 def test_prediction_errors_are_part_of_what_is_uncertain() -> None:
     found = found_of(aggregated=2.0, hybrid=5.0)
     found.points = {
