@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from twostroke.advisor.calibration import MIXED, Seen, calibrated
 from twostroke.advisor.modes import (
     MODES,
+    Counts,
     Fleet,
     Mode,
     beside_others,
@@ -130,15 +131,35 @@ def compare(plan: Plan, name: str, fleet: Fleet, folder: Path) -> tuple[Cell, li
     return Cell(fleet.mode, name, rate, answers, failed, measured, expected, others, cores), records
 
 
+def learn_under_load(
+    url: str,
+    mode: Mode,
+    counts: Counts,
+    loads: Callable[[Kind], tuple[float, float]],
+    folder: Path,
+    *,
+    seconds: float,
+    seed: int,
+) -> Kind:
+    """What the workers of the server at `url` cost, by requests one after the other, and then by a low and a high load,
+    whose rates follow from those. Raises ConfigError and LoadTestError."""
+    kind = learn_kind(url, mode, seed=seed)
+    say(f"{mode}: {msgspec.json.encode(kind).decode()}")
+    plan = plan_for(url, MIXED, seconds, WARM_UP_S, seed, None)
+    return calibrate(plan, Fleet(mode, counts, kind), loads(kind), folder)
+
+
 def calibrate(plan: Plan, fleet: Fleet, rates: tuple[float, float], folder: Path) -> Kind:
     """The fleet's kind after a low and a high load on the server. Raises LoadTestError."""
+    # Of its own: a run that was broken off is not gone on with.
+    folder = folder / f"calibration-{fleet.mode}-{time.time_ns()}"
     cores = len(os.sched_getaffinity(0))
     seen: list[Seen] = []
     waits: list[tuple[float, float]] = []
     for number, rate in enumerate(rates):
         asked = at_rate(msgspec.structs.replace(plan, workload=MIXED, seed=plan.seed + 100 + number), rate)
         with Neighbours() as neighbours:
-            records = list(run_plan(asked, folder / f"calibration-{fleet.mode}-{number}", show=False).records())
+            records = list(run_plan(asked, folder / str(number), show=False).records())
         seen.append(Seen(asked, figures_of(records, plan.warm_up_s)[0], neighbours.others))
 
         waits += [
@@ -258,11 +279,10 @@ def _mode(
         if of_mode.exists():
             kind = kind_of(str(of_mode))
         else:
-            kind = learn_kind(url, mode, seed=arguments.seed)
-            say(f"{mode}: {msgspec.json.encode(kind).decode()}")
-            plan = plan_for(url, MIXED, arguments.seconds, WARM_UP_S, arguments.seed, None)
             rates = min(arguments.rates), max(arguments.rates)
-            kind = calibrate(plan, Fleet(mode, counts, kind), rates, folder)
+            kind = learn_under_load(
+                url, mode, counts, lambda _: rates, folder, seconds=arguments.seconds, seed=arguments.seed
+            )
             write_kind(kind, of_mode)
         say(f"{mode}: {msgspec.json.encode(kind).decode()}")
         for number, name, rate in left:

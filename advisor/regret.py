@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from twostroke.advisor.agreement import calibrate, plan_for
+from twostroke.advisor.agreement import WARM_UP_S, learn_under_load, plan_for
 from twostroke.advisor.calibration import MIXED
 from twostroke.advisor.capacities import TARGET, Point, measured_capacity
-from twostroke.advisor.modes import Counts, Fleet, Mode, learn_kind, pace_of, server_in, write_kind
+from twostroke.advisor.modes import Counts, Mode, pace_of, server_in, write_kind
 from twostroke.advisor.plan import sample_of
 from twostroke.advisor.trials import decide, measured_worker, simulated_goodput
 from twostroke.benchmarks.console import conclude, positive, say
@@ -47,7 +47,6 @@ STEP = 1.25  # between the first two rates; steps grow until one rate holds and 
 NEAR = 1.1  # rates that are no further apart are measured again
 LEARNT_AT = (0.3, 0.7)
 """Of what workers could read at most, the loads under which costs are learnt."""
-WARM_UP_S = 3.0
 POINTS_FILE = "points.json"
 
 
@@ -199,12 +198,13 @@ def _measure(
 def _learn(candidate: Candidate, url: str, arguments: argparse.Namespace, folder: Path) -> Kind:
     """From requests one by one, then under two loads of another workload than the one that is planned for."""
     say(f"{candidate.name}: learning what workers cost")
-    kind = learn_kind(url, candidate.mode, seed=0)
-    plan = plan_for(url, MIXED, arguments.seconds, WARM_UP_S, 0, None)
-    low, high = (share * reading_rate(kind, candidate.counts) for share in LEARNT_AT)
-    # Of its own: a run that was broken off here is not gone on with.
-    of_loads = folder / f"learning-{candidate.kind}-{time.time_ns()}"
-    return calibrate(plan, Fleet(candidate.mode, candidate.counts, kind), (low, high), of_loads)
+
+    def loads(kind: Kind) -> tuple[float, float]:
+        low, high = (share * reading_rate(kind, candidate.counts) for share in LEARNT_AT)
+        return low, high
+
+    counts, seconds = candidate.counts, arguments.seconds
+    return learn_under_load(url, candidate.mode, counts, loads, folder, seconds=seconds, seed=0)
 
 
 def reading_rate(kind: Kind, counts: Counts) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from twostroke.advisor import agreement
 from twostroke.advisor.agreement import figures_of, simulated
 from twostroke.advisor.calibration import MIXED, Seen, calibrated
 from twostroke.advisor.modes import Counts, Fleet, slowed
@@ -88,3 +89,20 @@ def test_what_came_from_this_process_is_no_other(tmp_path: Path) -> None:
 def test_cores_are_shared_alike_once_there_are_fewer_than_threads() -> None:
     assert share(1, 0.5, 2) == 1.0
     assert share(2, 2.0, 2) == 0.5
+
+
+def test_a_calibration_that_was_broken_off_does_not_stand_in_the_way_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders: list[Path] = []
+
+    def broken_off(plan: Plan, folder: Path, *, show: bool) -> None:
+        folders.append(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(agreement, "run_plan", broken_off)
+    plan = Plan("simulated", "160m", 4096, Poisson(1.0), MIXED, SLO(), 10.0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            agreement.calibrate(plan, Fleet("aggregated", Counts(0, 1), SMALL), (1.0, 2.0), tmp_path)
+    assert len(set(folders)) == 2
