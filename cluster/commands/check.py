@@ -93,7 +93,7 @@ def _of_worker(
     ranks = arguments.tensor_parallel or section.tensor_parallel
     stages = arguments.pipeline_parallel or section.pipeline_parallel
     expert_parallel = arguments.expert_parallel or section.expert_parallel
-    context_ranks = ranks if arguments.context_parallel or section.context_parallel else 1
+    context_parallel = arguments.context_parallel or section.context_parallel
     if arguments.gpu is None:
         workers = sum(config.counts[role].first for role in config.roles)
         device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks * stages)
@@ -108,7 +108,7 @@ def _of_worker(
     kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     model.check_ranks(ranks, expert_parallel, stages)
-    if arguments.context_parallel or section.context_parallel:
+    if context_parallel:
         check_context_parts(model.shape, ranks, config.block_size(section))
     found = fit(
         model.shape,
@@ -118,7 +118,7 @@ def _of_worker(
         memory=memory,
         ranks=ranks,
         stages=stages,
-        context_ranks=context_ranks,
+        context_ranks=ranks if context_parallel else 1,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -135,7 +135,7 @@ def _of_worker(
         "ranks": ranks * stages,
         "pipeline_parallel": stages,
         "expert_parallel": expert_parallel,
-        "context_parallel": context_ranks > 1,
+        "context_parallel": context_parallel and ranks > 1,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,

@@ -135,9 +135,8 @@ class ClusterConfig(Section):
         if self.model.block_size is not None:
             return self.model.block_size
         # Of ranks that share blocks each has as many tokens as attention reads at a time.
-        sharing = [section.tensor_parallel for section in self.roles.values() if section.context_parallel]
         usual = GPU_BLOCK_SIZE if self.device == "cuda" else CPU_BLOCK_SIZE
-        return max(usual, CPU_BLOCK_SIZE * max(sharing, default=1))
+        return max(usual, *(CPU_BLOCK_SIZE * section.context_ranks for section in self.roles.values()))
 
     @property
     def transport(self) -> TransportChoice:

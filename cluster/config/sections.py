@@ -175,6 +175,11 @@ class WorkerResources(Section):
     torch's attention by cuDNN, of single chunks without a prefix of lengths that it was compiled for, and an error for
     models with windows, soft caps or sinks, in fp32 or over KV in FP8."""
 
+    @property
+    def context_ranks(self) -> int:
+        """Of a stage, that share each block's tokens."""
+        return self.tensor_parallel if self.context_parallel else 1
+
     @model_validator(mode="after")
     def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):

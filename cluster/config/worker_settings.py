@@ -32,8 +32,8 @@ class PeerShape(NamedTuple):
 
 def cut_of(resources: WorkerResources) -> RankCut:
     """Of a worker's cache, among its ranks."""
-    ranks, stages = resources.tensor_parallel, resources.pipeline_parallel
-    return RankCut(ranks * stages, stages, ranks if resources.context_parallel else 1)
+    stages = resources.pipeline_parallel
+    return RankCut(resources.tensor_parallel * stages, stages, resources.context_ranks)
 
 
 def most_ranks(ours: WorkerResources, theirs: WorkerResources) -> int:
@@ -56,7 +56,7 @@ def check_parts(config: ClusterConfig) -> None:
         return
     (block, other), (ranks, of_other) = (
         [config.block_size(each) for each in config.roles.values()],
-        [cut_of(each).context_ranks for each in config.roles.values()],
+        [each.context_ranks for each in config.roles.values()],
     )
     if not parts_fit((block, other), (ranks, of_other)):
         raise ConfigError(

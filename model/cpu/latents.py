@@ -113,6 +113,10 @@ class CpuLatentAttention:
         attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
         return parts.merged(mixed, log_sums)
 
+    def _block_size(self, kv_layer: Tensor) -> int:
+        """With all ranks' tokens."""
+        return int(kv_layer.shape[3]) * (1 if self._parts is None else self._parts.ranks)
+
     def _whole_blocks(self, kv_layer: Tensor, blocks: Tensor) -> Tensor:
         """These blocks with all ranks' tokens, [blocks, block_size, R + P]."""
         held = kv_layer[blocks.long(), 0, 0]
@@ -139,7 +143,7 @@ class CpuLatentAttention:
         is_shorter = 2 * rows * (row - max(query, self._value)) <= self._rank * (self._key + self._value)
         if is_shorter and (self._parts is None or context <= PART_TOKENS):
             if self._parts is not None:
-                used = table[: -(-context // (kv_layer.shape[3] * self._parts.ranks))]
+                used = table[: -(-context // self._block_size(kv_layer))]
                 kv_layer = self._whole_blocks(kv_layer, used)[:, None, None]
                 table = torch.arange(len(used), dtype=table.dtype)
             absorbed = self._absorb(q, positions, cos_sin)
@@ -154,7 +158,7 @@ class CpuLatentAttention:
     def _attend_expanded(self, q: Tensor, kv_layer: Tensor, table: Tensor, context: int, out: Tensor) -> None:
         """Turned queries [rows, H, N + P], over keys and values of each head, part after part of the context."""
         rows, heads, query = q.shape
-        block_size = kv_layer.shape[3] * (1 if self._parts is None else self._parts.ranks)
+        block_size = self._block_size(kv_layer)
         width = max(query, self._value)
         q = torch.nn.functional.pad(q, (0, width - query)).transpose(0, 1).unsqueeze(0)  # [1, H, rows, width]
         merged = torch.zeros((1, heads, rows, width))

@@ -26,9 +26,9 @@ MODELS: dict[str, dict[str, Any]] = {
 ITEMSIZE = 4  # fp32
 
 
-def planned(config: ModelConfig, *, ranks: int = 1, context_ranks: int = 1, memory: int = 1 << 30) -> Any:
+def planned(config: ModelConfig, *, ranks: int = 1, context_ranks: int = 1) -> Any:
     weights = weight_bytes(config, ITEMSIZE, "none", ranks=ranks)
-    sizes = {"itemsize": ITEMSIZE, "kv_itemsize": ITEMSIZE, "memory": memory}
+    sizes = {"itemsize": ITEMSIZE, "kv_itemsize": ITEMSIZE, "memory": 1 << 30}
     return fit(config, weights, ranks=ranks, context_ranks=context_ranks, **sizes)
 
 

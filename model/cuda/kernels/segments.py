@@ -13,7 +13,6 @@ How many segments a row has depends on the rows beside it: on GPUs a row's bits 
 of its projections may, but never between two runs of one batch.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.model.cuda.kernels.launch import Target, padded_head
+from twostroke.model.cuda.kernels.launch import LOG2_E, Target, padded_head
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_WAVES = 4  # of programs; more would even out little more, and each starts with a wait for memory
@@ -30,7 +29,7 @@ _MERGED = 16  # segments a step of the merging kernel
 
 _ROWS = tl.constexpr(256)  # that a program looks at at once
 
-LN_2 = tl.constexpr(math.log(2.0))
+LN_2 = tl.constexpr(1 / LOG2_E)
 """What base-2 logarithms are multiplied by, to be natural ones."""
 
 

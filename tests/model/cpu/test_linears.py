@@ -12,6 +12,7 @@ import torch
 from numba import cfunc, types
 from torch import Tensor
 
+from twostroke.model.backend import Linear
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
@@ -98,15 +99,17 @@ def test_a_row_has_the_same_result_in_every_batch(dtype: torch.dtype, out_dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     weight, bias = random_weights(70, 33, dtype)
-    linear = CpuLinear(weight, bias, Launcher())
-    x = torch.randn(9, 33).to(dtype)
+    check_what_is_not_finite_stays_in_its_row(CpuLinear(weight, bias, Launcher()), torch.randn(9, 33).to(dtype))
+
+
+def check_what_is_not_finite_stays_in_its_row(linear: Linear, x: torch.Tensor) -> None:
     expected = linear(x)
     x[4] = torch.nan
     x[5] = torch.inf
     y = linear(x)
     assert y[4].isnan().all()
     assert not y[5].isfinite().any()
-    others = [0, 1, 2, 3, 6, 7, 8]
+    others = [row for row in range(len(x)) if row not in (4, 5)]
     assert torch.equal(y[others], expected[others])
 
 
@@ -291,15 +294,7 @@ def test_any_cpu_computes_with_any_form(form: str) -> None:
 def test_what_is_not_finite_stays_in_its_row_of_quantised_projections(form: str) -> None:
     linear = make_linear(random_quantized(form, 70, 600), None, "auto", torch.bfloat16, Launcher())
     for tokens in (7, 16, 31, 70):
-        x = torch.randn(tokens, 600).bfloat16()
-        expected = linear(x)
-        x[4] = torch.nan
-        x[5] = torch.inf
-        y = linear(x)
-        assert y[4].isnan().all()
-        assert not y[5].isfinite().any()
-        others = [row for row in range(tokens) if row not in (4, 5)]
-        assert torch.equal(y[others], expected[others])
+        check_what_is_not_finite_stays_in_its_row(linear, torch.randn(tokens, 600).bfloat16())
 
 
 @needs_avx512_bf16
