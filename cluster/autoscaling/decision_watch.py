@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from twostroke.protocol.clock import Clock
@@ -60,9 +59,9 @@ class DecisionWatch:
         """Once. Where there is no answer, what is known stays."""
         try:
             newest = await asyncio.to_thread(self._published)
-        except (RayError, msgspec.DecodeError) as error:
+        except Exception as error:  # whatever it is, the next look may succeed
             if not self._is_lost:
-                _log.warning("can't learn what the autoscaler decides: %s", error)
+                _log.warning("can't learn what the autoscaler decides: %s", error or type(error).__name__)
             self._is_lost = True
             return
         self._is_lost = False

@@ -1,9 +1,10 @@
 """What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +37,7 @@ from twostroke.router.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
+_log = logging.getLogger(__name__)
 
 _IN_FEED = (
     "owned_blocks",
@@ -72,7 +74,8 @@ class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
     `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
-    everybody may ask. `expected` tells how many replicas there are to be, `scaling` what the autoscaler decided last.
+    everybody may ask; `keys_age_s` tells since when their file was not read. `expected` tells how many replicas there
+    are to be, `scaling` what the autoscaler decided last.
     """
 
     config: ServiceConfig
@@ -84,6 +87,7 @@ class RouterService:
     slo: SLOConfig = field(default_factory=SLOConfig)
     admission: Admission | None = None
     tenants: Tenants | None = None
+    keys_age_s: Callable[[], float] | None = None
     traces: "OpenTelemetryTraces | None" = None
     other_routers: OtherRouters = no_other_routers
     expected: Expected = dict
@@ -94,7 +98,12 @@ class RouterService:
     def __post_init__(self) -> None:
         admission = self.admission or Admission(config=self.slo, stats=self.channels.stats, clock=self.clock)
         self._metrics = RouterMetrics(
-            self.config.model_name, self.slo.classes, admission, self.clock, is_ready=lambda: not self.missing()
+            self.config.model_name,
+            self.slo.classes,
+            admission,
+            self.clock,
+            is_ready=lambda: not self.missing(),
+            keys_age_s=self.keys_age_s,
         )
         self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
@@ -256,5 +265,8 @@ class RouterService:
 
     async def _follow(self) -> None:
         while True:
-            self.channels.follow(self.fleet.workers())
+            try:
+                self.channels.follow(self.fleet.workers())
+            except Exception:
+                _log.exception("the fleet can't be followed; the channels stay as they are until the next look")
             await asyncio.sleep(self.config.follow_s)

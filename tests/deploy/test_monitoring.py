@@ -35,7 +35,7 @@ def families() -> list[Metric]:
     """All that a scrape may bring."""
     slo = SLOConfig()
     admission = Admission(config=slo, stats=lambda peer: None, clock=time.monotonic)
-    metrics = RouterMetrics("tiny", slo.classes, admission, time.monotonic, is_ready=bool)
+    metrics = RouterMetrics("tiny", slo.classes, admission, time.monotonic, is_ready=bool, keys_age_s=float)
     of_router = (*metrics.registry.collect(), *planned_families({}, None))
     return list(Scrape([RouterReading("r", of_router, (), frozenset())]).collect())
 

@@ -50,14 +50,15 @@ async def test_a_decision_of_an_earlier_application_is_not_taken_for_this_ones()
     assert watch.latest() is None
 
 
+@pytest.mark.parametrize("failure", [RpcError("the head is gone"), RuntimeError("a bug of the client's")])
 async def test_what_is_known_stays_while_nothing_can_be_learnt_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
     head = Head(decided(NOW))
     watch = watch_of(head)
     await watch.look()
     known = watch.latest()
-    head.entry = RpcError("the head is gone")
+    head.entry = failure
     await watch.look()
     await watch.look()
     assert watch.latest() == known

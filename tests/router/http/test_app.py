@@ -300,3 +300,17 @@ async def test_text_goes_to_tokens_and_back(site_of):
         assert chat.json()["tokens"][0] == 0
         none = await site.http.post("/tokenize", json={"prompt": ""})
         assert none.json()["tokens"] == [0]
+
+
+async def test_a_look_at_the_fleet_that_fails_is_followed_by_the_next(site_of, until, monkeypatch, caplog):
+    """Else a router would never again learn of workers that come and go."""
+    async with site_of(1, 1) as site:
+        looks = []
+
+        def follow(workers):
+            looks.append(1)
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(site.service.channels, "follow", follow)
+        await until(lambda: len(looks) >= 2)
+    assert "the fleet can't be followed" in caplog.text
