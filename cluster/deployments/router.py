@@ -174,6 +174,8 @@ class RouterReplica:
                 model_name=served_name(settings.model, folder),
                 expects_prefill=settings.least["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
+                body_timeout_s=settings.router.body_timeout_s,
+                send_timeout_s=settings.router.send_timeout_s,
                 max_choices_in_flight=settings.router.max_choices_in_flight,
                 router_id=peer.worker_id,
                 strict=settings.router.strict,

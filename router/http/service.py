@@ -59,6 +59,8 @@ class ServiceConfig:
     model_name: str  # the `model` that clients name
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
     max_body_bytes: int = 8 * 1024 * 1024
+    body_timeout_s: float = 60.0  # from a request's head to its body's end
+    send_timeout_s: float = 60.0  # for a client to take a piece of its answer
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
     router_id: str = "router"  # of this replica, in metrics
     strict: bool = False  # requests with unknown fields are refused
