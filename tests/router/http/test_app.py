@@ -302,6 +302,33 @@ async def test_text_goes_to_tokens_and_back(site_of):
         assert none.json()["tokens"] == [0]
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/../metrics", "/v1/./../status", "//metrics", "/./doctor", "/metrics/", "/v1//../events"]
+)
+async def test_a_path_is_taken_as_it_is_written(site_of, path):
+    """Balancers let through what begins with /v1/, and no such path may be another one."""
+    told = []
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        told.append(message)
+
+    async with site_of(1, 1) as site:
+        await site.app({**scope, "scheme": "http", "server": ("router", 80), "http_version": "1.1"}, receive, send)
+    assert told[0]["status"] in (404, 307)
+    assert b"twostroke:" not in b"".join(message.get("body", b"") for message in told)
+
+
 async def test_a_look_at_the_fleet_that_fails_is_followed_by_the_next(site_of, until, monkeypatch, caplog):
     """Else a router would never again learn of workers that come and go."""
     async with site_of(1, 1) as site:
