@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -14,7 +14,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
@@ -24,7 +24,7 @@ from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.feed import Feed
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
-from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
+from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers, other_versions_family
 from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
@@ -77,7 +77,8 @@ class RouterService:
 
     `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
     everybody may ask; `keys_age_s` tells since when their file was not read. `expected` tells how many replicas there
-    are to be, `scaling` what the autoscaler decided last.
+    are to be, `scaling` what the autoscaler decided last. `other_versions` names the workers that run
+    another version, by role: nobody calls them.
     """
 
     config: ServiceConfig
@@ -92,6 +93,7 @@ class RouterService:
     keys_age_s: Callable[[], float] | None = None
     traces: "OpenTelemetryTraces | None" = None
     other_routers: OtherRouters = no_other_routers
+    other_versions: Callable[[], Mapping[Role, Collection[str]]] = dict
     expected: Expected = dict
     scaling: LastScaling = lambda: None
     clock: Clock = time.monotonic
@@ -173,8 +175,13 @@ class RouterService:
             return ["the server is about to end"]
         workers = self.fleet.workers()
         reachable = {info.role for info in workers if self.channels.is_connected(info.peer)}
-        wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
-        return [f"no {role} worker can be reached" for role in wanted if role not in reachable]
+        wanted: Sequence[Role] = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
+        others = {role: len(names) for role, names in self.other_versions().items() if names}
+        return [
+            f"no {role} worker can be reached" + (f" ({others[role]} of another version)" if role in others else "")
+            for role in wanted
+            if role not in reachable
+        ]
 
     def status(self) -> dict[str, Any]:
         """All workers and their numbers, for people and for `twostroke status`."""
@@ -191,6 +198,7 @@ class RouterService:
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
             "autoscaling": self._scaling_status(),
+            "other_versions": {role: sorted(names) for role, names in self.other_versions().items() if names},
             "workers": [
                 {
                     "role": info.role,
@@ -247,9 +255,10 @@ class RouterService:
     def reading(self) -> RouterReading:
         """This router's numbers."""
         planned = planned_families(self.expected(), self.scaling())
+        left_out = other_versions_family(self.other_versions())
         return RouterReading(
             self.config.router_id,
-            (*self._metrics.registry.collect(), *planned),
+            (*self._metrics.registry.collect(), *planned, left_out),
             tuple(self._worker_numbers()),
             frozenset(self.pipeline.ejected()),
         )

@@ -59,6 +59,18 @@ async def test_ready_means_that_a_whole_path_is_there(site_of, until, num_prefil
         assert ((await site.http.get("/ready")).status_code == 200) == ready
 
 
+async def test_workers_of_another_version_are_told_of(site_of, until):
+    async with site_of(1, 1) as site:
+        site.service.other_versions = lambda: {"prefill": ["p7", "p6"], "decode": []}
+        await site.rig["p0"].die()
+        await until(lambda: site.service.missing())
+        assert (await site.http.get("/status")).json()["other_versions"] == {"prefill": ["p6", "p7"]}
+        told = (await site.http.get("/ready")).json()["error"]["message"]
+        assert "no prefill worker can be reached (2 of another version)" in told
+        metrics = (await site.http.get("/metrics")).text
+        assert 'twostroke:workers_of_another_version{role="prefill",router="router"} 2.0' in metrics
+
+
 async def test_status_lists_the_workers_and_their_numbers(site_of, until):
     async with site_of(1, 1) as site:
         await until(lambda: not site.service.missing())
