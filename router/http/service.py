@@ -116,6 +116,7 @@ class RouterService:
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)
         self.started_at = int(self.wall_clock())
+        self._began_s = self.clock()
         self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
 
@@ -249,7 +250,7 @@ class RouterService:
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
-        own = {"started_at": float(self.started_at), **self._demand.numbers()}
+        own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 
     def reading(self) -> RouterReading:
