@@ -31,6 +31,7 @@ from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
+from twostroke.cluster.local.ray import ray_folder
 from twostroke.cluster.local.server import Order, Report, own_url
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
@@ -158,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
             os.unlink(log.name)
             return 0
     console.print(f"[red]The server failed:[/] {failure}")
-    console.print(f"Ray's words are in {log.name} and in the newest /tmp/ray/session_*/logs", soft_wrap=True)
+    console.print(f"Ray's words are in {log.name} and in {ray_folder()}/session_latest/logs", soft_wrap=True)
     return 1
 
 
