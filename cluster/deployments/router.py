@@ -185,7 +185,7 @@ class RouterReplica:
                 strict=settings.router.strict,
                 has_page=settings.router.page,
                 cors_origins=settings.router.cors_origins,
-                hosts=(*settings.router.hosts, *await asyncio.to_thread(_own_names)),
+                hosts=(*settings.router.hosts, host, *await asyncio.to_thread(_own_names)),
             ),
             tokenizer=TextTokenizer.load(folder, settings.chat_template, settings.model.response_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),

@@ -190,3 +190,9 @@ def test_a_worker_that_does_not_come_is_told_apart_from_one_that_starts(running,
     }
     told = status(worker(), autoscaling={"age_s": 1.2, "roles": {"decode": decode}, "demand": {}})
     assert scaling_rows(told)[0][3] == shown
+
+
+def test_workers_of_another_version_are_named() -> None:
+    view = run_watch([status(worker(), other_versions={"prefill": ["p7", "p8"]})], is_terminal=False)
+    assert "left out, of another version than the router: 2 prefill (p7, p8)" in view
+    assert "another version" not in run_watch([status(worker(), other_versions={})], is_terminal=False)
