@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import random
 import signal
 import sys
@@ -25,11 +24,9 @@ from rich.table import Table
 from tests.chaos.clients import MODEL, Answer, SteadyLoad, answers_of_all, draw_requests
 from tests.chaos.faults import Chaos, Injected, Injector, NotBack, wreak
 from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
-from tests.chaos.impolite import Keys
 from tests.chaos.models import NAMES, WITH_EXPERTS, model_path
 from tests.chaos.ties import unsteady
 from tests.chaos.verdict import Verdict, judge
-from twostroke.cluster.local.asking import API_KEY_VARIABLES
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.protocol.errors import ConfigError
 
@@ -61,9 +58,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="twostroke-chaos-") as folder:
             path = model_path(arguments.model, Path(folder))
-            keys = Keys(Path(folder) / "keys.yaml")
-            os.environ[API_KEY_VARIABLES[0]] = keys.own
-            verdict = asyncio.run(run(arguments, path, keys, console, log))
+            verdict = asyncio.run(run(arguments, path, console, log))
     except (ConfigError, NotUp, NotBack) as error:
         console.print(f"[red]{error}[/] (the server's words: {log}, {ray_folder()}/session_*/logs)")
         return 1
@@ -72,7 +67,7 @@ def main() -> int:
     return int(bool(verdict.failures))
 
 
-async def run(arguments: argparse.Namespace, model: str, keys: Keys, console: Console, log: Path) -> Verdict:
+async def run(arguments: argparse.Namespace, model: str, console: Console, log: Path) -> Verdict:
     """The whole run, over the model at this path. Raises NotUp, NotBack."""
     began = time.monotonic()
 
@@ -91,22 +86,21 @@ async def run(arguments: argparse.Namespace, model: str, keys: Keys, console: Co
             "quantization": "none" if arguments.model == "smollm2" else "auto",
         },
         "kv_transfer": {"transport": arguments.transport},
-        "auth": {"keys_file": str(keys.file)},
     }
     console.print("Starting 2 prefill workers, 2 decode workers, 2 routers ...")
     async with ServerUnderChaos(settings, log) as server:
         console.print(f"Up after {time.monotonic() - began:.1f} s. The same requests without faults first:")
-        expected = await answers_of_all(server.url, requests, arguments.clients, keys.own)
+        expected = await answers_of_all(server.url, requests, arguments.clients)
         if arguments.model in WITH_EXPERTS:
             left_out = unsteady(
                 model, ((r.key, r.body["prompt"], c.tokens) for r in requests for c in expected[r.key].choices)
             )
             requests = [request for request in requests if request.key not in left_out]
             console.print(f"Left out, since rounding decides which expert computes a token: {sorted(left_out)}")
-        load = SteadyLoad(server.url, requests, arguments.clients, arguments.seed, keys.own)
+        load = SteadyLoad(server.url, requests, arguments.clients, arguments.seed)
         chaos = Chaos()
         load.start()
-        injector = Injector(server, load, keys, random.Random(arguments.seed))
+        injector = Injector(server, load, random.Random(arguments.seed))
         await wreak(injector, chaos, 60 * arguments.minutes, arguments.seed, tell)
         await load.stop()
         console.print(f"{len(chaos.faults)} faults have fired; {chaos.idle} found nothing to harm.")

@@ -136,13 +136,13 @@ class Answer:
         return self.status == 200
 
 
-async def ask(url: str, request: ClientRequest, api_key: str, *, leave_after: int | None = None) -> Answer:
+async def ask(url: str, request: ClientRequest, *, leave_after: int | None = None) -> Answer:
     """Send the request and take what comes, to its end or until about `leave_after` events have come."""
     answer = Answer(request, time.monotonic(), choices=[Choice() for _ in range(request.num_choices)])
     came: list[Piece] = []
     try:
         async with asyncio.timeout(PATIENCE_S):
-            answer.left = await _receive(url, request, api_key, came, leave_after)
+            answer.left = await _receive(url, request, came, leave_after)
     except TimeoutError:
         answer.error = f"no end after {PATIENCE_S:g} s"
     except OSError as error:
@@ -155,22 +155,18 @@ async def ask(url: str, request: ClientRequest, api_key: str, *, leave_after: in
     return answer
 
 
-def head_of(url: str, api_key: str, num_bytes: int) -> bytes:
-    """The head of a request whose body has so many bytes."""
-    return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {api_key}\r\nContent-Length: {num_bytes}\r\nConnection: close\r\n\r\n"
-    ).encode()
-
-
-async def _receive(url: str, request: ClientRequest, api_key: str, came: list[Piece], leave_after: int | None) -> bool:
+async def _receive(url: str, request: ClientRequest, came: list[Piece], leave_after: int | None) -> bool:
     """Whether the client has left before the server hung up. Raises OSError."""
     parts = urlsplit(url)
     payload = json.dumps(request.body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+    )
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     num_events = 0
     try:
-        writer.write(head_of(url, api_key, len(payload)) + payload)
+        writer.write(head.encode() + payload)
         while data := await reader.read(65536):
             came.append((time.monotonic(), data))
             num_events += data.count(b"data: ")
@@ -221,11 +217,10 @@ PAUSE_S = (0.1, 0.9)  # between two requests of a client: steady load, and no mo
 class SteadyLoad:
     """Keeps `clients` requests under way between `start` and `stop`, and all answers in `answers`."""
 
-    def __init__(self, url: str, requests: Sequence[ClientRequest], clients: int, seed: int, api_key: str):
+    def __init__(self, url: str, requests: Sequence[ClientRequest], clients: int, seed: int):
         self.answers: list[Answer] = []
         self.under_way = 0
         self._url = url
-        self._api_key = api_key
         self._requests = requests
         self._clients = clients
         self._draw = random.Random(seed)
@@ -240,12 +235,11 @@ class SteadyLoad:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    async def one_more(self, *, leave_after: int | None = None, api_key: str | None = None) -> Answer:
+    async def one_more(self, *, leave_after: int | None = None) -> Answer:
         """Send a request; returns its answer, which is among `answers` too."""
         self.under_way += 1
         try:
-            request, key = self._draw.choice(self._requests), api_key or self._api_key
-            answer = await ask(self._url, request, key, leave_after=leave_after)
+            answer = await ask(self._url, self._draw.choice(self._requests), leave_after=leave_after)
         finally:
             self.under_way -= 1
         self.answers.append(answer)
@@ -259,7 +253,7 @@ class SteadyLoad:
             await asyncio.sleep(self._draw.uniform(*PAUSE_S))
 
 
-async def answers_of_all(url: str, requests: Sequence[ClientRequest], clients: int, api_key: str) -> dict[int, Answer]:
+async def answers_of_all(url: str, requests: Sequence[ClientRequest], clients: int) -> dict[int, Answer]:
     """Each request's answer, by key, with as many under way as the steady load has."""
     found: dict[int, Answer] = {}
     left = list(reversed(requests))
@@ -268,7 +262,7 @@ async def answers_of_all(url: str, requests: Sequence[ClientRequest], clients: i
     async def run() -> None:
         while left:
             request = left.pop()
-            found[request.key] = await ask(url, request, api_key)
+            found[request.key] = await ask(url, request)
             await asyncio.sleep(draw.uniform(*PAUSE_S))
 
     began = time.monotonic()

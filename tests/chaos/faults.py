@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from tests.chaos.clients import SteadyLoad
 from tests.chaos.fleet import REPLICAS, ServerUnderChaos
-from tests.chaos.impolite import Keys, send_half, take_nothing
 from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.verdict import Injected
 from tests.rigs.processes import comes, process_state
@@ -40,9 +39,8 @@ class NotBack(Exception):
 class Injector:
     """Injects faults into one server under one load. `draw` decides all that is left to chance."""
 
-    def __init__(self, server: ServerUnderChaos, load: SteadyLoad, keys: Keys, draw: random.Random):
+    def __init__(self, server: ServerUnderChaos, load: SteadyLoad, draw: random.Random):
         self._server = server
-        self._keys = keys
         self._load = load
         self._draw = draw
         # One silence at a time: what a request waits for two, one after the other, is no measure of either.
@@ -160,35 +158,6 @@ class Injector:
         accepted = sum(answer.is_accepted for answer in answers)
         return Injected("burst", "load", begin, time.monotonic(), f"{accepted} of {BURST} accepted")
 
-    async def send_half(self) -> Injected | None:
-        """A client sends half of a body, and then a byte now and then. Proof: it is refused, and cut off."""
-        return await self._impolite("half a body", send_half(self._server.url, self._keys.own))
-
-    async def take_nothing(self) -> Injected | None:
-        """A client takes nothing of a long stream for a while. Proof: all of it is there when it reads on."""
-        return await self._impolite("slow reader", take_nothing(self._server.url, self._keys.own))
-
-    async def revoke_key(self) -> Injected | None:
-        """A key comes, and goes again under its request. Proof: it was taken, then refused by every router."""
-
-        async def come_and_go() -> str | None:
-            name, key = await asyncio.to_thread(self._keys.add)
-            if not await self._keys.becomes(self._server.url, key, 200):
-                return None
-            answering = asyncio.create_task(self._load.one_more(api_key=key))
-            await asyncio.to_thread(self._keys.revoke, name)
-            is_refused = await self._keys.becomes(self._server.url, key, 401)
-            await answering  # which is compared as any other
-            return f"{name} was taken, and is refused" if is_refused else None
-
-        return await self._impolite("key revoked", come_and_go())
-
-    async def _impolite(self, name: str, come: Awaitable[str | None]) -> Injected | None:
-        """Nobody else may feel it."""
-        begin = time.monotonic()
-        proof = await come
-        return None if proof is None else Injected(name, "network", begin, time.monotonic(), proof)
-
     async def kill_router(self) -> Injected | None:
         """kill -9. Proof: no such process is left, and there are as many routers again."""
         routers = self._server.routers()
@@ -305,9 +274,6 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
         (2, lambda: injector.order("repeat Verified", "decode", Tamper("Verified", "repeat"))),
         (4, lambda: injector.order("slow link", "prefill", Slow(2.0, 0.1))),
         (5, injector.leave),
-        (2, injector.send_half),
-        (2, injector.take_nothing),
-        (2, injector.revoke_key),
         (1, injector.burst),
         (1, injector.kill_router),
     ]

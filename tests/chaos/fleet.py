@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     # Room for what runs at once, and not for every prompt of the run: KV has to travel.
     "prefill": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
     "decode": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
-    "router": {"replicas": REPLICAS, "body_timeout_s": 3, "send_timeout_s": 3},
+    "router": {"replicas": REPLICAS},
 }
 
 
