@@ -1,7 +1,8 @@
 """How a model writes what it thinks and the tools that it calls: the checkpoint's own word, or one of our files.
 
-Our files (`output_formats/`) say it in transformers' language of response templates. Which of them a model takes is
-told by the marks that its chat template writes, never by its name.
+Checkpoints say it in transformers' language of response templates, our files (`output_formats/`) by `regions`, whose
+marks are found in one pass. Which of our files a model takes is told by the marks that its chat template writes, never
+by its name.
 """
 
 import json
@@ -159,15 +160,15 @@ def _named(given: str) -> OutputFormat:
 
 
 def _ours(names: list[str]) -> OutputFormat:
-    """One of several files: a later one's fields are tried beside those before."""
-    fields: dict[str, Any] = {}
+    """One of several files: a later one's regions are tried beside those before."""
+    regions: dict[str, Any] = {}
     call, thinking = None, None
     for name in names:
         said = json.loads(files(__package__).joinpath(_FOLDER, f"{name}.json").read_text(encoding="utf-8"))
-        fields |= said["fields"]
+        regions |= said["regions"]
         call = _call_syntax(**said["call"]) if "call" in said else call
         thinking = ThinkingSyntax(**said["thinking"]) if "thinking" in said else thinking
-    template = {"start_anchor": list(_ANCHORS), "fields": fields}
+    template = {"anchors": list(_ANCHORS), "regions": regions}
     return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call, thinking)
 
 
