@@ -22,6 +22,7 @@ SEARCH_S = 0.05
 """Seconds that a search of one pattern may take."""
 
 _KEPT_BEFORE = 64  # characters before the position, for patterns of others that look behind
+_CUT_AT = 2048  # characters that were told; cutting them off each time would cost more than to keep them
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Region:
     opens: tuple[Mark, ...] = ()
     closes: tuple[Mark, ...] = ()  # none: it goes on to the end
     is_empty: bool = False  # it ends where it begins
+    closes_always: bool = False  # its closing mark is none that a value would have in it
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,13 @@ class Regions:
     def of_format(cls, said: Mapping[str, Any]) -> "Regions":
         """Read the `regions` of a file in `output_formats`."""
         regions = [
-            Region(name, _marks(one.get("open", ())), _marks(one.get("close", ())), one.get("is_empty", False))
+            Region(
+                name,
+                _marks(one.get("open", ())),
+                _marks(one.get("close", ())),
+                one.get("is_empty", False),
+                one.get("closes_always", False),
+            )
             for name, one in said.items()
         ]
         return cls(tuple(one for one in regions if one.opens), next((one for one in regions if not one.opens), None))
@@ -118,6 +126,8 @@ class RegionScanner:
     def __init__(self, regions: Regions):
         self.is_inside_value: Callable[[], bool] = lambda: False
         """Whether the open region, as far as its text was told, is inside a value, which marks may be a part of."""
+        self.num_searched = 0
+        """Characters that patterns were tried on, each as often as it was."""
         self._regions = regions
         self._text = ""  # from a little before the position on
         self._at = 0  # the position, in `_text`; all before it was told
@@ -137,8 +147,8 @@ class RegionScanner:
             self._controls.append(len(self._text))
         self._text += text
         yield from self._events(ends=False)
-        cut = self._at - _KEPT_BEFORE
-        if cut > 0:
+        if self._at > _CUT_AT:
+            cut = self._at - _KEPT_BEFORE
             self._text = self._text[cut:]
             self._at -= cut
             self._from -= cut
@@ -180,17 +190,17 @@ class RegionScanner:
             if any(match is _HELD for _, match in matches):
                 return
             found = [(region, match) for region, match in matches if match is not None]
-            region, match = max(found, key=lambda one: one[1].end(), default=(None, None))
-            if region is None or not self._counts(region, begin, match.end()):
+            longest = max(found, key=lambda one: int(one[1].end()), default=None)
+            if longest is None or not self._counts(longest[0], begin, longest[1].end()):
                 self._from = begin + 1
             else:
-                yield from self._marked(region, match)
+                yield from self._marked(*longest)
 
     def _counts(self, region: Region, begin: int, end: int) -> bool:
         """Whether the mark between two positions opens or closes this region."""
         if region is self._open:  # a mark within a value is text, unless it is a control token
             is_control = any(begin <= one < end for one in self._controls)
-            return is_control or not self.is_inside_value()
+            return is_control or region.closes_always or not self.is_inside_value()
         if begin == end and begin == self._last_empty:
             return False  # regions would open and close here for ever
         self._last_empty = begin if begin == end else -1
@@ -225,7 +235,9 @@ class RegionScanner:
         except TimeoutError:
             self._slow.add(id(mark))
             match = None
+        self.num_searched -= max(begin, self._from)
         begin = len(self._text) if match is None else match.start()
+        self.num_searched += begin
         self._next[id(mark)] = (begin, begin < len(self._text))
         return begin
 
@@ -233,6 +245,7 @@ class RegionScanner:
         """The mark at this position; _HELD where more text decides, None where it is not there."""
         window = min(len(self._text), begin + MAX_MARK_CHARS)
         is_end = ends and window == len(self._text)
+        self.num_searched += window - begin
         try:
             match = mark.pattern.match(self._text, begin, window, partial=not is_end, timeout=SEARCH_S)
         except TimeoutError:

@@ -257,6 +257,9 @@ class ResponseParser:
         if self._calls is not None:
             self._hold(text)
             self._called(self._calls.add(text.readable))
+            if self._calls is not None and self._num_held > MAX_REGION_CHARS and not self._calls.has_called:
+                self._calls = None
+                self._give_up()
         elif self._is_read_at_end:
             self._hold(text)
             if self._num_held > MAX_REGION_CHARS:
@@ -382,7 +385,8 @@ class _Out:
         """Tell the name of a call, or a piece of its arguments."""
         if not self._calls or self._calls[-1][0] != index:
             self._calls.append((index, [], []))
-        self._calls[-1][1 if is_name else 2].append(text)
+        _, names, arguments = self._calls[-1]
+        (names if is_name else arguments).append(text)
 
     def taken(self) -> Parsed:
         """All of it, once."""
@@ -456,7 +460,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def _cast(text: str, schema: Any) -> Any:
-    """The value that a text stands for; the text itself where it is of none of the schema's types, or said to be one."""
+    """The value that a text stands for; the text itself where the schema has no type that it is of."""
     for kind in _types_of(schema):
         try:
             return _CASTS[kind](text)

@@ -176,7 +176,7 @@ class WrittenCalls:
         """What is left to say at the region's end."""
         if not self._has_called:
             self.is_none = True
-        elif self._state not in ("outside", "over") and not self._has_arguments:
+        elif self._name in self._tools and not self._has_arguments:
             self._argue("{}")
         return self._taken()
 
@@ -211,13 +211,12 @@ class WrittenCalls:
         self.is_none = not self._has_called
 
     def _hold(self, text: str) -> None:
-        """Keep the object as it is written, until it is told or surely a call."""
-        if self._name in self._tools:
-            self._object, self._num_held = [], 0
-            return
+        """Keep the object as it is written, in case that it is told as content."""
         self._object.append(text)
         self._num_held += len(text)
-        if self._num_held > MAX_HELD_CHARS:
+        if self._num_held > MAX_HELD_CHARS and self._name in self._tools:
+            self._object, self._num_held = [], 0
+        elif self._num_held > MAX_HELD_CHARS:
             self._break()
 
     def _to_string(self, text: str, at: int) -> int:
@@ -350,6 +349,7 @@ class WrittenCalls:
         self._state = "outside"
         if self._name in self._tools:
             self._end_call()
+            self._name = None
         elif self._has_called:
             self._steps.append(Step("".join(self._object) + text, is_content=True))
         else:
