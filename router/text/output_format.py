@@ -17,6 +17,9 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.router.text.response_parser import ResponseLanguage
 
 NONE = "none"
+GENERIC = "hermes"
+"""The format of calls where a model has none of its own: JSON between marks, which any model can be told to write."""
+
 _FOLDER = "output_formats"
 
 _ANCHORS = (
@@ -133,6 +136,16 @@ def pick_output_format(given: str | None, own: Any, origin: str, chat_template: 
     if ours is None:
         return OutputFormat("its own", own, origin)
     return replace(ours, name="its own", template=own, origin=origin)
+
+
+def with_calls(form: OutputFormat | None) -> OutputFormat | None:
+    """The format of a model that is not known to call tools, with calls as GENERIC has them, beside its thoughts.
+
+    None for a template of others, which has no place for more.
+    """
+    if form is None:
+        return _ours([GENERIC])
+    return _ours([GENERIC, *form.name.split("+")]) if "regions" in form.template else None
 
 
 def _told_by(chat_template: str) -> OutputFormat | None:
