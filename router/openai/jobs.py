@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -314,6 +315,11 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
     """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
     continues = bool(asked.continue_final_message)
     messages = [message.as_template_sees() for message in asked.messages or ()]
+    said, mark = "", ""
+    if continues:
+        # Behind the message, so that it is known where that ends: its own words may stand elsewhere in the prompt, too.
+        said, mark = messages[-1]["content"], f"zq{uuid.uuid4().hex}"
+        messages[-1]["content"] = said + mark + _WHITE
     text = tokenizer.render_chat(
         messages,
         tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
@@ -323,14 +329,17 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
     )
     if not continues:
         return text
-    last = messages[-1]["content"].strip()
-    end = text.rfind(last)
-    if not last or end < 0:
-        raise RequestError(
-            "continue_final_message: the chat template does not show the last message as it is",
-            param="continue_final_message",
-        )
-    return text[: end + len(last)]
+    end = text.rfind(mark)
+    if end < 0 or messages[-1].get("tool_calls"):
+        why = "the chat template does not show the last message as it is" if end < 0 else "the last message has calls"
+        raise RequestError(f"continue_final_message: {why}", param="continue_final_message")
+    is_kept = text.startswith(_WHITE, end + len(mark))
+    cut = "" if is_kept or not said.strip() else said[len(said.rstrip()) :]
+    return text[:end].removesuffix(cut)
+
+
+_WHITE = "\t\n \t"
+"""White space behind a message that goes on: a template that cuts it off would cut off the message's own, too."""
 
 
 def _salted(salt: bytes, own: str | None) -> bytes:

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.openai.jobs import JobMaker, Terms
+from twostroke.router.openai.jobs import JobMaker, Terms, chat_prompt
+from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 from twostroke.router.text.generation_config import SamplingDefaults
@@ -241,3 +242,33 @@ async def test_developers_rules_and_arguments_that_are_none_reach_the_model():
     chat = ResponsesRequest.model_validate(asked).draft().chat()
     (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
     assert speaker.decode(job.request.token_ids) == "Be brief.Be kind.a"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "prompt"),
+    [
+        ("{{ m.content }}", "It rains", "It rains"),
+        ("{{ m.content }}", "end", "end"),
+        ("{{ m.content }}", ">", ">"),
+        ("{{ m.content }}", "<|im_end|>", "<|im_end|>"),
+        ("{{ m.content }}", "def f():\n    ", "def f():\n    "),
+        ("{{ m.content }}", "", ""),
+        ("{{ m.content }}", " \n", " \n"),
+        ("{{ m.content | trim }}", "def f():\n    ", "def f():"),
+        ("{{ m.content | trim }}", "", ""),
+        ("{{ m.content | trim }}", "\n", ""),
+        ("{{ ' ' + m.content | trim + ' ' }}", "It rains ", " It rains"),
+        ("{{ m.content.split('</think>')[-1] }}", "It rains", "It rains"),
+    ],
+)
+async def test_an_answer_goes_on_where_the_last_message_ends(shown, said, prompt):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + shown + "<|im_end|>\n{% endfor %}end"
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
+    messages = [{"role": "user", "content": "It rains, end>"}, {"role": "assistant", "content": said}]
+    chat = ChatRequest.model_validate({"messages": messages, "continue_final_message": True})
+    text = chat_prompt(speaker, chat)
+    assert text.rpartition("assistant\n")[2] == prompt
+    for content in (said, [{"type": "text", "text": said}], *([[]] if not said else [])):
+        asked = {"model": "m", "max_tokens": 5, "messages": [messages[0], {"role": "assistant", "content": content}]}
+        chat = MessagesRequest.model_validate(asked).draft().chat()
+        assert chat_prompt(speaker, chat) == text
