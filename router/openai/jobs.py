@@ -1,11 +1,11 @@
 """From a client's request to one job per choice: the checks that need the model, and the workers' own words."""
 
+import asyncio
 import hashlib
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -27,8 +27,8 @@ from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import check, check_schema
 from twostroke.router.text.output_format import CallSyntax, OutputFormat
-from twostroke.router.text.response_parser import ResponseLanguage
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.text.response_parser import ResponseParser
+from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
@@ -64,11 +64,12 @@ class Job:
 class ChatReading:
     """What it takes to tell a chat's calls and thoughts from its content."""
 
-    language: ResponseLanguage
-    prompt: str  # its end may have begun the answer
-    tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
+    opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
     includes_reasoning: bool = True
-    is_parallel: bool = True  # else the answer is over with its first call
+
+    def parser(self) -> ResponseParser:
+        """A parser of one choice."""
+        return self.opened.copy()
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class JobMaker:
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        chat = self._reading(asked, text)
+        is_long = len(text) > OFF_LOOP_CHARS
+        chat = await asyncio.to_thread(self._reading, asked, text) if is_long else self._reading(asked, text)
         grammar = await self._whole_grammar(asked, chat, grammar)
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
         return _choices(asked, request, chat=chat)
@@ -133,8 +135,8 @@ class JobMaker:
         if form is None:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        includes_reasoning = asked.include_reasoning is not False
-        return ChatReading(form.language, prompt, by_name or None, includes_reasoning, asked.is_parallel)
+        opened = form.language.parser(prompt, by_name or None, is_parallel=asked.is_parallel)
+        return ChatReading(opened, asked.include_reasoning is not False)
 
     def _format(self, asked: ChatRequest) -> OutputFormat | None:
         """How the answer is written: by the model's own format, but for calls that are not known of it."""
@@ -178,9 +180,8 @@ class JobMaker:
         else:
             return grammar
         assert chat is not None  # there is a form
-        opened = chat.language.opened_by(chat.prompt)
-        is_open = chat.language.parser(chat.prompt, None).is_reasoning
-        if opened.strip() and not is_open:
+        is_open = chat.opened.is_reasoning
+        if chat.opened.opening.strip() and not is_open:
             thinking = None
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
         return await check(self._grammars, whole, param)
