@@ -229,7 +229,7 @@ async def test_the_default_model_calls_tools_that_its_template_knows_nothing_of(
             (one,) = answer.json()["choices"]
             assert one["finish_reason"] == "tool_calls", one
             (call,) = one["message"]["tool_calls"]
-            assert call["function"]["name"] in ("rain", "sun") if choice == "required" else ("rain",)
+            assert call["function"]["name"] in (("rain", "sun") if choice == "required" else ("rain",))
             jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
         answer = await here.http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"})
         assert answer.status_code == 200, answer.text

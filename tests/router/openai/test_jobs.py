@@ -241,9 +241,10 @@ async def test_developers_rules_and_arguments_that_are_none_reach_the_model():
     assert speaker.decode(job.request.token_ids) == "Be kind.a" + '{"name": "rain", "arguments": {}}' * 3
     asked = {"model": "m", "instructions": "Be brief.", "input": [{"role": "developer", "content": "Be kind."}]}
     asked["input"].append({"role": "user", "content": "a"})
+    asked["input"].append({"type": "function_call", "call_id": "c", "name": "rain", "arguments": None})
     chat = ResponsesRequest.model_validate(asked).draft().chat()
     (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
-    assert speaker.decode(job.request.token_ids) == "Be brief.Be kind.a"
+    assert speaker.decode(job.request.token_ids) == 'Be brief.Be kind.a{"name": "rain", "arguments": {}}'
 
 
 @pytest.mark.parametrize(
