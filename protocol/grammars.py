@@ -98,12 +98,35 @@ class Grammars:
             raise _refusal(f"has a regular expression or terminal of {told}: at most {MAX_EXPRESSION_CHARS} are taken")
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._vocabulary())
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokenizer, without_forcing(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(_first_line(matcher.get_error()))
         if not _can_begin(matcher, self._tokenizer):
             raise _refusal("no answer can follow it, but for an empty one, or to find out takes too much")
         return matcher
+
+
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+
+
+def without_forcing(grammar: str) -> str:
+    """Return the grammar with llguidance's forced tokens off.
+
+    Where only one text can follow, llguidance allows the one token that the tokenizer makes of it. Text that spells a
+    special token, such as the end of an answer, becomes that token, so that the answer ends inside of a string.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return grammar + _NO_FORCING  # Lark by itself
+    try:
+        whole = json.loads(grammar)
+        first, *others = whole["grammars"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return grammar  # llguidance says what is wrong with it
+    if first.get("lark_grammar"):
+        first = {**first, "lark_grammar": first["lark_grammar"] + _NO_FORCING}
+    else:
+        first, others = {"lark_grammar": "start: @whole" + _NO_FORCING}, [{**first, "name": "whole"}, *others]
+    return json.dumps({**whole, "grammars": [first, *others]})
 
 
 def longest_expression(grammar: str) -> int:

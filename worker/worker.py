@@ -5,6 +5,7 @@ torch. `cluster/` wraps workers into deployments; tests/simulation runs them on 
 """
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,6 +115,8 @@ class WorkerCounters:
     aborted_requests: int = 0
     pulled_tokens: int = 0
 
+
+_log = logging.getLogger(__name__)
 
 _UNREAD = ReadingParams()
 
@@ -409,10 +412,17 @@ class Worker(ABC, Generic[JobT, CallT]):
         job = call.job
         try:
             matcher = await grammars.matcher(call.request.grammar)
+            job.sequence.constraint = Constraint(
+                matcher, partial(grammars.renewed, call.request.grammar), call.request.stop_token_ids
+            )
         except RequestError as error:
             self._abort(call, "its grammar can't be taken", error)
             return
-        job.sequence.constraint = Constraint(matcher, partial(grammars.renewed, call.request.grammar))
+        except Exception:
+            _log.exception("a grammar of %d characters met a bug", len(call.request.grammar))
+            failure = RequestError("its schema or grammar can't be followed here", code="internal_error", status=500)
+            self._abort(call, "its grammar met a bug", failure)
+            return
         job.awaits_grammar = False
         self._admit_offered()
         self._life.wake()

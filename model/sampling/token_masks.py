@@ -6,6 +6,7 @@ A mask is a row of bits: bit t % 32 of word t // 32 is 1 where token t may be dr
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -42,7 +43,8 @@ class MaskFiller:
         """Advance the constraints to `positions`, where tokens are to be drawn, and say what may be; None: anything.
 
         `last_tokens` are those right before. Tokens that a draw forbids are taken out of its mask, unless nothing would
-        be left: a grammar that allows its end alone comes before `min_tokens`.
+        be left: a grammar that allows its end alone comes before `min_tokens`. Stop tokens are taken out where the
+        grammar takes them as text and the answer may not end; a constraint that has no other token left fails.
         """
         held = [(row, draw, draw.constraint) for row, draw in enumerate(draws) if draw.constraint is not None]
         if not held:
@@ -61,8 +63,12 @@ class MaskFiller:
         for i, (row, draw, constraint) in enumerate(held):
             if constraint.masks_failed(positions[row]):
                 words[i] = -1  # what is drawn is thrown away
-            elif draw.forbidden:
+                continue
+            if draw.forbidden:
                 _take_out(words[i], draw.forbidden)
+            stops = constraint.early_stops(partial(_is_allowed, words[i]))
+            if stops and not _take_out(words[i], stops):
+                constraint.fail(positions[row])
         return TokenMasks(np.array([row for row, _, _ in held], np.int64), words)
 
     def _compute(self, matchers: list[tuple[LLMatcher, int]], words: NDArray[np.int32]) -> None:
@@ -77,10 +83,17 @@ class MaskFiller:
         self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, row_bytes, len(words))
 
 
-def _take_out(words: NDArray[np.int32], token_ids: Sequence[int]) -> None:
+def _is_allowed(words: NDArray[np.int32], token_id: int) -> bool:
+    return token_id < 32 * len(words) and bool(words[token_id // 32] >> token_id % 32 & 1)
+
+
+def _take_out(words: NDArray[np.int32], token_ids: Sequence[int]) -> bool:
+    """Take tokens out of a mask, unless nothing would be left of it. Returns whether they were taken out."""
     left = words.view(np.uint32).copy()
     for token_id in token_ids:
         if token_id < 32 * len(left):
             left[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-    if left.any():
-        words[:] = left.view(np.int32)
+    if not left.any():
+        return False
+    words[:] = left.view(np.int32)
+    return True

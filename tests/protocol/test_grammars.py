@@ -1,12 +1,14 @@
 """Compiled grammars: kept, copied, and bounded in time and memory whatever a client thinks of."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 from llguidance import LLMatcher
+from tokenizers import AddedToken, Tokenizer
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
@@ -99,6 +101,71 @@ async def test_a_tokenizer_that_can_not_be_read_is_told() -> None:
     with pytest.raises(RequestError, match="this model's tokenizer can't hold") as caught:
         await Grammars(lambda: Vocabulary("{}", 10, (1,))).matcher(of_regex("a"))
     assert caught.value.code == "grammar_unsupported"
+
+
+def with_controls() -> tuple[Tokenizer, list[int]]:
+    """Return the bundled tokenizer with an end of turn and a mark of tool calls, and their ids."""
+    tokenizer = Tokenizer.from_str(vocabulary().tokenizer)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    return tokenizer, [tokenizer.token_to_id(text) for text in ("<|im_end|>", "<tool_call>")]
+
+
+@pytest.mark.parametrize("spelt", ["<|im_end|>", "<tool_call>", "a<|im_end|>b"])
+@pytest.mark.parametrize(
+    "grammar_of",
+    [
+        lambda text: (LLMatcher.grammar_from_json_schema(json.dumps({"const": text})), f'"{text}"'),
+        lambda text: (
+            LLMatcher.grammar_from_json_schema(
+                json.dumps(
+                    {
+                        "type": "object",
+                        "properties": {text: {"const": 1}},
+                        "required": [text],
+                        "additionalProperties": False,
+                    }
+                ),
+                overrides={"whitespace_flexible": False},
+            ),
+            json.dumps({text: 1}, separators=(",", ":")),
+        ),
+        lambda text: (LLMatcher.grammar_from_regex(re.escape(text)), text),
+        lambda text: (LLMatcher.grammar_from_lark(f"start: {json.dumps(text)}"), text),
+        lambda text: (
+            LLMatcher.grammar_from_lark(f"start: part\npart: %json {json.dumps({'const': text})}"),
+            f'"{text}"',
+        ),
+    ],
+    ids=["const", "property", "regex", "lark", "nested"],
+)
+async def test_forced_text_that_spells_a_control_token_stays_text(
+    spelt: str, grammar_of: Callable[[str], tuple[str, str]]
+) -> None:
+    grammar, whole = grammar_of(spelt)
+    tokenizer, controls = with_controls()
+    size = tokenizer.get_vocab_size()
+    grammars = Grammars(lambda: Vocabulary(tokenizer.to_str(), size, (EOS, controls[0])))
+    matcher = await grammars.matcher(grammar)
+    drawn: list[int] = []
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        allowed = [one for one in range(size) if mask[one // 8] >> one % 8 & 1]
+        drawn.append(allowed[0])
+        assert matcher.consume_token(allowed[0])
+        assert len(drawn) < 100
+    assert not {EOS, *controls} & set(drawn)
+    assert tokenizer.decode(drawn, skip_special_tokens=False) == whole
+
+
+async def test_a_grammar_may_still_name_a_control_token() -> None:
+    tokenizer, (end, call) = with_controls()
+    grammars = Grammars(lambda: Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,)))
+    matcher = await grammars.matcher(f'start: <tool_call> "a" <[{end}]>')
+    for token_id in (call, *tokenizer.encode("a", add_special_tokens=False).ids, end):
+        mask = matcher.compute_bitmask()
+        assert mask[token_id // 8] >> token_id % 8 & 1
+        assert matcher.consume_token(token_id)
 
 
 # --- bombs ---
