@@ -11,7 +11,7 @@ from pydantic import Field
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
-from twostroke.router.openai.fields import StrictModel
+from twostroke.router.openai.fields import StrictModel, check_values
 from twostroke.router.text import grammar
 
 MAX_ALTERNATIVES = 1024  # of a choice
@@ -150,16 +150,23 @@ def _schema(value: Schema | bool | str, param: str) -> Schema:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{param}: is no JSON: {error}", param=param) from error
+        if _is_deeper(value, MAX_NESTING):
+            raise _too_deep(param)
+        check_values(value, param)
     if isinstance(value, bool):
         return {} if value else {"enum": []}
     if not isinstance(value, dict):
         raise RequestError(f"{param}: a schema is an object, true or false", param=param)
     if _is_deeper(value, MAX_NESTING):
-        raise RequestError(f"{param}: a schema may be nested {MAX_NESTING} levels deep", param=param)
+        raise _too_deep(param)
     size = len(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"))
     if size > grammar.MAX_SOURCE_BYTES:
         raise RequestError(f"{param}: takes {size} bytes: at most {grammar.MAX_SOURCE_BYTES} are taken", param=param)
     return value
+
+
+def _too_deep(param: str) -> RequestError:
+    return RequestError(f"{param}: a schema may be nested {MAX_NESTING} levels deep", param=param)
 
 
 def _is_deeper(value: Any, most: int) -> bool:

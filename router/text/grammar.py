@@ -41,21 +41,24 @@ def of_schema(schema: Schema, *, lenient: bool = False, compact: bool = False) -
     """JSON that the schema takes; `compact` is without any white space.
 
     A `lenient` grammar leaves out what llguidance can't hold an answer to; it takes no notice of `x-guidance`, which
-    could say otherwise.
+    could say otherwise. Raises RequestError, which names no field, for numbers beyond a double.
     """
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
     # llguidance lets escaped quotes and backslashes through classes of characters that leave them out: there are none.
     is_open = '"pattern' in text and _LEAVES_OUT.search(text) is not None
-    return LLMatcher.grammar_from_json_schema(
-        text,
-        overrides={
-            "lenient": lenient,
-            "json_allowed_escapes": "nrtbf" if is_open else None,
-            "whitespace_flexible": not compact,
-            "whitespace_pattern": None if compact else WHITE_SPACE,
-        },
-    )
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            text,
+            overrides={
+                "lenient": lenient,
+                "json_allowed_escapes": "nrtbf" if is_open else None,
+                "whitespace_flexible": not compact,
+                "whitespace_pattern": None if compact else WHITE_SPACE,
+            },
+        )
+    except ValueError as error:
+        raise RequestError(f"can't be read as a schema: {str(error)[:300]}", code="invalid_grammar") from error
 
 
 def of_regex(pattern: str) -> str:
@@ -101,9 +104,9 @@ async def check_schema(grammars: Grammars, schema: Schema, param: str, *, lenien
 
     async def fault(part: Schema) -> RequestError | None:
         try:
-            await check(grammars, of_schema(part, lenient=lenient, compact=compact), param)
+            await grammars.matcher(of_schema(part, lenient=lenient, compact=compact))
         except RequestError as error:
-            return error
+            return named(error, param)
         return None
 
     if _num_states(schema) > MAX_MULTIPLES:

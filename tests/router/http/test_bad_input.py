@@ -40,7 +40,7 @@ WRONG = [
     ("stop", {"stop": ["a"] * 10000}),
     ("stop", {"stop": 5}),
     ("stop.0", {"stop": [""]}),
-    ("stop.0", {"stop": "\ud800"}),
+    ("stop", {"stop": "\ud800"}),
     ("stop_token_ids", {"stop_token_ids": [5000]}),
     ("stop_token_ids.0", {"stop_token_ids": ["a"]}),
     ("stop_token_ids", {"stop_token_ids": list(range(65))}),
