@@ -175,6 +175,7 @@ class RouterReplica:
                 expects_prefill=settings.least["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
                 max_choices_in_flight=settings.router.max_choices_in_flight,
+                max_response_items=settings.router.max_response_items,
                 router_id=peer.worker_id,
                 strict=settings.router.strict,
                 has_page=settings.router.page,

@@ -25,7 +25,7 @@ from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
 from twostroke.router.openai.generation import ChoiceRunner
-from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
@@ -58,6 +58,7 @@ class ServiceConfig:
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
+    max_response_items: int = MAX_RESPONSE_ITEMS  # tokens and log-probabilities held for one response
     router_id: str = "router"  # of this replica, in metrics
     strict: bool = False  # requests with unknown fields are refused
     has_page: bool = True  # at `/`
@@ -98,7 +99,7 @@ class RouterService:
         )
         self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
-        self.jobs = JobMaker(self.tokenizer, self.sampling_defaults)
+        self.jobs = JobMaker(self.tokenizer, self.sampling_defaults, self.config.max_response_items)
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)

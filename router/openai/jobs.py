@@ -31,6 +31,7 @@ from twostroke.router.text.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
+MAX_RESPONSE_ITEMS = 2**20
 _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leaves the likeliest token alone
 
 
@@ -81,19 +82,38 @@ class Terms:
 class JobMaker:
     """Makes jobs for the model that `tokenizer` and `defaults` belong to."""
 
-    def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults):
+    def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults, max_items: int = MAX_RESPONSE_ITEMS):
+        """`max_items`: tokens and log-probabilities that a router holds for one response at most."""
         self._tokenizer = tokenizer
         self._defaults = defaults
+        self._max_items = max_items
         self._grammars = Grammars(lambda: tokenizer.vocabulary)
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
         grammar = await grammar_of(asked, self._grammars)
-        return await (
+        jobs = await (
             self._of_chat(asked, terms, grammar)
             if isinstance(asked, ChatRequest)
             else self._of_completion(asked, terms, grammar)
         )
+        self._check_items(asked, jobs)
+        return jobs
+
+    def _check_items(self, asked: CompletionRequest | ChatRequest, jobs: Sequence[Job]) -> None:
+        """Raises RequestError where the response may come to hold more items than are allowed."""
+        prompts = {job.group: job.prompt.request for job in jobs if job.prompt is not None}
+        items = sum(map(_scored_items, prompts.values()))
+        if not asked.stream:  # what a stream has sent is kept no longer
+            items += sum(job.request.max_tokens * _items_per_token(job.request.sampling.logprobs) for job in jobs)
+        if items > self._max_items:
+            param = "prompt_logprobs" if prompts else "logprobs" if asked.shows_logprobs else "n"
+            raise RequestError(
+                f"{param}: choices (n, prompt) times tokens ({asked.token_limit[0]}, and of the prompt with echo or "
+                f"prompt_logprobs) times log-probabilities come to {items} in one response, and this server holds "
+                f"{self._max_items} (router.max_response_items): lower one of them, or ask for a stream",
+                param=param,
+            )
 
     async def _of_completion(self, asked: CompletionRequest, terms: Terms, grammar: str) -> list[Job]:
         jobs: list[Job] = []
@@ -114,6 +134,10 @@ class JobMaker:
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
+        if not asked.stream:
+            items_per_token = asked.num_candidates * _items_per_token(logprobs)
+            scored = 0 if asked.prompt_logprobs is None else len(token_ids) * (1 + asked.prompt_logprobs)
+            default = min(default, max(1, (self._max_items - scored) // items_per_token))
         chat = self._reading(asked, text)
         grammar = await self._whole_grammar(asked, chat, grammar)
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
@@ -377,6 +401,17 @@ def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:
     digest = hashlib.sha256(request.sampling.seed.to_bytes(8, "little") + choice.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:8], "little") & _SEED_MASK
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
+
+
+def _items_per_token(logprobs: int | None) -> int:
+    """Return the items of one drawn token: itself, its log-probability and those of its alternatives."""
+    return 1 if logprobs is None else 2 + logprobs
+
+
+def _scored_items(request: GenerateRequest) -> int:
+    """Return the items of a prompt whose tokens are scored."""
+    logprobs = None if request.reading is None else request.reading.logprobs
+    return 0 if logprobs is None else request.num_prompt_tokens * (1 + logprobs)
 
 
 def _check_alone(asked: GenerationFields) -> None:

@@ -179,3 +179,19 @@ async def test_calls_of_a_format_that_others_wrote_can_not_and_the_way_out_is_to
     chat = ChatRequest.model_validate({**asked, "tool_choice": "required"})
     with pytest.raises(RequestError, match=r"tool_choice: .* 'own' .* use auto, or .* model\.response_template"):
         await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+
+
+async def test_a_chat_without_a_limit_gets_one_that_the_response_may_hold(tokenizer):
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, chat_template="{{ messages[0].content }}")
+    maker = JobMaker(speaker, SamplingDefaults(), max_items=60)
+
+    async def limit(**fields):
+        chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "import"}], **fields})
+        return (await maker.make(chat, TERMS))[0].request.max_tokens
+
+    room = await limit(stream=True)
+    assert room > 60
+    assert await limit() == 60
+    assert await limit(n=3) == 20
+    assert await limit(logprobs=True, top_logprobs=4) == 10
+    assert await limit(n=64, max_tokens=0, prompt_logprobs=0) == 0
