@@ -105,6 +105,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None = None  # set once, on the last event
     error: str | None = None  # set once, instead of a finish: the worker gave the request up
+    num_cached_tokens: int | None = None  # on the first event: prompt tokens found in the worker's prefix cache
 
 
 class PromptScores(msgspec.Struct, frozen=True):

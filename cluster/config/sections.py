@@ -327,8 +327,8 @@ class RouterSection(Placement, PipelineConfig):
     places at workers."""
     max_response_items: Count = 2**20
     """Tokens and log-probabilities that a router holds for one response: choices times tokens times log-probabilities a
-    token, some 130 to 280 bytes each. More are refused with status 400; streams hold those of prompts alone. A chat that sets
-    no limit of tokens gets one that fits."""
+    token, some 130 to 280 bytes each. More are refused with status 400; streams hold those of prompts alone. A chat
+    that sets no limit of tokens gets one that fits."""
     strict: bool = False
     """Refuse requests with fields that are not known (status 400), instead of serving them without these
     (docs/api.md#fields-of-both)."""

@@ -11,6 +11,7 @@ t occurs among the output tokens:
     frequency     l(t) -= frequency_penalty * c(t)          (OpenAI's formula)
     presence      l(t) -= presence_penalty * [c(t) > 0]
     forbidden     l(t) = -inf, also where `allowed_token_ids` lack t, or where it ends a bad word
+                  (where all of `allowed_token_ids` are forbidden otherwise, they may be drawn all the same)
     grammar       l(t) = -inf where it lets no t follow (and no `forbidden`, which is in the mask as far as it can be)
 
 All in fp32, with one scatter for each kind, whatever the number of rows. Ids outside the vocabulary have no effect.
@@ -181,6 +182,8 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
         if sampling.allowed_token_ids:
             allowed[row] = sampling.allowed_token_ids
         banned_ids = (*draw.forbidden, *_ends_of_bad_words(draw))
+        if sampling.allowed_token_ids and set(sampling.allowed_token_ids) <= set(banned_ids):
+            banned_ids = ()  # the list says what may be drawn at all: nothing outside of it is
         if banned_ids and draw.constraint is None:
             banned = np.array(banned_ids, np.int64)
             forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))

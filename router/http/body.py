@@ -73,6 +73,14 @@ class _ReadRequest(Request):
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"Content-Encoding: {shown(encoding)!r} is not supported: send the JSON without compression",
+            param="Content-Encoding",
+            code="unsupported_encoding",
+            status=415,
+        )
     parts: list[bytes] = []
     size = 0
     async with aclosing(request.stream()) as stream:

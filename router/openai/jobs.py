@@ -124,7 +124,11 @@ class JobMaker:
             echo = ""
             if asked.echo:
                 is_whole = isinstance(prompt, str) and asked.truncate_prompt_tokens is None
-                echo = prompt if isinstance(prompt, str) and is_whole else self._tokenizer.decode(token_ids)
+                echo = (
+                    prompt
+                    if isinstance(prompt, str) and is_whole
+                    else self._tokenizer.decode(token_ids, skip_special_tokens=not asked.shows_special)
+                )
             scored = asked.logprobs if asked.echo else None
             jobs += _choices(asked, request, group, echo, scored)
         return jobs
@@ -325,7 +329,8 @@ class JobMaker:
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
             allowed_token_ids=allowed,
             bad_words=self._bad_words(asked.bad_words or ()),
-            seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
+            # vLLM takes -1 for none.
+            seed=(secrets.randbits(63) if asked.seed in (None, -1) else asked.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
         )
 

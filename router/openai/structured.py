@@ -40,6 +40,7 @@ class ResponseFormat(StrictModel):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Schema | bool | None, Field(alias="schema")] = None  # of json_object, as other servers take it
 
 
 class StructuredOutputs(StrictModel):
@@ -115,7 +116,7 @@ def _wanted(asked: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:
     """(field, kind, value) of all that are given."""
     form = asked.response_format
     if form is not None and form.type == "json_object":
-        yield "response_format", "json", ANY_OBJECT
+        yield "response_format.schema", "json", ANY_OBJECT if form.schema_ is None else form.schema_
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
             raise RequestError("response_format.json_schema: is required", param="response_format.json_schema")

@@ -68,7 +68,12 @@ def of_regex(pattern: str) -> str:
 
 def of_choices(choices: Sequence[str]) -> str:
     """One of these texts."""
-    return of_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return of_lark("start: " + " | ".join(map(lark_text, choices)))
+
+
+def lark_text(text: str) -> str:
+    """Return a string literal of llguidance's Lark. It takes JSON's, but for a bare U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def of_lark(text: str) -> str:

@@ -41,7 +41,7 @@ async def test_every_sampling_field_reaches_the_workers(maker):
         frequency_penalty=-1,
         repetition_penalty=1.2,
         logit_bias={"7": 2, "3": -1},
-        seed=-1,
+        seed=-2,
         logprobs=4,
         max_tokens=30,
         min_tokens=2,
@@ -51,7 +51,7 @@ async def test_every_sampling_field_reaches_the_workers(maker):
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 9, 0.8, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.2)
     assert sampling.logit_bias == ((3, -1.0), (7, 2.0))
-    assert (sampling.seed, sampling.logprobs) == (2**63 - 1, 4)
+    assert (sampling.seed, sampling.logprobs) == (2**63 - 2, 4)
     assert (request.max_tokens, request.min_tokens, request.stop_token_ids) == (30, 2, (1, 9))
     assert (request.token_ids, request.num_prompt_tokens) == ((5, 6, 7), 3)
 
@@ -195,3 +195,8 @@ async def test_a_chat_without_a_limit_gets_one_that_the_response_may_hold(tokeni
     assert await limit(n=3) == 20
     assert await limit(logprobs=True, top_logprobs=4) == 10
     assert await limit(n=64, max_tokens=0, prompt_logprobs=0) == 0
+
+
+async def test_a_seed_of_minus_one_is_random_as_for_vllms_users(maker):
+    seeds = {(await only(maker, seed=seed)).sampling.seed for seed in (-1, -1, None)}
+    assert len(seeds) == 3
