@@ -411,9 +411,10 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Let a call take its turn once its grammar is ready."""
         job = call.job
         try:
-            matcher = await grammars.matcher(call.request.grammar)
+            asked = (call.request.grammar, call.request.cache_salt)
+            matcher = await grammars.matcher(*asked)
             job.sequence.constraint = Constraint(
-                matcher, partial(grammars.renewed, call.request.grammar), call.request.stop_token_ids
+                matcher, partial(grammars.renewed, *asked), call.request.stop_token_ids
             )
         except RequestError as error:
             self._abort(call, "its grammar can't be taken", error)

@@ -70,6 +70,8 @@ from twostroke.router.slo.classes import (
 )
 from twostroke.router.text.generation_config import SamplingDefaults
 
+LEFT_OUT_HEADER = "x-schema-left-out"
+"""Names the keywords of a schema without `strict` that the answer is not held to."""
 _JSON_LINES = "application/x-ndjson"
 
 
@@ -186,9 +188,13 @@ async def _generate(
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
     if asked.stream and isinstance(writer, Format):
-        return await streamed(request, generation.events(), cut, writer.failure)
-    body = await until_disconnect(request.receive, generation.whole(), cut)
-    return Response(body, media_type="application/json")
+        response = await streamed(request, generation.events(), cut, writer.failure)
+    else:
+        body = await until_disconnect(request.receive, generation.whole(), cut)
+        response = Response(body, media_type="application/json")
+    if jobs[0].left_out:
+        response.headers[LEFT_OUT_HEADER] = ", ".join(jobs[0].left_out)
+    return response
 
 
 def _header(name: str, **schema: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from twostroke.router.openai.structured import grammar_of
 from twostroke.router.openai.tools import Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
-from twostroke.router.text.grammar import check, check_schema
+from twostroke.router.text.grammar import GrammarChecks
 from twostroke.router.text.output_format import CallSyntax
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -57,6 +57,7 @@ class Job:
     prompt: PromptToRead | None = None  # before the first token, where something is to be read off it
     echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
     prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
+    left_out: tuple[str, ...] = ()  # keywords of lenient schemas that the answer is not held to
     chat: "ChatReading | None" = None  # how the answer is taken apart; None: it is text
 
 
@@ -91,14 +92,16 @@ class JobMaker:
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
-        grammar = await grammar_of(asked, self._grammars)
+        checks = GrammarChecks(self._grammars, terms.cache_salt)
+        grammar = await grammar_of(asked, checks)
         jobs = await (
-            self._of_chat(asked, terms, grammar)
+            self._of_chat(asked, terms, grammar, checks)
             if isinstance(asked, ChatRequest)
             else self._of_completion(asked, terms, grammar)
         )
         self._check_items(asked, jobs)
-        return jobs
+        left_out = tuple(sorted(checks.left_out))
+        return [replace(job, left_out=left_out) for job in jobs] if left_out else jobs
 
     def _check_items(self, asked: CompletionRequest | ChatRequest, jobs: Sequence[Job]) -> None:
         """Raises RequestError where the response may come to hold more items than are allowed."""
@@ -133,7 +136,7 @@ class JobMaker:
             jobs += _choices(asked, request, group, echo, scored)
         return jobs
 
-    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
+    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str, checks: GrammarChecks) -> list[Job]:
         text = chat_prompt(self._tokenizer, asked)
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -143,7 +146,7 @@ class JobMaker:
             scored = 0 if asked.prompt_logprobs is None else len(token_ids) * (1 + asked.prompt_logprobs)
             default = min(default, max(1, (self._max_items - scored) // items_per_token))
         chat = self._reading(asked, text)
-        grammar = await self._whole_grammar(asked, chat, grammar)
+        grammar = await self._whole_grammar(asked, chat, grammar, checks)
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
         return _choices(asked, request, chat=chat)
 
@@ -161,7 +164,9 @@ class JobMaker:
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
         return ChatReading(form.language, prompt, by_name or None, asked.include_reasoning is not False)
 
-    async def _whole_grammar(self, asked: ChatRequest, chat: ChatReading | None, grammar: str) -> str:
+    async def _whole_grammar(
+        self, asked: ChatRequest, chat: ChatReading | None, grammar: str, checks: GrammarChecks
+    ) -> str:
         """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
         form, forced, budget = self._tokenizer.output_format, asked.forced_tools, asked.thinking_token_budget
         rules = AnswerGrammar(self._tokenizer.controls)
@@ -185,7 +190,7 @@ class JobMaker:
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
         calls, functions = "", list[Function]()
         if call is not None and (forced or is_strict or (grammar and offered)):
-            functions = [await self._function(asked, tool, call) for tool in forced or offered]
+            functions = [await self._function(asked, tool, call, checks) for tool in forced or offered]
             is_free = not forced and not grammar
             calls = rules.of_calls(call, functions, is_parallel=asked.is_parallel, is_free=is_free)
         if forced:
@@ -206,9 +211,9 @@ class JobMaker:
         if opened.strip() and not is_open:
             thinking = None
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
-        return await check(self._grammars, whole, param)
+        return await checks.check(whole, param)
 
-    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax) -> Function:
+    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax, checks: GrammarChecks) -> Function:
         """A tool, as it is to be called. Of one that may be called, and is not strict, arguments are any object.
 
         Raises RequestError for a schema that can't be followed.
@@ -216,9 +221,9 @@ class JobMaker:
         name, is_strict = tool.function.name, bool(tool.function.strict)
         if not is_strict and not asked.forced_tools:
             return Function(name, {}, is_strict)
-        schema = tool.function.parameters or {}
+        schema: Mapping[str, Any] = tool.function.parameters or {}
         param = f"{asked.path_of(tool)}.parameters"
-        await check_schema(self._grammars, schema, param, lenient=not is_strict)
+        schema = await checks.schema(schema, param, lenient=not is_strict)
         if call.argument is not None and is_strict and schema and "properties" not in schema:
             raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
         return Function(name, schema, is_strict)

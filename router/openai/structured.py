@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.grammars import Grammars
 from twostroke.router.openai.fields import StrictModel, check_values
 from twostroke.router.text import grammar
 
@@ -83,7 +82,7 @@ _FIELDS: dict[str, _Kind] = {
 ANY_OBJECT: Schema = {"type": "object"}
 
 
-async def grammar_of(asked: StructuredFields, grammars: Grammars) -> str:
+async def grammar_of(asked: StructuredFields, checks: grammar.GrammarChecks) -> str:
     """The grammar of what is asked for; empty where nothing is.
 
     Raises RequestError naming the field, and where it is a schema the place in it, for what can't be.
@@ -99,7 +98,8 @@ async def grammar_of(asked: StructuredFields, grammars: Grammars) -> str:
             asked.response_format.json_schema and asked.response_format.json_schema.strict
         )
         compact = asked.structured_outputs is not None and bool(asked.structured_outputs.disable_any_whitespace)
-        return await grammar.check_schema(grammars, _schema(value, param), param, lenient=not strict, compact=compact)
+        schema = await checks.schema(_schema(value, param), param, lenient=not strict, compact=compact)
+        return await checks.check(grammar.of_schema(schema, lenient=not strict, compact=compact), param)
     if kind == "regex":
         made = grammar.of_regex(value)
     elif kind == "choice":
@@ -109,7 +109,7 @@ async def grammar_of(asked: StructuredFields, grammars: Grammars) -> str:
             made = await asyncio.to_thread(grammar.of_text, value)
         except RequestError as error:
             raise grammar.named(error, param) from error
-    return await grammar.check(grammars, made, param)
+    return await checks.check(made, param)
 
 
 def _wanted(asked: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:

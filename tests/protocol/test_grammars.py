@@ -1,5 +1,6 @@
 """Compiled grammars: kept, copied, and bounded in time and memory whatever a client thinks of."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -54,7 +55,7 @@ async def test_the_last_grammars_are_kept_and_no_more() -> None:
     grammars = Grammars(vocabulary)
     for number in range(MAX_KEPT + 5):
         await grammars.matcher(of_regex(f"a{number}"))
-    assert list(grammars._kept) == [of_regex(f"a{number}") for number in range(5, MAX_KEPT + 5)]
+    assert list(grammars._kept) == [(b"", of_regex(f"a{number}")) for number in range(5, MAX_KEPT + 5)]
 
 
 @pytest.mark.parametrize(
@@ -311,3 +312,54 @@ def test_no_bomb_takes_more_than_a_second_and_200_mb_nor_the_process_with_it() -
     endless = {"schema: references in a circle", "Lark: powers of terminals", "regex: 100 kB"}
     assert {name for name in bombs() if "optional parts" in name} | endless <= refused
     assert [one for one in took if "panic" in one[4]] == [], "what is too large is refused before"
+
+
+# --- clients beside each other ---
+
+
+async def test_a_client_with_many_grammars_does_not_keep_another_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_ = Grammars(vocabulary), [], Grammars._compile
+
+    def noted(self: Grammars, grammar: str) -> LLMatcher:
+        compiled.append(grammar)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", noted)
+    many = [asyncio.create_task(grammars.matcher(of_regex(f"a{number}"), b"many")) for number in range(20)]
+    await asyncio.sleep(0)
+    await grammars.matcher(of_regex("b"), b"one")
+    assert compiled.index(of_regex("b")) <= 2, "behind the one that is under way, and at most one more"
+    await asyncio.gather(*many)
+    assert len(compiled) == 21
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_ = Grammars(vocabulary), [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one) or compile_(self, one))
+    waiting = [asyncio.create_task(grammars.matcher(of_regex(f"a{number}"))) for number in range(5)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await grammars.matcher(of_regex("b"))
+    assert len(compiled) <= 2, "the one that was under way can't be interrupted"
+
+
+async def test_many_that_wait_for_one_grammar_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_ = Grammars(vocabulary), [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one) or compile_(self, one))
+    await asyncio.gather(*(grammars.matcher(of_regex("a")) for _ in range(8)))
+    assert compiled == [of_regex("a")]
+    await grammars.matcher(of_regex("a"), b"another client")
+    assert len(compiled) == 2, "how quick it is tells a client nothing of another one"
+
+
+async def test_a_refused_grammar_gives_the_turn_on() -> None:
+    grammars = Grammars(vocabulary)
+    for salt in (b"", b"x"):
+        with pytest.raises(RequestError):
+            await grammars.matcher(of_regex("("), salt)
+        with pytest.raises(RequestError):
+            await grammars.try_out(of_regex("("), salt)
+    await grammars.try_out(of_regex("a"))
+    assert not grammars._kept

@@ -100,3 +100,21 @@ async def test_what_was_cached_is_told_of_answers_that_a_stop_string_ends(site_o
 def told_first(event):
     """An event as a worker's first one, which says how many tokens of the prompt were cached."""
     return event.request_id, event.index, event.tokens, event.finish_reason, None, 3 if event.index == 0 else None
+
+
+async def test_a_schema_that_can_not_be_held_whole_is_served_and_what_is_left_out_is_told(site_of, chatty):
+    async with site_of(0, 1, speaks=chatty) as site:
+
+        def asked(**more):
+            schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!b)"}}, "not": {}}
+            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+            return CHAT | {"response_format": form}
+
+        for stream in (False, True):
+            answer = await site.http.post("/v1/chat/completions", json=asked() | {"stream": stream})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-schema-left-out"] == "not, pattern"
+        refused = await site.http.post("/v1/chat/completions", json=asked(strict=True))
+        assert refused.status_code == 400
+        plain = await site.http.post("/v1/chat/completions", json=CHAT)
+        assert "x-schema-left-out" not in plain.headers
