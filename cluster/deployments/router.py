@@ -131,7 +131,7 @@ class RouterReplica:
         prefill: DeploymentHandle | None = None,
     ):
         self._notice_s = settings.router.drain_notice_s
-        folder = resolve_model_folder(settings.model.path)
+        folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
         replica = serve.get_replica_context()
         peer = Peer(replica.replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, "router", peer)

@@ -156,7 +156,7 @@ def vocabulary_of(settings: WorkerSettings) -> "Vocabulary":
     from twostroke.router.text.output_format import NONE
     from twostroke.router.text.tokenizer import TextTokenizer
 
-    folder = resolve_model_folder(settings.model.path)
+    folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
     return TextTokenizer.load(folder, chat_template="", response_template=NONE).vocabulary
 
 
