@@ -232,10 +232,12 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
-    """The model's, which may be padded beyond the tokenizer's."""
+    """The model's, which may be padded beyond the tokenizer's. Workers, which have its weights, know better."""
     known = int(tokenizer.get_vocab_size(with_added_tokens=True))
     path = folder / "config.json"
-    size = read_json(path).get("vocab_size", known)
+    raw = read_json(path)
+    text = raw.get("text_config")
+    size = raw.get("vocab_size", text.get("vocab_size", known) if isinstance(text, dict) else known)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"{path}: vocab_size must be a positive integer, found {size!r}")
     return size
