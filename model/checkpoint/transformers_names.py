@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile
+from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile, equal_tensors
 from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
 from twostroke.protocol.errors import ConfigError
 
@@ -58,6 +58,9 @@ class NamedTensors:
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, _Conversion] = {}
         self._assign(folder, paths)
+        for tied, source in model.all_tied_weights_keys.items():
+            if source not in self._renamed and source not in self._converted and tied in self._renamed:
+                self._renamed[source] = self._renamed[tied]
         self._check(folder, paths)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -78,6 +81,13 @@ class NamedTensors:
         sources = {source: self._files[source].tensor(source, WHOLE, WHOLE) for source, _ in conversion.sources}
         whole = conversion.run(sources, self._model)[name]
         return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both are in the files, and hold different numbers."""
+        if not {name, other} <= self._renamed.keys():
+            return False
+        first, second = self._renamed[name], self._renamed[other]
+        return first != second and not equal_tensors(self._files[first], first, self._files[second], second)
 
     def contents(self) -> Iterator[tuple[str, memoryview]]:
         """What is used of the files: name, type and shape, with the bytes, in a fixed order."""

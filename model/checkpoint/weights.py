@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,13 @@ from twostroke.model.checkpoint.gguf.format import FILE as GGUF_FILE
 from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, stored_weight
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
+from twostroke.model.checkpoint.tensor_file import (
+    WHOLE,
+    RenamedTensor,
+    StoredWeight,
+    TensorFile,
+    equal_tensors,
+)
 from twostroke.model.config import ModelConfig, WeightForm
 from twostroke.model.sizes import expected_shapes, num_parameters
 from twostroke.protocol.errors import ConfigError
@@ -84,7 +91,8 @@ class Checkpoint:
         self._files = {name: files[path] for name, path in self._paths.items()}
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
-        self._config = config
+        self.config = self._config = config = self._with_ends(config)
+        """As given, but for a head of its own where the files have one."""
         self.shapes = dict(expected_shapes(config))
         self._kv_scales = self._find_kv_scales()
         self._check()
@@ -175,6 +183,19 @@ class Checkpoint:
             )
             if name in self._files
         }
+
+    def _with_ends(self, config: ModelConfig) -> ModelConfig:
+        """Where the config ties them, embedding and LM head are one tensor by either name, or by both. A head that
+        differs was trained, and is kept, as transformers does."""
+        embedding, head = f"{config.spec.embedding}.weight", f"{config.spec.lm_head}.weight"
+        if not config.tie_word_embeddings or head not in self._files:
+            return config
+        if embedding not in self._files:
+            self._files[embedding] = RenamedTensor(self._files.pop(head), embedding, head)
+            self._paths[embedding] = self._paths.pop(head)
+            return config
+        are_equal = equal_tensors(self._files[embedding], embedding, self._files[head], head)
+        return config if are_equal else replace(config, tie_word_embeddings=False)
 
     def _check(self) -> None:
         config, known = self._config, set(self.shapes)

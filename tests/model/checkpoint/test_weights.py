@@ -58,8 +58,12 @@ def test_tensors_keep_the_checkpoints_dtype(dtype: torch.dtype, write_checkpoint
 
 def test_buffers_and_tied_heads_of_older_checkpoints_are_let_pass(write_checkpoint: Any) -> None:
     folder = write_checkpoint(tie_word_embeddings=True)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}
-    rewrite(folder, lambda tensors: tensors.update(extra))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    rewrite(folder, change)
     assert "lm_head.weight" not in open_checkpoint(folder).shapes
 
 
