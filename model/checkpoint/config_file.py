@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from twostroke.model.architectures.families import FAMILIES
 from twostroke.model.architectures.families.family import ConfigFields, Family
+from twostroke.model.checkpoint.known_fields import check_unread
 from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
@@ -49,7 +50,16 @@ def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         are = "is" if len(FAMILIES) == 1 else "are"
         raise ConfigError(f"{source}: architectures: {found} is not supported, only {', '.join(FAMILIES)} {are}")
     fields = ConfigFields(raw, source)
-    return replace(family.read_config(fields), stored=read_stored_quantization(fields))
+    kind = raw.get("model_type")
+    if kind not in (None, family.model_type, *family.other_types):
+        raise fields.error(
+            "model_type",
+            f"{kind!r} is not what {family.architecture} has, which is {family.model_type!r}: say which of the two the "
+            "model is",
+        )
+    config = family.read_config(fields)
+    check_unread(fields, family, config)
+    return replace(config, stored=read_stored_quantization(fields))
 
 
 def _family(raw: Mapping[str, Any]) -> Family | None:

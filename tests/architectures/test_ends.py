@@ -1,4 +1,4 @@
-"""Embedding and LM head as public folders have them: tied by their config, and on disk once, twice, or under one name."""
+"""Embedding and LM head as public folders have them: tied by their config, on disk once, twice, or by one name."""
 
 import json
 from collections.abc import Callable
