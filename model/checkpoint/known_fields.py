@@ -23,7 +23,7 @@ INERT = frozenset(
 )
 """Fields that change nothing of what a decoder computes from text, or are read elsewhere."""
 
-_NOTHING = (None, False, 0, [], {})
+_NOTHING: tuple[Any, ...] = (None, False, 0, [], {})
 
 CHANGES: Mapping[str, tuple[Any, ...]] = {
     # scores and logits
