@@ -5,11 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.grammars import Grammars
+from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
 
 CHATML = "<|im_start|>user\n<think>hi</think>[PAD]<|im_end|>\n<|im_start|>assistant\n"
@@ -107,3 +110,14 @@ def test_added_tokens_that_can_not_be_read_are_refused_by_name(
     change(folder / name, **fields)
     with pytest.raises(ConfigError, match=f"{name}: {named}"):
         TextTokenizer.load(folder)
+
+
+async def test_grammars_are_followed_where_the_model_lacks_a_special_token_that_its_folder_names(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 4096}))
+    change(folder / "special_tokens_map.json", sep_token="[SEP]")
+    tokenizer = TextTokenizer.load(folder)
+    assert tokenizer._encode("[SEP]", False) == [4096]
+    matcher = await Grammars(lambda: tokenizer.vocabulary).matcher(of_regex("[ab]+"))
+    mask = np.zeros(4096 // 32, np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    assert mask.any()
