@@ -20,8 +20,8 @@ from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile, equal_tens
 from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
 from twostroke.protocol.errors import ConfigError
 
-_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""What older files have, and is computed today: transformers ignores it, too."""
+_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""What older files have, and is computed today: transformers ignores it, too. The last are masks."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,9 @@ class NamedTensors:
                     raise _misshapen(path, source, file.shape(source), shape)
             elif target not in self._converted and target not in self._model.all_tied_weights_keys:
                 raise ConfigError(f"{folder}: tensor {target} is missing")
-        for name, file in self._files.items():
-            if (dtype := file.dtype(name)) not in DTYPES:
+        converted = {source for conversion in self._converted.values() for source, _ in conversion.sources}
+        for name in sorted({*self._renamed.values(), *converted}):
+            if (dtype := self._files[name].dtype(name)) not in DTYPES:
                 raise ConfigError(f"{paths[name]}: tensor {name} is {dtype}, only {', '.join(DTYPES)} are supported")
 
 

@@ -210,6 +210,8 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty where there is no such file."""
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path} is no regular file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
