@@ -38,6 +38,7 @@ class Draw(msgspec.Struct, frozen=True):
     forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
     counts: "TokenCounts | None" = None  # of `history`, where penalties need them; None: counted when they are needed
     constraint: "Constraint | None" = None  # what the output is held to
+    fault: "RowFault | None" = None  # where to note what fails of this row alone; None: it fails the step
 
     @property
     def takes_largest(self) -> bool:
@@ -119,6 +120,23 @@ class ScoredRows(msgspec.Struct, frozen=True):
     ranks: NDArray[np.int32]  # [rows]
 
 
+class RowFault:
+    """Whether a step has failed at one request: the engine notes it, and goes on with the others.
+
+    The worker ends the request behind the step, whose token for it is not to be used.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        """Keep the first error."""
+        if self.error is None:
+            self.error = error
+
+
 class PromptReading:
     """What steps read off one prompt, chunk by chunk: they put it here, and whoever asked takes it when they are done.
 
@@ -128,6 +146,7 @@ class PromptReading:
     def __init__(self, params: ReadingParams, token_ids: Sequence[int]):
         """`token_ids` are the whole prompt."""
         self.params = params
+        self.fault = RowFault()
         self._token_ids = token_ids
         self._scored: list[ScoredRows] = []
         self._sum: NDArray[np.float32] | None = None  # [hidden]

@@ -269,12 +269,22 @@ def _can_begin(matcher: LLMatcher, tokenizer: LLTokenizer) -> bool:
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
     try:
-        return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids))
+        return LLTokenizer(_within(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids))
     except Exception as error:  # the library raises bare exceptions for whatever it can't take
         raise RequestError(
             f"this model's tokenizer can't hold answers to a grammar: {_first_line(str(error))}",
             code="grammar_unsupported",
         ) from error
+
+
+def _within(vocabulary: Vocabulary) -> str:
+    """The tokenizer without added tokens that the model does not have: older files name some, and use none."""
+    tokenizer = json.loads(vocabulary.tokenizer)
+    added = tokenizer.get("added_tokens") or []
+    kept = [token for token in added if token["id"] < vocabulary.size]
+    if len(kept) == len(added):
+        return vocabulary.tokenizer
+    return json.dumps(tokenizer | {"added_tokens": kept})
 
 
 def _refusal(message: str) -> RequestError:

@@ -298,7 +298,7 @@ async def models(service: Service) -> ModelList:
         "created": service.started_at,
         "owned_by": "twostroke",
         "max_model_len": max_context,
-        "vocab_size": service.tokenizer.vocab_size,
+        "vocab_size": service.vocab_size(),
         "sampling_defaults": service.sampling_defaults,
         "end_token_ids": list(service.tokenizer.eos_token_ids),
         "response_template": service.tokenizer.response_template,

@@ -99,7 +99,9 @@ class RouterService:
         )
         self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
-        self.jobs = JobMaker(self.tokenizer, self.sampling_defaults, self.config.max_response_items)
+        self.jobs = JobMaker(
+            self.tokenizer, self.sampling_defaults, self.config.max_response_items, vocab_size=self.vocab_size
+        )
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)
@@ -156,6 +158,11 @@ class RouterService:
         if not contexts:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
+
+    def vocab_size(self) -> int:
+        """All token ids are below it: the workers' word, and before there are any what the folder says."""
+        told = (info.vocab_size for info in self.fleet.workers())
+        return min((size for size in told if size is not None), default=self.tokenizer.vocab_size)
 
     def missing(self) -> list[str]:
         """What a whole path lacks; empty when ready."""

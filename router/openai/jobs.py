@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,12 +83,20 @@ class Terms:
 class JobMaker:
     """Makes jobs for the model that `tokenizer` and `defaults` belong to."""
 
-    def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults, max_items: int = MAX_RESPONSE_ITEMS):
-        """`max_items`: tokens and log-probabilities that a router holds for one response at most."""
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        defaults: SamplingDefaults,
+        max_items: int = MAX_RESPONSE_ITEMS,
+        vocab_size: Callable[[], int] | None = None,
+    ):
+        """`max_items`: tokens and log-probabilities that a router holds for one response at most. `vocab_size` tells
+        the size of the vocabulary that the workers' logits have; None: the folder's word does."""
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._max_items = max_items
-        self._grammars = Grammars(lambda: tokenizer.vocabulary)
+        self._vocab_size = vocab_size or (lambda: tokenizer.vocab_size)
+        self._grammars = Grammars(lambda: msgspec.structs.replace(tokenizer.vocabulary, size=self._vocab_size()))
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
@@ -139,6 +147,7 @@ class JobMaker:
     async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str, checks: GrammarChecks) -> list[Job]:
         text = chat_prompt(self._tokenizer, asked)
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
+        self._check_vocabulary(token_ids, "messages")
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
         if not asked.stream:
@@ -258,10 +267,8 @@ class JobMaker:
         return token_ids
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
-        if max(token_ids, default=0) >= self._tokenizer.vocab_size:
-            raise RequestError(
-                f"{param}: token ids must be below the vocabulary's size of {self._tokenizer.vocab_size}", param=param
-            )
+        if max(token_ids, default=0) >= (size := self._vocab_size()):
+            raise RequestError(f"{param}: token ids must be below the vocabulary's size of {size}", param=param)
 
     def _request(
         self,
@@ -325,7 +332,7 @@ class JobMaker:
         drawn = self._defaults.model_copy(update=asked_for)
         return SamplingParams(
             temperature=float(drawn.temperature),
-            top_k=min(max(0, drawn.top_k), self._tokenizer.vocab_size),
+            top_k=min(max(0, drawn.top_k), self._vocab_size()),
             top_p=max(float(drawn.top_p), _LEAST_TOP_P),
             min_p=float(drawn.min_p),
             presence_penalty=float(asked.presence_penalty or 0.0),
@@ -336,7 +343,7 @@ class JobMaker:
             bad_words=self._bad_words(asked.bad_words or ()),
             # vLLM takes -1 for none.
             seed=(secrets.randbits(63) if asked.seed in (None, -1) else asked.seed) & _SEED_MASK,
-            logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
+            logprobs=None if logprobs is None else min(logprobs, self._vocab_size()),
         )
 
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -50,11 +51,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(**shape: Any) -> AsyncIterator[Site]:
-    async with serve(BUNDLED_MODEL_DIR, Shape(**{"transport": "tcp", **shape})) as served:
+async def site(folder: Path = BUNDLED_MODEL_DIR, **shape: Any) -> AsyncIterator[Site]:
+    async with serve(folder, Shape(**{"transport": "tcp", **shape})) as served:
         service = RouterService(
             config=ServiceConfig(model_name=MODEL, expects_prefill=shape.get("transport", "tcp") is not None),
-            tokenizer=TextTokenizer.load(BUNDLED_MODEL_DIR),
+            tokenizer=TextTokenizer.load(folder),
             fleet=served.fleet,
             channels=served.channels,
             pipeline=served.pipeline,

@@ -111,6 +111,13 @@ async def test_prompt_and_output_share_the_context(maker, length, room):
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
+async def test_a_chat_with_tokens_that_the_model_does_not_have_is_refused(tokenizer):
+    maker = JobMaker(tokenizer, SamplingDefaults(), vocab_size=lambda: 100)
+    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "words and more"}]})
+    with pytest.raises(RequestError, match="messages: token ids must be below the vocabulary's size of 100"):
+        await maker.make(chat, TERMS)
+
+
 async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
     chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": True})
     (job,) = await maker.make(chat, TERMS)
