@@ -27,7 +27,8 @@ from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_pa
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
 from twostroke.cluster.config.vllm_names import SAME
-from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_binary
+from twostroke.cluster.deployments.haproxy import haproxy_binary
+from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.server import Order, Report, own_url

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import Field, PlainValidator, StringConstraints, field_validator, model_validator
 
 from twostroke.decode_worker.config import DecodeConfig
@@ -325,6 +325,10 @@ class RouterSection(Placement, PipelineConfig):
     """Processes. More where one core can't tokenise and stream for all clients."""
     max_body_mib: Annotated[float, Ge(0.001), Le(1024)] = 8.0
     """A request's body; a larger one is refused with status 413."""
+    body_timeout_s: Annotated[float, Gt(0), Le(3600)] = 60.0
+    """From a request's head to the end of its body; a later one is refused with status 408."""
+    send_timeout_s: Annotated[float, Gt(0), Le(3600)] = 60.0
+    """A client that takes nothing of its answer for so long is given up, and its request ends as if it had left."""
     max_choices_in_flight: Count = 4096
     """Choices of one replica; more are refused with status 429 before they are tokenised: each takes memory here and
     places at workers."""

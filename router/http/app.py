@@ -24,6 +24,7 @@ from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import Promise
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
+from twostroke.router.http.deadlines import Deadlines
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, tenant_of
 from twostroke.router.http.page import feed, page
@@ -112,6 +113,7 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
+    app.add_middleware(Deadlines, body_s=service.config.body_timeout_s, send_s=service.config.send_timeout_s)
     app.add_middleware(Exchanges, clock=service.clock, began=service.feed.began, over=service.over)
     app.add_middleware(RequestIds)
     app.add_exception_handler(TwostrokeError, _on_error)

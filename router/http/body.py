@@ -20,9 +20,6 @@ from twostroke.router.openai.answers import internal_error
 from twostroke.router.openai.fields import check_values
 from twostroke.router.openai.schemas import shown
 
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""A body that is too large is read and dropped up to here, so that the client gets to see the answer."""
-
 MAX_NESTING = 64
 MAX_MEMBERS = 4096  # of one object: more than any field takes
 MAX_CONTAINERS = 65536  # objects and lists of one body: every one costs time and memory, far more than its bytes
@@ -72,7 +69,10 @@ class _ReadRequest(Request):
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect."""
+    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect.
+
+    `Deadlines` bounds how long this takes, and reads what is left of a body that is refused.
+    """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise RequestError(
@@ -86,14 +86,10 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     async with aclosing(request.stream()) as stream:
         async for part in stream:
             size += len(part)
-            if size <= max_bytes:
-                parts.append(part)
-            else:
-                parts.clear()
-            if size > MAX_DISCARDED_BYTES:
-                break
-    if size > max_bytes:
-        raise RequestError(f"the body is over {max_bytes} bytes", param="body", code="request_too_large", status=413)
+            if size > max_bytes:
+                message = f"the body is over {max_bytes} bytes"
+                raise RequestError(message, param="body", code="request_too_large", status=413)
+            parts.append(part)
     return parse_object(b"".join(parts))
 
 

@@ -14,7 +14,7 @@ import msgspec
 from tests.chaos.orders import Control
 from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.config.config import read_config
-from twostroke.cluster.deployments.proxies import haproxy_binary
+from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports, local_ray
