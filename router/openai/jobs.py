@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from twostroke.router.openai.tools import Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import GrammarChecks
-from twostroke.router.text.output_format import CallSyntax
+from twostroke.router.text.output_format import CallSyntax, OutputFormat
 from twostroke.router.text.response_parser import ResponseLanguage
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -69,6 +70,7 @@ class ChatReading:
     prompt: str  # its end may have begun the answer
     tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
     includes_reasoning: bool = True
+    is_parallel: bool = True  # else the answer is over with its first call
 
 
 @dataclass(frozen=True)
@@ -161,23 +163,32 @@ class JobMaker:
 
     def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
         """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
-        form, tools = self._tokenizer.output_format, asked.allowed_tools
-        if tools and (form is None or not form.language.has_calls):
+        form, tools = self._format(asked), asked.allowed_tools
+        if tools and form is None:
             raise RequestError(
-                "tools: it is not known how this model calls tools: those who run the server say it by "
-                "model.response_template",
+                "tools: the model's response template does not tell how it calls tools: those who run the server name "
+                "a format by model.response_template",
                 param="tools",
             )
         if form is None:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        return ChatReading(form.language, prompt, by_name or None, asked.include_reasoning is not False)
+        includes_reasoning = asked.include_reasoning is not False
+        return ChatReading(form.language, prompt, by_name or None, includes_reasoning, asked.is_parallel)
+
+    def _format(self, asked: ChatRequest) -> OutputFormat | None:
+        """How the answer is written: by the model's own format, but for calls that are not known of it."""
+        form = self._tokenizer.output_format
+        if not asked.allowed_tools:
+            return form
+        is_known = form is not None and form.language.has_calls and (form.call is not None or not asked.forced_tools)
+        return form if is_known else self._tokenizer.generic_format
 
     async def _whole_grammar(
         self, asked: ChatRequest, chat: ChatReading | None, grammar: str, checks: GrammarChecks
     ) -> str:
         """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
-        form, forced, budget = self._tokenizer.output_format, asked.forced_tools, asked.thinking_token_budget
+        form, forced, budget = self._format(asked), asked.forced_tools, asked.thinking_token_budget
         rules = AnswerGrammar(self._tokenizer.controls)
         thinking, call = (None, None) if form is None else (form.thinking, form.call)
         if forced and grammar:
@@ -188,12 +199,6 @@ class JobMaker:
             raise RequestError(
                 "thinking_token_budget: the mark that ends thoughts is no token of this model",
                 param="thinking_token_budget",
-            )
-        if forced and form is not None and call is None:
-            raise RequestError(
-                f"tool_choice: how calls of the format {form.name!r} begin and end is not known, so none can be "
-                "enforced: use auto, or have the server's model.response_template name one of our formats",
-                param="tool_choice",
             )
         offered = [] if call is None else asked.allowed_tools
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
@@ -351,6 +356,11 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
     """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
     continues = bool(asked.continue_final_message)
     messages = [message.as_template_sees() for message in asked.messages or ()]
+    said, mark = "", ""
+    if continues:
+        # Behind the message, so that it is known where that ends: its own words may stand elsewhere in the prompt, too.
+        said, mark = messages[-1]["content"], f"zq{uuid.uuid4().hex}"
+        messages[-1]["content"] = said + mark + _WHITE
     text = tokenizer.render_chat(
         messages,
         tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
@@ -360,14 +370,17 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
     )
     if not continues:
         return text
-    last = messages[-1]["content"].strip()
-    end = text.rfind(last)
-    if not last or end < 0:
-        raise RequestError(
-            "continue_final_message: the chat template does not show the last message as it is",
-            param="continue_final_message",
-        )
-    return text[: end + len(last)]
+    end = text.rfind(mark)
+    if end < 0 or messages[-1].get("tool_calls"):
+        why = "the chat template does not show the last message as it is" if end < 0 else "the last message has calls"
+        raise RequestError(f"continue_final_message: {why}", param="continue_final_message")
+    is_kept = text.startswith(_WHITE, end + len(mark))
+    cut = "" if is_kept or not said.strip() else said[len(said.rstrip()) :]
+    return text[:end].removesuffix(cut)
+
+
+_WHITE = "\t\n \t"
+"""White space behind a message that goes on: a template that cuts it off would cut off the message's own, too."""
 
 
 def _salted(salt: bytes, own: str | None) -> bytes:

@@ -19,8 +19,9 @@ from twostroke.router.text.added_tokens import (
     TOKENIZER_CONFIG,
     add_tokens_beside,
 )
+from twostroke.router.text.chat_forms import ChatForms
 from twostroke.router.text.chat_template import ChatTemplate
-from twostroke.router.text.output_format import OutputFormat, pick_output_format
+from twostroke.router.text.output_format import OutputFormat, pick_output_format, with_calls
 
 OFF_LOOP_CHARS = 4096
 """Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""
@@ -55,6 +56,12 @@ class TextTokenizer:
         self._chat_template = chat_template
         self.output_format = output_format
         """How the model writes what it thinks and the tools that it calls, where that is known."""
+        has_calls = output_format is not None and output_format.language.has_calls
+        self.generic_format = with_calls(None if has_calls else output_format)
+        """How calls are written by a model of which that is not known, or of whose calls no grammar is known."""
+        known = (output_format, self.generic_format, with_calls(None))
+        call = next(one.call for one in known if one is not None and one.call is not None)
+        self._forms = None if chat_template is None else ChatForms(chat_template, call, is_own=has_calls)
         self._special_ids = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -97,13 +104,16 @@ class TextTokenizer:
         form = None if template is None else pick_output_format(response_template, own, str(config), template.source)
         if form is not None:
             _ = form.language  # compiled now: a first chat would hold up all others for a second or two
-        return cls(
+        made = cls(
             tokenizer,
             vocab_size=vocab_size,
             eos_token_ids=_eos_token_ids(folder, tokenizer, special, vocab_size),
             chat_template=template,
             output_format=form,
         )
+        if made._forms is not None:
+            made._forms.probe()
+        return made
 
     @property
     def response_template(self) -> str | None:
@@ -152,13 +162,19 @@ class TextTokenizer:
         """Whether the token is a control token, which has no text."""
         return token_id in self._special_ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-        """The prompt of a chat, as `ChatTemplate.render`. Raises RequestError where the model has no chat template."""
-        if self._chat_template is None:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
+    ) -> str:
+        """The prompt of a chat, as `ChatTemplate.render`, in the form that the template shows.
+
+        Raises RequestError where the model has no chat template.
+        """
+        if self._chat_template is None or self._forms is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
             )
-        return self._chat_template.render(messages, **how)
+        settled, tools = self._forms.settled(messages, tools)
+        return self._chat_template.render(settled, tools=tools, **how)
 
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._special_ids:

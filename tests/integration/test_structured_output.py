@@ -214,7 +214,7 @@ async def test_a_bug_in_a_grammar_ends_its_request_and_its_neighbours_go_on(
         answers, failed = await asyncio.gather(of_persons(here, 6), here.http.post("/v1/completions", json=body))
         assert answers == undisturbed
         assert failed.status_code == 500
-        assert failed.json()["error"]["code"] == "internal_error"
+        assert failed.json()["error"]["code"] == "request_failed"
 
 
 async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> None:

@@ -7,7 +7,9 @@ from pydantic import ValidationError
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.openai.jobs import JobMaker, Terms
+from twostroke.router.openai.jobs import JobMaker, Terms, chat_prompt
+from twostroke.router.openai.messages import MessagesRequest
+from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -19,6 +21,7 @@ def maker(tokenizer):
 
 
 TERMS = Terms(max_context=100, promise=Promise())
+ROOMY = Terms(max_context=1000, promise=Promise())
 
 
 async def jobs_of(maker, **fields):
@@ -173,19 +176,109 @@ async def test_calls_can_be_enforced_in_every_format_of_ours(name):
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}", name)
     asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
     chat = ChatRequest.model_validate({**asked, "tool_choice": "required"})
-    (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+    (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
     assert "rain" in job.request.grammar
 
 
-async def test_calls_of_a_format_that_others_wrote_can_not_and_the_way_out_is_told(tmp_path):
+async def test_calls_of_a_format_that_others_wrote_are_enforced_in_the_generic_one(tmp_path):
     field = {"open": "<call>", "close": "</call>", "content": "json"}
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"start_anchor": "A", "fields": {"tool_calls": field, "content": {}}}), encoding="utf-8")
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ tools }}{{ messages[0].content }}", str(path))
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    for choice, mark in (("required", "<tool_call>"), ("auto", "<call>")):
+        chat = ChatRequest.model_validate({**asked, "tool_choice": choice})
+        (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
+        assert bool(job.request.grammar) == (choice == "required")
+        assert mark in job.request.grammar or choice == "auto"
+        parser = job.chat.language.parser(job.chat.prompt, job.chat.tools)
+        assert parser.add(f'{mark}{{"name": "rain", "arguments": {{}}}}').calls
+        assert "You may call" not in speaker.decode(job.request.token_ids), "the template has a place for tools"
+
+
+async def test_a_template_of_others_that_tells_of_no_calls_is_named_where_there_are_tools(tmp_path):
+    path = tmp_path / "own.json"
+    thoughts = {"open": "<hm>", "close": "</hm>"}
+    path.write_text(json.dumps({"start_anchor": "A", "fields": {"thinking": thoughts, "content": {}}}), "utf-8")
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}", str(path))
     asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
-    chat = ChatRequest.model_validate({**asked, "tool_choice": "required"})
-    with pytest.raises(RequestError, match=r"tool_choice: .* 'own' .* use auto, or .* model\.response_template"):
-        await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+    with pytest.raises(RequestError, match=r"^tools: .* model\.response_template"):
+        await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate(asked), ROOMY)
+
+
+V31 = (
+    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}{% elif m.role == 'tool' %}R{{ m.content }}"
+    "{% elif m.tool_calls %}{% for call in m.tool_calls %}{% if m.content is none %}"
+    "{{ 'C' + call.function.name + call.function.arguments }}{% endif %}{% endfor %}{% else %}A{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+async def test_conversations_go_on_after_a_call_where_the_template_takes_text_beside_null():
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, V31)
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "rain", "arguments": '{"day": 1}'}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "b"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "c"},
+    ]
+    (job,) = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate({"messages": messages}), TERMS)
+    assert speaker.decode(job.request.token_ids) == 'UaAI look.Crain{"day": 1}RbCrain{"day": 1}Rc'
+
+
+async def test_developers_rules_and_arguments_that_are_none_reach_the_model():
+    template = (
+        "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
+    called = [{"id": "c", "function": {"name": "rain", "arguments": one}} for one in ("", None, '{"da')]
+    asked = {
+        "messages": [
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": called},
+        ]
+    }
+    (job,) = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate(asked), TERMS)
+    assert speaker.decode(job.request.token_ids) == "Be kind.a" + '{"name": "rain", "arguments": {}}' * 3
+    asked = {"model": "m", "instructions": "Be brief.", "input": [{"role": "developer", "content": "Be kind."}]}
+    asked["input"].append({"role": "user", "content": "a"})
+    chat = ResponsesRequest.model_validate(asked).draft().chat()
+    (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
+    assert speaker.decode(job.request.token_ids) == "Be brief.Be kind.a"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "prompt"),
+    [
+        ("{{ m.content }}", "It rains", "It rains"),
+        ("{{ m.content }}", "end", "end"),
+        ("{{ m.content }}", ">", ">"),
+        ("{{ m.content }}", "<|im_end|>", "<|im_end|>"),
+        ("{{ m.content }}", "def f():\n    ", "def f():\n    "),
+        ("{{ m.content }}", "", ""),
+        ("{{ m.content }}", " \n", " \n"),
+        ("{{ m.content | trim }}", "def f():\n    ", "def f():"),
+        ("{{ m.content | trim }}", "", ""),
+        ("{{ m.content | trim }}", "\n", ""),
+        ("{{ ' ' + m.content | trim + ' ' }}", "It rains ", " It rains"),
+        ("{{ m.content.split('</think>')[-1] }}", "It rains", "It rains"),
+    ],
+)
+async def test_an_answer_goes_on_where_the_last_message_ends(shown, said, prompt):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + shown + "<|im_end|>\n{% endfor %}end"
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
+    messages = [{"role": "user", "content": "It rains, end>"}, {"role": "assistant", "content": said}]
+    chat = ChatRequest.model_validate({"messages": messages, "continue_final_message": True})
+    text = chat_prompt(speaker, chat)
+    assert text.rpartition("assistant\n")[2] == prompt
+    for content in (said, [{"type": "text", "text": said}], *([[]] if not said else [])):
+        asked = {"model": "m", "max_tokens": 5, "messages": [messages[0], {"role": "assistant", "content": content}]}
+        chat = MessagesRequest.model_validate(asked).draft().chat()
+        assert chat_prompt(speaker, chat) == text
 
 
 async def test_a_chat_without_a_limit_gets_one_that_the_response_may_hold(tokenizer):
