@@ -307,8 +307,13 @@ class ModelRunner:
 
         def read_all(hidden: Tensor) -> None:
             for reading, start, first, end in read:
-                if reading is not None:
-                    self._read(reading, start, hidden[first:end])
+                if reading is not None and reading.fault.error is None:
+                    try:
+                        self._read(reading, start, hidden[first:end])
+                    except RuntimeError:
+                        raise  # torch's word for what a device does: the step's own
+                    except Exception as error:
+                        reading.fault.note(error)
 
         return None if all(reading is None for reading, *_ in read) else read_all
 

@@ -2,8 +2,9 @@
 
     u32 length of payload | 16 bytes of HMAC-SHA256(session key, direction | counter | payload) | payload
 
-Each side opens with a hello of magic and nonce. The session key comes from the cluster's secret and both nonces,
-so a recorded stream can't be replayed; the counter refuses dropped, repeated or reordered frames.
+Each side opens with a hello of magic, version and nonce. The session key comes from the cluster's secret and both
+hellos, so a recorded stream can't be replayed; the counter refuses dropped, repeated or reordered frames. Fields travel
+by position, and two versions would misread each other: the version is that of all messages together.
 The length is checked against a cap before anything is allocated.
 """
 
@@ -14,9 +15,10 @@ import struct
 
 from twostroke.protocol.errors import ProtocolError
 
-MAGIC = b"2STROKE1"
+MAGIC = b"2STROKE2"
+VERSION_BYTES = 8
 NONCE_BYTES = 16
-HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+HELLO_BYTES = len(MAGIC) + VERSION_BYTES + NONCE_BYTES
 MAC_BYTES = 16
 HEADER_BYTES = 4 + MAC_BYTES
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -26,19 +28,26 @@ _LENGTH = struct.Struct("<I")
 _COUNTER = struct.Struct("<Q")
 
 
-def draw_hello() -> bytes:
-    """The first bytes of each side."""
-    return MAGIC + secrets.token_bytes(NONCE_BYTES)
+def draw_hello(version: bytes) -> bytes:
+    """The first bytes of each side, whose messages are of this version: VERSION_BYTES."""
+    return MAGIC + version + secrets.token_bytes(NONCE_BYTES)
+
+
+def _version_of(hello: bytes) -> str:
+    return hello[len(MAGIC) : len(MAGIC) + VERSION_BYTES].hex()
 
 
 class FrameCodec:
     """Seals and opens the frames of one side of one connection."""
 
     def __init__(self, secret: bytes, connector_hello: bytes, listener_hello: bytes, *, is_connector: bool):
-        """Raises ProtocolError where the peer's hello is none."""
+        """Raises ProtocolError where the peer's hello is none, or its messages are of another version."""
         for hello in (connector_hello, listener_hello):
             if len(hello) != HELLO_BYTES or not hello.startswith(MAGIC):
                 raise ProtocolError("the peer does not speak this protocol")
+        ours, theirs = map(_version_of, (connector_hello, listener_hello)[:: 1 if is_connector else -1])
+        if ours != theirs:
+            raise ProtocolError(f"the peer runs another version: its messages are {theirs}, ours are {ours}")
         self._key = hmac.digest(secret, b"session" + connector_hello + listener_hello, hashlib.sha256)
         self._sealing, self._opening = (b"C", b"L") if is_connector else (b"L", b"C")
         self._sealed = 0

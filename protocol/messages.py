@@ -12,12 +12,17 @@ msgspec is used because it checks every field's type while decoding and is faste
 What a worker tells of the trials that `twostroke doctor` asks for.
 """
 
+import hashlib
+import sys
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
+from types import ModuleType
 from typing import Annotated
 
 import msgspec
 
+from twostroke.protocol import kv_layout, requests, stats, verdicts
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
@@ -461,3 +466,31 @@ class ProbeTimes(msgspec.Struct, frozen=True):
     transport: str  # as in the configuration; of several ranks' links that differ, all of them
     why: str  # this transport, in words for people
     missing: tuple[str, ...]  # for each better transport: what it would need
+
+
+_MEANING = 1
+"""To be raised where what travels comes to mean something else, and its fields stay the same."""
+
+
+def fingerprint(structs: Iterable[type[msgspec.Struct]]) -> str:
+    """16 hexadecimal digits that change with the structs' names, and their fields' names, types and order."""
+    lines = [f"meaning {_MEANING}"]
+    for struct in sorted(structs, key=lambda one: (one.__module__, one.__qualname__)):
+        config = struct.__struct_config__
+        fields = ", ".join(f"{field.encode_name}: {field.type!r}" for field in msgspec.structs.fields(struct))
+        lines.append(f"{struct.__qualname__} {config.array_like} {config.tag!r} ({fields})")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
+    """Those that the modules define."""
+    return [
+        one
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__module__ == module.__name__
+    ]
+
+
+PROTOCOL = fingerprint(structs_of(sys.modules[__name__], kv_layout, requests, stats, verdicts))
+"""The version of all that travels between processes: they understand each other where it is the same."""

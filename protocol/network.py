@@ -10,7 +10,7 @@ from typing import Protocol
 
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.frames import HEADER_BYTES, HELLO_BYTES, FrameCodec, draw_hello
-from twostroke.protocol.messages import Message, decode_message, encode_message
+from twostroke.protocol.messages import PROTOCOL, Message, decode_message, encode_message
 from twostroke.protocol.requests import Address
 
 
@@ -187,9 +187,9 @@ class TcpNetwork:
 async def _handshake(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, is_connector: bool
 ) -> FrameCodec:
-    """Exchange hellos. Raises ConnectionLost (gone, late) or ProtocolError (another protocol)."""
+    """Exchange hellos. Raises ConnectionLost (gone, late) or ProtocolError (another protocol, or version of it)."""
     writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    mine = draw_hello()
+    mine = draw_hello(bytes.fromhex(PROTOCOL))
     writer.write(mine)
     try:
         async with asyncio.timeout(HANDSHAKE_S):

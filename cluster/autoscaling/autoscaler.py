@@ -41,7 +41,7 @@ class Look:
     routers: Collection[str]  # that run
     targets: Mapping[Role, int]
     at_s: float  # of a monotonic clock
-    now: float  # seconds since 1970
+    now: float  # seconds since 1970, for people
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,16 @@ def is_due(looked_s: float | None, at_s: float) -> bool:
 
 def look(before: State | None, seen: Look, order: ScalingOrder) -> tuple[State, bool]:
     """What is known after this look, and whether it brought a decision, which is `scaling` then."""
-    state = before or State(Counted(begun_at=seen.now), told_s=seen.at_s)
-    fresh = {router: one for router, one in seen.readings.items() if seen.now - one.at < STALE_S}
+    state = before or State(Counted(begun_s=seen.at_s), told_s=seen.at_s)
+    counted = count(state.counted, seen.readings, seen.routers, seen.at_s)
+    state = replace(state, counted=counted)
+    heard = counted.heard_since(seen.at_s - STALE_S)
+    fresh = {router: one for router, one in seen.readings.items() if router in heard}
     if not fresh:
         return _blind(state, seen), False
-    counted = count(state.counted, fresh, seen.routers)
     signals = signals_of(fresh, counted, seen.targets, order.gpus_each)
     decision, memory = decide(signals, state.memory, order.config)
-    state = replace(state, counted=counted, memory=memory, told_s=seen.at_s)
+    state = replace(state, memory=memory, told_s=seen.at_s)
     if Reason.BETWEEN in (decision.prefill_reason, decision.decode_reason):
         return state, False
     return replace(state, scaling=_scaling(state.scaling, decision, seen, order)), True

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from twostroke.protocol.clock import Clock
@@ -19,7 +18,8 @@ from twostroke.router.observe.scaling import Scaling
 
 LOOK_S = 1.0
 STALE_S = 60.0
-"""Beside the time between decisions. What was decided longer ago is of an earlier application of the same name."""
+"""Beside the time between decisions. What was decided longer ago, and stays, is of an earlier application of the same
+name."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class DecisionWatch:
         self._published = published
         self._oldest_s = STALE_S + interval_s
         self._wall_clock = wall_clock
+        self._first: Scaling | None = None  # what was found at the first look
         self._latest: Scaling | None = None
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -60,15 +61,19 @@ class DecisionWatch:
         """Once. Where there is no answer, what is known stays."""
         try:
             newest = await asyncio.to_thread(self._published)
-        except (RayError, msgspec.DecodeError) as error:
+        except Exception as error:  # whatever it is, the next look may succeed
             if not self._is_lost:
-                _log.warning("can't learn what the autoscaler decides: %s", error)
+                _log.warning("can't learn what the autoscaler decides: %s", error or type(error).__name__)
             self._is_lost = True
             return
         self._is_lost = False
-        if newest is None or (self._latest is None and self._wall_clock() - newest.decided_at > self._oldest_s):
+        if newest is None:
             return
-        self._latest = newest
+        self._first = self._first or newest
+        is_old = self._wall_clock() - newest.decided_at > self._oldest_s
+        # An autoscaler that still decides is this application's, however far its machine's clock is behind.
+        if self._latest is not None or newest != self._first or not is_old:
+            self._latest = newest
 
     async def _follow(self) -> None:
         while True:

@@ -109,14 +109,15 @@ class Decision:
 
 
 LATE_S = 5.0
-"""Behind the newest reading: what is older says nothing of the workers where others tell."""
+"""Behind the reading that was heard last: what is older says nothing of the workers where others tell. Readings are
+delayed by no more, either, or the delay is taken for time that has passed."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One router's numbers (`router/slo/demand.py`)."""
+    """One router's numbers (`router/slo/demand.py`), which have no moment in them: clocks differ, and are set."""
 
-    at: float  # seconds since 1970, of the router's clock
+    uptime_s: float  # since the router began, by its own monotonic clock
     numbers: Mapping[str, float]
 
     @property
@@ -126,9 +127,11 @@ class Reading:
 
 
 class Told(NamedTuple):
-    """A router's counters, and when it told them: seconds since 1970, of its own clock."""
+    """What a router told last."""
 
-    at: float
+    uptime_s: float
+    heard_s: float  # when it was first heard, by the listener's monotonic clock
+    at_s: float  # on the time that the routers tell of, as `Counted.elapsed_s`
     arrived: Arrived
 
 
@@ -136,31 +139,40 @@ class Told(NamedTuple):
 class Counted:
     """The counters of all routers together, which go on growing where routers come and go."""
 
-    begun_at: float  # seconds since 1970: nobody knows when what had arrived before did
+    begun_s: float  # by the listener's monotonic clock: nobody knows when what had arrived before did
     arrived: Arrived = field(default_factory=Arrived)
-    # Of time that the routers have told of. A reading that comes late is not taken for a burst, whatever clocks say.
+    # Of time that the routers have told of. A reading that comes late is not taken for a burst.
     elapsed_s: float = 0.0
     last: Mapping[str, Told] = field(default_factory=dict)  # of each router, by its replica's id
 
+    def heard_since(self, at_s: float) -> set[str]:
+        """Routers that have told something new after this moment of the listener's clock."""
+        return {router for router, told in self.last.items() if told.heard_s > at_s}
 
-def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str]) -> Counted:
-    """What has arrived meanwhile is added. `routers` are all that run, also those that have told nothing lately."""
+
+def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str], now_s: float) -> Counted:
+    """What has arrived meanwhile is added. `routers` are all that run, also those that have told nothing lately.
+
+    `now_s` is the listener's monotonic clock. Time passes as the routers tell, each by its own clock: from the newest
+    to the newest, since routers that tell out of step would add up to too much. A router is put where the others are
+    when it is first heard.
+    """
     last = {router: told for router, told in before.last.items() if router in routers}
-    told = {router: Told(one.at, _arrived(one)) for router, one in readings.items() if router in routers}
     arrived = before.arrived
-    for router, now in told.items():
-        is_new = readings[router].numbers.get("started_at", 0.0) >= before.begun_at
-        known = last[router].arrived if router in last else Arrived() if is_new else now.arrived
-        arrived = arrived.plus(now.arrived.since(known))
-    elapsed_s = _elapsed_s({router: last[router].at for router in told if router in last}, told)
-    return Counted(before.begun_at, arrived, before.elapsed_s + elapsed_s, {**last, **told})
-
-
-def _elapsed_s(before: Mapping[str, float], told: Mapping[str, Told]) -> float:
-    """From the newest to the newest of the same routers: the longest of their own steps would add up to too much."""
-    if not before:
-        return 0.0
-    return max(0.0, max(told[router].at for router in before) - max(before.values()))
+    for router, reading in readings.items():
+        if router not in routers:
+            continue
+        known, now = last.get(router), _arrived(reading)
+        if known is None:
+            is_new = reading.uptime_s <= now_s - before.begun_s
+            arrived = arrived.plus(now if is_new else Arrived())
+            last[router] = Told(reading.uptime_s, now_s, before.elapsed_s, now)
+        elif reading.uptime_s > known.uptime_s:
+            arrived = arrived.plus(now.since(known.arrived))
+            step_s = min(reading.uptime_s - known.uptime_s, now_s - known.heard_s + LATE_S)
+            last[router] = Told(reading.uptime_s, now_s, known.at_s + step_s, now)
+    elapsed_s = max((told.at_s for told in last.values()), default=0.0)
+    return Counted(before.begun_s, arrived, max(before.elapsed_s, elapsed_s), last)
 
 
 def signals_of(
@@ -169,10 +181,11 @@ def signals_of(
     targets: Mapping[Role, int],
     gpus_each: Mapping[Role, float],
 ) -> Signals:
-    """One look. `readings` must have one at least; a role without a target has no workers at all."""
-    newest = max(reading.at for reading in readings.values())
-    timely = (reading for reading in readings.values() if reading.at > newest - LATE_S)
-    seen = max(timely, key=lambda reading: (reading.num_workers, reading.at)).numbers
+    """One look. `readings` are of routers that are counted, one at least; a role without a target has no workers."""
+    heard_s = {router: counted.last[router].heard_s for router in readings}
+    newest_s = max(heard_s.values())
+    timely = (router for router in readings if heard_s[router] > newest_s - LATE_S)
+    seen = readings[max(timely, key=lambda router: (readings[router].num_workers, heard_s[router]))].numbers
 
     def role_signals(role: Role) -> RoleSignals:
         names = [one.name for one in fields(RoleSignals) if f"{role}.{one.name}" in seen]

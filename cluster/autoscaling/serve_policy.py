@@ -71,16 +71,13 @@ def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: fl
 def readings_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, Reading]:
     """What each router told last, from time series by name and replica. Serve's own averages would blur counters."""
     numbers: dict[str, dict[str, float]] = {}
-    told_at: dict[str, float] = {}
     for name, series in raw_metrics.items():
         for replica, points in series.items():
             known = [point for point in points if point.value is not None]
             if known:
-                router = replica.unique_id
-                numbers.setdefault(router, {})[name] = known[-1].value
-                told_at[router] = max(told_at.get(router, 0.0), known[-1].timestamp)
+                numbers.setdefault(replica.unique_id, {})[name] = known[-1].value
     return {
-        router: Reading(told_at[router], told) for router, told in numbers.items() if "started_at" in told
+        router: Reading(told["uptime_s"], told) for router, told in numbers.items() if "uptime_s" in told
     }  # the others have told of nothing but their requests under way, which Serve counts by itself
 
 

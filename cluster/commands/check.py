@@ -24,6 +24,7 @@ CAN_T_BE_SERVED = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or `bundled`")
+    parser.add_argument("--revision", metavar="REV", help="the hub id's branch, tag or commit")
     parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
     parser.add_argument("--gpu", choices=sorted(HARDWARE), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share a stage")
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it; returns 0, or CAN_T_BE_SERVED with the reason. Raises ConfigError for a wrong configuration file."""
     config = _config(arguments)
     try:
-        folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS)
+        folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS, config.model.revision)
         told = _served(folder, config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
@@ -55,8 +56,9 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     raw: dict[str, Any] = load_yaml(arguments.config) if arguments.config is not None else {}
     read_config(raw)  # so that what is wrong in the file is told as the file's
     lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
-    if arguments.kv_cache_dtype is not None:
-        raw["model"] = {**(raw.get("model") or {}), "kv_cache_dtype": arguments.kv_cache_dtype}
+    given = {"kv_cache_dtype": arguments.kv_cache_dtype, "revision": arguments.revision}
+    if told := {name: value for name, value in given.items() if value is not None}:
+        raw["model"] = {**(raw.get("model") or {}), **told}
     return read_config(raw)
 
 

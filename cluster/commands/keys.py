@@ -4,12 +4,14 @@ Routers read the file again when it changes, so nothing is deployed anew.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -49,7 +51,8 @@ def run_new(arguments: argparse.Namespace) -> int:
         raw["expires"] = _moment(arguments.expires)
     made = read_settings(KeyConfig, raw)
     if arguments.file is not None:
-        _write(arguments.file, [*(_keys(arguments.file) if arguments.file.exists() else ()), made])
+        with _locked(arguments.file) as file:
+            _write(file, [*(_keys(file) if file.exists() else ()), made])
     print(f"The key, which is shown this once:\n\n    {key}\n")
     if arguments.file is not None:
         print(f"{arguments.file} has it: routers that read that file know it within seconds.")
@@ -86,16 +89,38 @@ def add_revoke_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_revoke(arguments: argparse.Namespace) -> int:
     """Take the key out of the file; returns 0. Raises ConfigError where it isn't there."""
-    keys = _keys(arguments.file)
-    left = [key for key in keys if key.name != arguments.name]
-    if len(left) == len(keys):
-        known = ", ".join(key.name for key in keys) or "none"
-        raise ConfigError(f"{arguments.file}: has no key {arguments.name}; it has {known}")
-    _write(arguments.file, left)
+    with _locked(arguments.file) as file:
+        keys = _keys(file)
+        left = [key for key in keys if key.name != arguments.name]
+        if len(left) == len(keys):
+            known = ", ".join(key.name for key in keys) or "none"
+            raise ConfigError(f"{file}: has no key {arguments.name}; it has {known}")
+        _write(file, left)
     print(f"{arguments.file} has it no more: routers that read that file refuse it within seconds.")
     if not left:
         print("No key is left there: nobody gets in.")
     return 0
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[Path]:
+    """The file that `path` leads to, which no other of these commands changes meanwhile. Raises ConfigError.
+
+    Links are followed: to put a file in a link's place would leave the file that routers read as it was. The lock is
+    on the folder, since each change puts another file in the old one's place.
+    """
+    file = path.resolve()
+    try:
+        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{path}: its folder can't be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield file
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be changed: {error.strerror}") from error
+    finally:
+        os.close(folder)
 
 
 def _keys(path: Path) -> tuple[KeyConfig, ...]:

@@ -27,7 +27,8 @@ from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_pa
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
 from twostroke.cluster.config.vllm_names import SAME
-from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_binary
+from twostroke.cluster.deployments.haproxy import haproxy_binary
+from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.server import Order, Report, own_url
@@ -51,6 +52,7 @@ def _count(text: str) -> int | None:
 
 _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--served-model-name": (str, "NAME", "what clients call the model"),
+    "--revision": (str, "REV", "the hub id's branch, tag or commit"),
     "--max-model-len": (_count, "TOKENS", "the longest context"),
     "--chat-template": (str, "FILE", "in place of the model's own"),
     "--generation-config": (str, "auto|none", "whose sampling defaults: the model's, or OpenAI's"),
@@ -123,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--grace {arguments.grace:g}: seconds for streams to end, 0 for none")
     check_port(arguments.host, arguments.port)
     config = check_keys(read_config(settings))
-    check_model_path(config.model.path)
+    check_model_path(config.model.path, config.model.revision)
     console = Console(highlight=False)
     if arguments.named is arguments.model is arguments.config is None and config.model.path == BUNDLED_MODEL:
         console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")

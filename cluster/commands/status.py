@@ -181,9 +181,12 @@ def whole_view(
 
 
 def headline(status: Numbers) -> Text:
-    """The model, and whether it is served."""
+    """The model, whether it is served, and which workers are not called."""
     state = "ready" if status["ready"] else "not ready"
-    return Text(f"{status['model']} — {state}, {status['places_held']} places held")
+    lines = [f"{status['model']} — {state}, {status['places_held']} places held"]
+    for role, names in status.get("other_versions", {}).items():
+        lines.append(f"left out, of another version than the router: {len(names)} {role} ({', '.join(names)})")
+    return Text("\n".join(lines))
 
 
 def worker_rows(columns: Sequence[Column], before: Numbers | None, after: Numbers, seconds: float) -> list[list[str]]:

@@ -188,11 +188,13 @@ def keys_of(config: ClusterConfig) -> tuple[KeyConfig, ...]:
         return config.auth.keys
     path = Path(config.auth.keys_file)
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError("must be a plain file, since routers read it again and again")
         listed = read_settings(AuthConfig, load_yaml(path))
         if listed.keys_file is not None:
             raise ConfigError("keys_file: there is no such setting in a file of keys")
         return with_keys(config, listed.keys).auth.keys
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         message = str(error).removeprefix(f"{path}: ").removeprefix("auth.")
         raise ConfigError(f"auth.keys_file: {path}: {message}") from error
 

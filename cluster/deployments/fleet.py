@@ -9,8 +9,9 @@ Serve itself ends its process only once it has no call any more, or after a time
 """
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -19,20 +20,28 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
-from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.messages import PROTOCOL, ProbeTimes
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
-from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.stats import ROLES, Role, WorkerInfo
 
 METADATA_KEY = "worker_info"
+PROTOCOL_KEY = "protocol"
+
+_log = logging.getLogger(__name__)
 
 
 def worker_metadata(info: WorkerInfo) -> dict[str, object]:
     """What a worker's `record_replica_metadata` returns. Plain JSON types: Serve's controller carries it."""
-    return {METADATA_KEY: msgspec.to_builtins(info)}
+    return {METADATA_KEY: msgspec.to_builtins(info), PROTOCOL_KEY: PROTOCOL}
 
 
-def read_worker_metadata(metadata: dict[str, object]) -> WorkerInfo:
-    """The reverse. Raises msgspec.ValidationError or KeyError for metadata of something that is no worker of ours."""
+def read_worker_metadata(metadata: dict[str, object]) -> WorkerInfo | None:
+    """The reverse; None for a worker of another version, whose calls and messages would be misread.
+
+    Raises msgspec.ValidationError or KeyError for metadata of something that is no worker of ours.
+    """
+    if metadata.get(PROTOCOL_KEY) != PROTOCOL:
+        return None
     return msgspec.convert(metadata[METADATA_KEY], WorkerInfo)
 
 
@@ -55,10 +64,15 @@ class WorkerDirectory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers: dict[Peer, WorkerInfo] = {}
+        self._other_versions: frozenset[str] = frozenset()
         self._watchers: list[Watcher] = []
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(self._workers.values())
+
+    def other_versions(self) -> frozenset[str]:
+        """Names of the workers that run another version, and are not called."""
+        return self._other_versions
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._workers
@@ -68,8 +82,18 @@ class WorkerDirectory:
         with self._lock:
             self._watchers.append(on_departed)
 
-    def replace(self, workers: Iterable[WorkerInfo]) -> None:
-        """These may be called now, and no others. Serve takes those down that are not there any more."""
+    def replace(self, workers: Iterable[WorkerInfo], other_versions: Iterable[str] = ()) -> None:
+        """These may be called now, and no others. Serve takes those down that are not there any more.
+
+        `other_versions` names the workers that are there, too, and run another version.
+        """
+        before, self._other_versions = self._other_versions, frozenset(other_versions)
+        for name in sorted(self._other_versions - before):
+            _log.warning(
+                "worker %s runs another version than this router and is left out: roll all nodes to one version "
+                "(docs/deploy.md)",
+                name,
+            )
         self._replace(workers, Departure.LEAVES)
 
     def remove(self, peer: Peer) -> None:
@@ -114,6 +138,11 @@ class ServeFleet:
 
     def workers(self) -> Sequence[WorkerInfo]:
         return [info for _, directory in self._handles for info in directory.workers()]
+
+    def other_versions(self) -> Mapping[Role, Collection[str]]:
+        """Names of the workers that run another version than this router, and are left out."""
+        roles = ROLES[-len(self._handles) :]  # a decode deployment is always there, and the last
+        return {role: directory.other_versions() for role, (_, directory) in zip(roles, self._handles, strict=True)}
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None

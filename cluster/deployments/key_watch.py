@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import os
+import time
 from pathlib import Path
 
 from twostroke.cluster.config.config import ClusterConfig, keys_of
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.http.tenants import Tenants
+from twostroke.router.http.tenants import KeyConfig, Tenants
 
 LOOK_S = 2.0
 
@@ -15,12 +17,19 @@ _log = logging.getLogger(__name__)
 
 
 class KeyWatch:
-    """Made and used on one event loop. Where a file of keys is wrong, or gone, the keys stay as they are."""
+    """Made and used on one event loop. Where a file of keys is wrong, or gone, the keys stay as they are.
 
-    def __init__(self, config: ClusterConfig, tenants: Tenants):
+    No failure ends the watch: it is logged once, shows in `age_s`, and the file is read again at each look until that
+    succeeds.
+    """
+
+    def __init__(self, config: ClusterConfig, tenants: Tenants, clock: Clock = time.monotonic):
         self._config = config
         self._tenants = tenants
-        self._seen: object = None
+        self._clock = clock
+        self._seen: object = None  # stamp of the file whose keys are in use; None: it has to be read
+        self._current_at = clock()
+        self._told: str | None = None  # the failure that was logged last
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -35,24 +44,40 @@ class KeyWatch:
             await asyncio.gather(self._looking, return_exceptions=True)
             self._looking = None
 
+    def age_s(self) -> float:
+        """Seconds since the keys in use were last found to be those of the file."""
+        return self._clock() - self._current_at
+
     async def look(self) -> None:
-        """Once."""
+        """Take the file's keys, if it is another one than before or could not be read before. Raises nothing."""
         path = self._config.auth.keys_file
         assert path is not None  # nobody looks otherwise
-        stamp = await asyncio.to_thread(_stamp, Path(path))
-        if stamp == self._seen:
-            return
-        self._seen = stamp
         try:
-            keys = await asyncio.to_thread(keys_of, self._config)
+            began = self._clock()
+            stamp = await asyncio.to_thread(_stamp, Path(path))
+            if stamp is None or stamp != self._seen:
+                self._seen = None
+                self._take(await asyncio.to_thread(keys_of, self._config))
+                self._seen = stamp
         except ConfigError as error:
-            _log.error("the API keys stay as they are: %s", error)
-            return
+            self._tell(str(error))
+        except Exception as error:  # whatever it is, the next look may succeed
+            self._tell(f"auth.keys_file: {path}: {type(error).__name__}: {error}")
+        else:
+            self._current_at = began
+            self._told = None
+
+    def _take(self, keys: tuple[KeyConfig, ...]) -> None:
         before = self._tenants.names
         self._tenants.replace(keys)
         for what, changed in (("new", self._tenants.names - before), ("revoked", before - self._tenants.names)):
             if changed:
                 _log.info("API keys %s: %s", what, ", ".join(sorted(changed)))
+
+    def _tell(self, failure: str) -> None:
+        if failure != self._told:
+            _log.error("the API keys stay as they are: %s", failure)
+        self._told = failure
 
     async def _follow(self) -> None:
         while True:
@@ -61,9 +86,12 @@ class KeyWatch:
 
 
 def _stamp(path: Path) -> object:
-    """Another one where the file was written, or another is in its place; None where there is none."""
+    """Another one where the file was written or became readable, or another is in its place; None where there is none.
+
+    The time of change, which no program can set, also tells of files that were written with the old file's times.
+    """
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

@@ -30,6 +30,7 @@ from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
 from twostroke.cluster.deployments.key_watch import KeyWatch
 from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches, is_loopback
 from twostroke.protocol.clock import Clock, draw_epoch
+from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role
@@ -74,7 +75,9 @@ class OtherRouters:
         readings: list[RouterReading] = []
         for answer in answers:
             if isinstance(answer, RouterReading):
-                if answer.router != self._own:
+                if getattr(answer, "protocol", None) != PROTOCOL:
+                    _log.warning("a router of another version is left out of a scrape")
+                elif answer.router != self._own:
                     readings.append(answer)
             elif isinstance(answer, BaseException):
                 _log.warning("a router's numbers are missing in a scrape: %s", answer or type(answer).__name__)
@@ -131,7 +134,7 @@ class RouterReplica:
         prefill: DeploymentHandle | None = None,
     ):
         self._notice_s = settings.router.drain_notice_s
-        folder = resolve_model_folder(settings.model.path)
+        folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
         replica = serve.get_replica_context()
         peer = Peer(replica.replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, "router", peer)
@@ -174,7 +177,10 @@ class RouterReplica:
                 model_name=served_name(settings.model, folder),
                 expects_prefill=settings.least["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
+                body_timeout_s=settings.router.body_timeout_s,
+                send_timeout_s=settings.router.send_timeout_s,
                 max_choices_in_flight=settings.router.max_choices_in_flight,
+                max_response_items=settings.router.max_response_items,
                 router_id=peer.worker_id,
                 strict=settings.router.strict,
                 has_page=settings.router.page,
@@ -197,7 +203,9 @@ class RouterReplica:
             slo=settings.slo,
             admission=admission,
             tenants=tenants,
+            keys_age_s=self._keys.age_s if settings.auth.keys_file is not None else None,
             traces=request_traces(settings.router.tracing, replica=peer.worker_id),
+            other_versions=fleet.other_versions,
             other_routers=others.readings if replicas > 1 else no_other_routers,
             expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
             scaling=self._scaling,

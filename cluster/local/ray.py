@@ -12,13 +12,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from twostroke.cluster.deployments.proxies import (
-    BINARY_VARIABLE,
-    HAPROXY_SWITCHES,
-    NO_HAPROXY_SWITCHES,
-    SWITCHES,
-    write_unspliced_haproxy,
-)
+from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE, write_haproxy_script
+from twostroke.cluster.deployments.proxies import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
 
@@ -43,7 +38,7 @@ def haproxy_switches(folder: Path, *, stats: int, metrics: int, fallback: int) -
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
-        BINARY_VARIABLE: str(write_unspliced_haproxy(folder)),
+        BINARY_VARIABLE: str(write_haproxy_script(folder)),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

@@ -11,6 +11,7 @@ t occurs among the output tokens:
     frequency     l(t) -= frequency_penalty * c(t)          (OpenAI's formula)
     presence      l(t) -= presence_penalty * [c(t) > 0]
     forbidden     l(t) = -inf, also where `allowed_token_ids` lack t, or where it ends a bad word
+                  (where all of `allowed_token_ids` are forbidden otherwise, they may be drawn all the same)
     grammar       l(t) = -inf where it lets no t follow (and no `forbidden`, which is in the mask as far as it can be)
 
 All in fp32, with one scatter for each kind, whatever the number of rows. Ids outside the vocabulary have no effect.
@@ -162,8 +163,9 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     repetition: list[_Entry] = []
     occurrence: list[_Entry] = []
     forbidden: list[_Entry] = []
-    allowed: dict[int, Sequence[int]] = {}
-    for row, draw in zip(rows, draws, strict=True):
+    allowed: dict[int, NDArray[np.int64]] = {}
+
+    def take(row: int, draw: Draw) -> None:
         sampling = draw.sampling
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
@@ -179,11 +181,22 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
                 penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
                 occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
         if sampling.allowed_token_ids:
-            allowed[row] = sampling.allowed_token_ids
+            ids_allowed = np.array(sampling.allowed_token_ids, np.int64)
+            allowed[row] = ids_allowed[(ids_allowed >= 0) & (ids_allowed < logits.shape[1])]
         banned_ids = (*draw.forbidden, *_ends_of_bad_words(draw))
+        if sampling.allowed_token_ids and set(sampling.allowed_token_ids) <= set(banned_ids):
+            banned_ids = ()  # the list says what may be drawn at all: nothing outside of it is
         if banned_ids and draw.constraint is None:
             banned = np.array(banned_ids, np.int64)
             forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
+
+    for row, draw in zip(rows, draws, strict=True):
+        try:
+            take(row, draw)
+        except Exception as error:
+            if draw.fault is None:
+                raise
+            draw.fault.note(error)
 
     if bias:
         where, values_t = _on_device(bias, logits)
@@ -196,7 +209,7 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
         where, values_t = _on_device(occurrence, logits)
         logits.index_put_(where, values_t, accumulate=True)
     for row, allowed_ids in allowed.items():
-        places = place(np.array(allowed_ids, np.int64), logits.device)
+        places = place(allowed_ids, logits.device)
         kept = logits[row, places]
         logits[row] = -math.inf
         logits[row, places] = kept

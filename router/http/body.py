@@ -17,10 +17,8 @@ from starlette.responses import Response
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.openai.answers import internal_error
+from twostroke.router.openai.fields import check_values
 from twostroke.router.openai.schemas import shown
-
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""A body that is too large is read and dropped up to here, so that the client gets to see the answer."""
 
 MAX_NESTING = 64
 MAX_MEMBERS = 4096  # of one object: more than any field takes
@@ -71,33 +69,43 @@ class _ReadRequest(Request):
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect."""
+    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect.
+
+    `Deadlines` bounds how long this takes, and reads what is left of a body that is refused.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"Content-Encoding: {shown(encoding)!r} is not supported: send the JSON without compression",
+            param="Content-Encoding",
+            code="unsupported_encoding",
+            status=415,
+        )
     parts: list[bytes] = []
     size = 0
     async with aclosing(request.stream()) as stream:
         async for part in stream:
             size += len(part)
-            if size <= max_bytes:
-                parts.append(part)
-            else:
-                parts.clear()
-            if size > MAX_DISCARDED_BYTES:
-                break
-    if size > max_bytes:
-        raise RequestError(f"the body is over {max_bytes} bytes", param="body", code="request_too_large", status=413)
+            if size > max_bytes:
+                message = f"the body is over {max_bytes} bytes"
+                raise RequestError(message, param="body", code="request_too_large", status=413)
+            parts.append(part)
     return parse_object(b"".join(parts))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The body's JSON object. Raises RequestError.
 
-    NaN and lone surrogates, which are no JSON, pass here where they can: the field that has them is named later.
+    Numbers are finite and texts are Unicode, wherever they stand: schemas, documents and the like end in libraries that
+    fail otherwise.
     """
     if _num_containers(body) > MAX_CONTAINERS:
         raise RequestError(f"the JSON has more than {MAX_CONTAINERS} objects and lists", param="body")
+    is_sound = True
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        is_sound = False  # Python reads more than JSON
         try:
             value = json.loads(body)
         except RecursionError:
@@ -110,6 +118,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _too_wide("body")
     for name, one in value.items():
         _check_shape(one, shown(name))
+        if not is_sound:
+            check_values(name, "body")
+            check_values(one, shown(name))
     return value
 
 

@@ -32,7 +32,7 @@ def error_response(error: TwostrokeError, scope: Scope) -> Response:
         headers["retry-after"] = str(shown.retry_after_s)
     elif shown.status in (429, 503):
         headers["retry-after"] = "1"
-    if shown.status == 413:
+    if shown.status in (408, 413):
         headers["connection"] = "close"
     if shown.status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -1,9 +1,10 @@
 """What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +14,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
@@ -23,9 +24,9 @@ from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.feed import Feed
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
-from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
+from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers, other_versions_family
 from twostroke.router.openai.generation import ChoiceRunner
-from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
@@ -36,6 +37,7 @@ from twostroke.router.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
+_log = logging.getLogger(__name__)
 
 _IN_FEED = (
     "owned_blocks",
@@ -57,7 +59,10 @@ class ServiceConfig:
     model_name: str  # the `model` that clients name
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
     max_body_bytes: int = 8 * 1024 * 1024
+    body_timeout_s: float = 60.0  # from a request's head to its body's end
+    send_timeout_s: float = 60.0  # for a client to take a piece of its answer
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
+    max_response_items: int = MAX_RESPONSE_ITEMS  # tokens and log-probabilities held for one response
     router_id: str = "router"  # of this replica, in metrics
     strict: bool = False  # requests with unknown fields are refused
     has_page: bool = True  # at `/`
@@ -72,7 +77,9 @@ class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
     `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
-    everybody may ask. `expected` tells how many replicas there are to be, `scaling` what the autoscaler decided last.
+    everybody may ask; `keys_age_s` tells since when their file was not read. `expected` tells how many replicas there
+    are to be, `scaling` what the autoscaler decided last. `other_versions` names the workers that run
+    another version, by role: nobody calls them.
     """
 
     config: ServiceConfig
@@ -84,8 +91,10 @@ class RouterService:
     slo: SLOConfig = field(default_factory=SLOConfig)
     admission: Admission | None = None
     tenants: Tenants | None = None
+    keys_age_s: Callable[[], float] | None = None
     traces: "OpenTelemetryTraces | None" = None
     other_routers: OtherRouters = no_other_routers
+    other_versions: Callable[[], Mapping[Role, Collection[str]]] = dict
     expected: Expected = dict
     scaling: LastScaling = lambda: None
     clock: Clock = time.monotonic
@@ -94,15 +103,23 @@ class RouterService:
     def __post_init__(self) -> None:
         admission = self.admission or Admission(config=self.slo, stats=self.channels.stats, clock=self.clock)
         self._metrics = RouterMetrics(
-            self.config.model_name, self.slo.classes, admission, self.clock, is_ready=lambda: not self.missing()
+            self.config.model_name,
+            self.slo.classes,
+            admission,
+            self.clock,
+            is_ready=lambda: not self.missing(),
+            keys_age_s=self.keys_age_s,
         )
         self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
-        self.jobs = JobMaker(self.tokenizer, self.sampling_defaults)
+        self.jobs = JobMaker(
+            self.tokenizer, self.sampling_defaults, self.config.max_response_items, vocab_size=self.vocab_size
+        )
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)
         self.started_at = int(self.wall_clock())
+        self._began_s = self.clock()
         self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
 
@@ -156,14 +173,24 @@ class RouterService:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
 
+    def vocab_size(self) -> int:
+        """All token ids are below it: the workers' word, and before there are any what the folder says."""
+        told = (info.vocab_size for info in self.fleet.workers())
+        return min((size for size in told if size is not None), default=self.tokenizer.vocab_size)
+
     def missing(self) -> list[str]:
         """What a whole path lacks; empty when ready."""
         if self.gate.is_draining:
             return ["the server is about to end"]
         workers = self.fleet.workers()
         reachable = {info.role for info in workers if self.channels.is_connected(info.peer)}
-        wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
-        return [f"no {role} worker can be reached" for role in wanted if role not in reachable]
+        wanted: Sequence[Role] = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
+        others = {role: len(names) for role, names in self.other_versions().items() if names}
+        return [
+            f"no {role} worker can be reached" + (f" ({others[role]} of another version)" if role in others else "")
+            for role in wanted
+            if role not in reachable
+        ]
 
     def status(self) -> dict[str, Any]:
         """All workers and their numbers, for people and for `twostroke status`."""
@@ -180,6 +207,7 @@ class RouterService:
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
             "autoscaling": self._scaling_status(),
+            "other_versions": {role: sorted(names) for role, names in self.other_versions().items() if names},
             "workers": [
                 {
                     "role": info.role,
@@ -230,15 +258,16 @@ class RouterService:
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
-        own = {"started_at": float(self.started_at), **self._demand.numbers()}
+        own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 
     def reading(self) -> RouterReading:
         """This router's numbers."""
         planned = planned_families(self.expected(), self.scaling())
+        left_out = other_versions_family(self.other_versions())
         return RouterReading(
             self.config.router_id,
-            (*self._metrics.registry.collect(), *planned),
+            (*self._metrics.registry.collect(), *planned, left_out),
             tuple(self._worker_numbers()),
             frozenset(self.pipeline.ejected()),
         )
@@ -256,5 +285,8 @@ class RouterService:
 
     async def _follow(self) -> None:
         while True:
-            self.channels.follow(self.fleet.workers())
+            try:
+                self.channels.follow(self.fleet.workers())
+            except Exception:
+                _log.exception("the fleet can't be followed; the channels stay as they are until the next look")
             await asyncio.sleep(self.config.follow_s)

@@ -120,9 +120,9 @@ class KeyConfig(Section):
             return None
         try:
             moment = datetime.fromisoformat(expires.isoformat() if isinstance(expires, date) else str(expires))
-        except ValueError:
+            return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC).isoformat()
+        except (ValueError, OverflowError):  # too large: a moment that UTC puts before the year 1 or after 9999
             raise ValueError(f"{expires!r} is no date like 2026-12-31 or 2026-12-31T18:00:00Z") from None
-        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC).isoformat()
 
     @property
     def expires_at(self) -> float:

@@ -73,8 +73,9 @@ class RouterMetrics:
         admission: Admission,
         clock: Clock,
         is_ready: Callable[[], bool],
+        keys_age_s: Callable[[], float] | None = None,
     ):
-        """`is_ready` tells at each scrape whether a request could be served."""
+        """`is_ready` tells at each scrape whether a request could be served, `keys_age_s` how old the API keys are."""
         self.registry = CollectorRegistry()
         """All series of this router; others may add theirs."""
         self._model = model
@@ -120,6 +121,9 @@ class RouterMetrics:
         self._in_flight = self._series(Gauge, "router_requests_in_flight", "Choices that this router has under way.")
         ready = self._series(Gauge, "router_ready", "1 while a whole path is there and the router is not about to end.")
         ready.set_function(is_ready)
+        if keys_age_s is not None:
+            about = "Since the API keys in use were last found to be those of auth.keys_file."
+            self._series(Gauge, "api_keys_age_seconds", about).set_function(keys_age_s)
         self._verdicts = self._series(
             Counter,
             "slo_requests",

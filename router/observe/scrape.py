@@ -6,8 +6,8 @@ the one that is asked fetches those of the others. A worker tells all routers th
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily as Counters
@@ -15,8 +15,9 @@ from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.requests import Peer
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.stats import ROLES, Role, WorkerInfo, WorkerStats
 from twostroke.router.observe.metrics import family
 
 WorkerNumbers = Sequence[tuple[WorkerInfo, WorkerStats]]
@@ -87,6 +88,8 @@ class RouterReading:
     families: tuple[Metric, ...]  # of its own requests
     workers: WorkerNumbers  # as it last heard of them
     ejected: frozenset[Peer]
+    # The version of whoever made it. No default of the class: what another version made would get it, too.
+    protocol: str = field(default_factory=lambda: PROTOCOL)
 
 
 OtherRouters = Callable[[], Awaitable[Sequence[RouterReading]]]
@@ -96,6 +99,13 @@ OtherRouters = Callable[[], Awaitable[Sequence[RouterReading]]]
 async def no_other_routers() -> Sequence[RouterReading]:
     """Where there is one router."""
     return ()
+
+
+def other_versions_family(names: Mapping[Role, Collection[str]]) -> Metric:
+    """How many workers of each role a router leaves out, since they run another version."""
+    about = "Workers that a router leaves out, since they run another version than it does."
+    numbers = {str(role): len(names.get(role, ())) for role in ROLES}
+    return family(Gauges, "workers_of_another_version", about, ("role",), numbers)
 
 
 def exposition(readings: Sequence[RouterReading]) -> bytes:

@@ -164,7 +164,7 @@ class ChoiceWriter:
         scores = event.scores if isinstance(event, PromptRead) else None
         if scores is not None and self._job.echoes_logprobs:
             alternatives = self._job.request.sampling.logprobs or 0
-            shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer)
+            shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer, self._job.echo)
         for i, token in enumerate(event.tokens):
             token_ids.append(token.token_id)
             self.num_tokens += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.router.text.bare_objects import BareObject
-from twostroke.router.text.grammar import WHITE_SPACE, of_lark
+from twostroke.router.text.grammar import WHITE_SPACE, lark_text, of_lark
 from twostroke.router.text.output_format import ArgumentSyntax, CallSyntax, ThinkingSyntax
 from twostroke.router.text.response_parser import with_types
 
@@ -145,8 +145,7 @@ class AnswerGrammar:
     def _literal(self, text: str) -> str:
         """This text as a sequence of Lark."""
         return " ".join(
-            f"<[{self._controls[part]}]>" if part in self._controls else json.dumps(part, ensure_ascii=False)
-            for part in self._parts(text)
+            f"<[{self._controls[part]}]>" if part in self._controls else lark_text(part) for part in self._parts(text)
         )
 
     def anything(self, thinking: ThinkingSyntax) -> str:

@@ -12,6 +12,13 @@ from tokenizers import Tokenizer
 
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.grammars import Vocabulary
+from twostroke.router.text.added_tokens import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    add_tokens_beside,
+)
 from twostroke.router.text.chat_forms import ChatForms
 from twostroke.router.text.chat_template import ChatTemplate
 from twostroke.router.text.output_format import OutputFormat, pick_output_format, with_calls
@@ -20,9 +27,6 @@ OFF_LOOP_CHARS = 4096
 """Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""
 
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,10 @@ class TextTokenizer:
             raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        vocab_size = _vocab_size(folder, tokenizer)
         special = _special_tokens(folder)
+        beside = {name: read_json(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)}
+        add_tokens_beside(tokenizer, folder, beside)
         template = (
             _chat_template(folder, special)
             if chat_template is None
@@ -99,8 +106,8 @@ class TextTokenizer:
             _ = form.language  # compiled now: a first chat would hold up all others for a second or two
         made = cls(
             tokenizer,
-            vocab_size=_vocab_size(folder, tokenizer),
-            eos_token_ids=_eos_token_ids(folder, tokenizer, special),
+            vocab_size=vocab_size,
+            eos_token_ids=_eos_token_ids(folder, tokenizer, special, vocab_size),
             chat_template=template,
             output_format=form,
         )
@@ -219,6 +226,8 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty where there is no such file."""
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path} is no regular file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -233,9 +242,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens; those of special_tokens_map.json count where tokenizer_config.json has none."""
     found: dict[str, str] = {}
-    for path in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
+    for path in (folder / SPECIAL_TOKENS_MAP, folder / TOKENIZER_CONFIG):
         values = read_json(path)
-        for name in _SPECIAL_TOKENS:
+        for name in SPECIAL_TOKENS:
             value = values.get(name)
             if isinstance(value, dict):
                 value = value.get("content")
@@ -248,16 +257,18 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
-    """The model's, which may be padded beyond the tokenizer's."""
+    """The model's, which may be padded beyond the tokenizer's. Workers, which have its weights, know better."""
     known = int(tokenizer.get_vocab_size(with_added_tokens=True))
     path = folder / "config.json"
-    size = read_json(path).get("vocab_size", known)
+    raw = read_json(path)
+    text = raw.get("text_config")
+    size = raw.get("vocab_size", text.get("vocab_size", known) if isinstance(text, dict) else known)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"{path}: vocab_size must be a positive integer, found {size!r}")
     return size
 
 
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str], vocab_size: int) -> tuple[int, ...]:
     """From generation_config.json, else config.json, and always the tokenizer's own eos_token."""
     ids: list[int] = []
     for name in (GENERATION_CONFIG, "config.json"):
@@ -270,9 +281,10 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
         break
     if "eos_token" in special:
         own = tokenizer.token_to_id(special["eos_token"])
-        if own is None:
+        if own is None or own >= vocab_size:
             raise ConfigError(
-                f"{folder / 'tokenizer_config.json'}: eos_token {special['eos_token']!r} is not in tokenizer.json"
+                f"{folder / 'tokenizer_config.json'}: eos_token {special['eos_token']!r} is not in tokenizer.json, "
+                f"or is none of the model's {vocab_size} tokens"
             )
         ids = [*ids, own]
     return tuple(dict.fromkeys(ids))

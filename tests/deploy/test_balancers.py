@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from tests.deploy.programs import DEPLOY, environment, haproxies, needed, run
-from tests.deploy.proxies import Proxy, nginx_command, nginx_config, running
+from tests.deploy.proxies import Proxy, adapted, haproxy_config, nginx_command, nginx_config, running, started
 from tests.deploy.stub_entry import StubEntry, two_entries
 from tests.rigs.processes import comes
+from twostroke.cluster.local.ray import free_ports
 
 PATH = "/v1/completions"
 WAIT_S = 10.0  # for what must come; nothing waits so long where all is well
@@ -85,6 +86,38 @@ async def test_a_client_that_leaves_is_gone_for_the_entry_point_too(site):
         entry.events.put_nowait(b"data: 1\n\n")
     async with asyncio.timeout(WAIT_S):
         await entry.client_gone.wait()
+
+
+@pytest.mark.parametrize(("kind", "patience"), [("haproxy", "timeout client 60s"), ("nginx", "    send_timeout 60s")])
+async def test_a_client_that_takes_nothing_is_cut_off(kind, patience, tmp_path):
+    """And one that waits for long for its answer is not."""
+    program = needed(kind)
+    async with two_entries() as (one, two):
+        one.manner = two.manner = "stream"
+        config = {"haproxy": haproxy_config, "nginx": nginx_config}[kind]
+        clients, operators = free_ports(2)
+        text = config([one.port, two.port], clients, operators, tmp_path)
+        file = tmp_path / "config"
+        file.write_text(adapted(text, {patience: patience.replace("60s", "1s")}), encoding="utf-8")
+        command = [program, "-db", "-f", str(file)] if kind == "haproxy" else nginx_command(program, file)
+        balancer = started(command, (clients, operators), tmp_path / "log")
+        await asyncio.to_thread(balancer.__enter__)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", clients)
+            writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+            assert await comes(lambda: one.asked or two.asked, WAIT_S)
+            entry = one if one.asked else two
+            await asyncio.sleep(1.5)  # silent for longer than a client may be that has something to take
+            entry.events.put_nowait(b"data: 1\n\n")
+            assert b"200" in await reader.readline()
+            writer.transport.pause_reading()
+            for _ in range(20):
+                entry.events.put_nowait(bytes(2**20))
+            async with asyncio.timeout(WAIT_S):
+                await entry.client_gone.wait()
+            writer.transport.abort()
+        finally:
+            await asyncio.to_thread(balancer.__exit__, None, None, None)
 
 
 async def test_no_request_fails_when_an_entry_point_is_dead(site):
@@ -188,6 +221,62 @@ async def test_what_operators_ask_for_has_a_listener_of_its_own(site):
         assert [*site.one.asked, *site.two.asked] == []
     assert (await site.client.get(f"{site.proxy.operators_url}/metrics")).text in ("one", "two")
     assert (await site.client.get(f"{site.proxy.operators_url}/v1/models")).status_code == 404
+
+
+DOTTED = ("/v1/../metrics", "/v1/%2e%2e/metrics", "/v1/..%2fmetrics")
+"""Routers take no such path for another one: tests/router/http/test_app.py. So these may pass, as they are."""
+HIDDEN = [
+    *("/metrics", "/status", "/doctor", "/docs", "/openapi.json", "/events", "/tokenize", "/detokenize", "/version"),
+    *("/", "/page/app.js", "/-/routes", "/-/healthz", "/nowhere"),
+    # An entry point takes each of these for one of the above.
+    *("/%6detrics", "/%73tatus", "/%2d/routes", "/metric%73", "/%64octor", "/doc%73", "/%2D/healthz", "/event%73"),
+    *("/metrics?x=/v1/", "/metrics/", "//metrics", "/./metrics", *DOTTED),
+    *("/V1/models", "/v1", "/v1.html", "/health/", "/healthy", "/ready/x", "http://x/metrics", "/metrics#/v1/"),
+]
+"""What strangers must not reach, and ways to spell it."""
+
+
+async def status_of(url: str, target: str) -> int:
+    """Of GET with this very request target: clients would put it right before they send it."""
+    parts = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(parts.host, parts.port)
+    try:
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        async with asyncio.timeout(WAIT_S):
+            return int((await reader.readline()).split()[1])
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_strangers_reach_the_api_and_nothing_else_however_they_spell_it(site):
+    told = {path: await status_of(site.proxy.url, path) for path in HIDDEN}
+    passed = {asked.path for asked in (*site.one.asked, *site.two.asked)}
+    assert passed <= set(DOTTED)
+    assert {path: status for path, status in told.items() if status not in (400, 404)} == dict.fromkeys(passed, 200)
+    for path in ("/v1/models", "/v1/models/a%2Fb", "/health", "/ready", "/v1/completions?x=1"):
+        assert await status_of(site.proxy.url, path) == 200, path
+
+
+@pytest.mark.parametrize(("kind", "commented"), [("haproxy", "#acl for_clients"), ("nginx", "#location ~ ^/($")])
+async def test_the_page_is_there_once_its_lines_are_no_comment_any_more(kind, commented, tmp_path):
+    program, page = needed(kind), {path: 200 for path in ("/", "/page/app.js", "/events")}
+    async with two_entries() as (one, two):
+        config = {"haproxy": haproxy_config, "nginx": nginx_config}[kind]
+        clients, operators = free_ports(2)
+        text = config([one.port, two.port], clients, operators, tmp_path)
+        assert commented in text
+        file = tmp_path / "config"
+        file.write_text(text.replace(commented, commented.removeprefix("#")), encoding="utf-8")
+        command = [program, "-db", "-f", str(file)] if kind == "haproxy" else nginx_command(program, file)
+        balancer = started(command, (clients, operators), tmp_path / "log")
+        await asyncio.to_thread(balancer.__enter__)
+        try:
+            url = f"http://127.0.0.1:{clients}"
+            assert {path: await status_of(url, path) for path in page} == page
+            assert await status_of(url, "/metrics") == 404
+        finally:
+            await asyncio.to_thread(balancer.__exit__, None, None, None)
 
 
 async def test_nobody_behind_is_said_in_the_apis_words(site):

@@ -26,7 +26,8 @@ from tests.deploy.programs import (
     text_of,
 )
 from twostroke.cluster.config.config import ClusterConfig, read_config
-from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, HAPROXY_SWITCHES, SWITCHES, forgotten_switches
+from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE
+from twostroke.cluster.deployments.proxies import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.cluster.deployments.serve_app import build_app
 from twostroke.router.http.tenants import new_key
 from twostroke.tools.nodes.ray_nodes import HEADLESS_S
@@ -44,7 +45,7 @@ def test_ray_env_has_every_switch_that_replicas_count_on_and_no_secret() -> None
 def test_haproxy_is_started_by_the_script_that_the_project_installs() -> None:
     script = Path(ray_env()[BINARY_VARIABLE])
     assert script.parent == INSTALLED / "bin"
-    assert project()["scripts"][script.name] == "twostroke.cluster.deployments.proxies:main"
+    assert project()["scripts"][script.name] == "twostroke.cluster.deployments.haproxy:main"
 
 
 def test_a_shell_reads_ray_env_as_systemd_and_docker_do_and_each_switch_says_why_it_is_there() -> None:

@@ -35,7 +35,7 @@ from tests.deploy.test_clusters import launched_for
 from tests.rigs.processes import eventually
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.model_folder import HUB_PATTERNS
-from twostroke.cluster.deployments.proxies import haproxy_binary
+from twostroke.cluster.deployments.haproxy import haproxy_binary
 
 KUBERNETES = "1.31"
 KUBERAY = ("1.6.2", "1.7.0")

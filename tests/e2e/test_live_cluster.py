@@ -2,12 +2,15 @@
 leaks, nothing listens where it should not."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,9 +41,10 @@ WRITTEN_URL = "http://127.0.0.1:8000/"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine. The bundled
-    model, as if it had been taught to call tools."""
+    model, as if it had been taught to call tools. Clients have less time than by default."""
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    config.write_text("model: {response_template: hermes}\n", encoding="utf-8")
+    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5}\n"
+    config.write_text(settings, encoding="utf-8")
     yield from serving("--config", str(config))
 
 
@@ -195,6 +199,25 @@ def test_an_answer_has_one_request_id_whatever_the_client_sends(server: Server) 
         answer = httpx.get(f"{server.url}/health", headers={b"X-Request-Id": given}, timeout=30)
         (told,) = answer.headers.get_list("x-request-id")
         assert (told.encode("latin-1") == given) == is_sound
+
+
+def test_a_body_that_trickles_is_refused_in_time_and_its_connection_closed(server: Server) -> None:
+    """More of it than HAProxy holds, so that the router is the one that waits."""
+    answer, began = b"", time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.process.port), timeout=0.5) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60000\r\n\r\n")
+        client.sendall(b" " * 30000)
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < began + 30:
+                with contextlib.suppress(TimeoutError):
+                    part = client.recv(65536)
+                    answer += part
+                    if not part:
+                        break
+                client.sendall(b" ")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in answer
+    assert time.monotonic() < began + 20
 
 
 def test_the_router_process_has_no_torch(server: Server) -> None:

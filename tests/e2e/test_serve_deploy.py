@@ -22,7 +22,7 @@ import yaml
 from tests.deploy.programs import LABEL, ROLES, ray_env, serve_config
 from tests.e2e.conftest import MODEL
 from tests.rigs.processes import eventually
-from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, haproxy_binary
+from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE, haproxy_binary
 from twostroke.cluster.local.ray import haproxy_switches
 from twostroke.router.http.tenants import new_key
 from twostroke.tools.nodes.machines import LoopbackMachines, Machine

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -50,11 +51,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(**shape: Any) -> AsyncIterator[Site]:
-    async with serve(BUNDLED_MODEL_DIR, Shape(**{"transport": "tcp", **shape})) as served:
+async def site(folder: Path = BUNDLED_MODEL_DIR, **shape: Any) -> AsyncIterator[Site]:
+    async with serve(folder, Shape(**{"transport": "tcp", **shape})) as served:
         service = RouterService(
             config=ServiceConfig(model_name=MODEL, expects_prefill=shape.get("transport", "tcp") is not None),
-            tokenizer=TextTokenizer.load(BUNDLED_MODEL_DIR),
+            tokenizer=TextTokenizer.load(folder),
             fleet=served.fleet,
             channels=served.channels,
             pipeline=served.pipeline,
@@ -172,8 +173,8 @@ async def test_an_answer_that_can_not_be_followed_ends_with_an_error_and_its_nei
     made, has_failed = Constraint.__init__, Constraint.has_failed
     victims: set[Constraint] = set()
 
-    def make(self: Constraint, matcher: Any, renew: Any) -> None:
-        made(self, matcher, renew)
+    def make(self: Constraint, matcher: Any, renew: Any, stop_token_ids: Any) -> None:
+        made(self, matcher, renew, stop_token_ids)
         if "FOO" in renew.args[0]:
             victims.add(self)
 
@@ -195,6 +196,25 @@ async def test_an_answer_that_can_not_be_followed_ends_with_an_error_and_its_nei
         assert answers == undisturbed
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "grammar_too_complex"
+
+
+async def test_a_bug_in_a_grammar_ends_its_request_and_its_neighbours_go_on(
+    undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Constraint.__init__
+
+    def make(self: Constraint, matcher: Any, renew: Any, stop_token_ids: Any) -> None:
+        if "FOO" in renew.args[0]:
+            raise ZeroDivisionError
+        made(self, matcher, renew, stop_token_ids)
+
+    monkeypatch.setattr(Constraint, "__init__", make)
+    async with site() as here:
+        body = {"model": MODEL, "prompt": "import os\n", "guided_regex": "(FOO){100}"}
+        answers, failed = await asyncio.gather(of_persons(here, 6), here.http.post("/v1/completions", json=body))
+        assert answers == undisturbed
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "request_failed"
 
 
 async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> None:

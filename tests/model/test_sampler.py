@@ -387,6 +387,26 @@ def test_only_allowed_tokens_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(
+    ("forbidden", "bad_words", "drawn"),
+    [
+        ((7, 9), (), {7, 9}),
+        ((), ((7,), (9,)), {7, 9}),
+        ((7,), ((9,),), {7, 9}),
+        ((7,), (), {9}),
+        ((7, 3), ((3,),), {9}),
+    ],
+)
+def test_no_token_outside_of_the_allowed_is_drawn_whatever_else_forbids_them(
+    forbidden: tuple[int, ...], bad_words: tuple[tuple[int, ...], ...], drawn: set[int]
+) -> None:
+    sampling = SamplingParams(temperature=2.0, allowed_token_ids=(7, 9), bad_words=bad_words)
+    held = Draw(sampling, [1], 1, forbidden)
+    logits = torch.randn((1, 40), generator=torch.Generator().manual_seed(1))
+    found = {Sampler(40).sample(logits.clone(), [held], [position])[0].token_id for position in range(50)}
+    assert found == drawn
+
+
+@pytest.mark.parametrize(
     ("outputs", "banned"), [([], [3]), ([5], [3]), ([5, 6], [3, 8]), ([6, 5], [3, 6]), ([2, 5, 6], [3, 8])]
 )
 def test_a_bad_word_never_gets_its_last_token(outputs: list[int], banned: list[int]) -> None:

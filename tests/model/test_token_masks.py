@@ -100,6 +100,27 @@ def test_what_is_forbidden_is_in_no_mask_unless_nothing_else_is(vocabulary: LLTo
     assert allowed(fill(closed, 3, 7, size)) == {1}
 
 
+def test_a_stop_token_with_text_ends_an_answer_only_where_the_grammar_lets_it_end(
+    vocabulary: LLTokenizer, tokenizer: Tokenizer
+) -> None:
+    size = vocabulary.vocab_size
+    begun, stop, first = (tokenizer.encode(one, add_special_tokens=False).ids[0] for one in '"xa')
+    a_string = LLMatcher.grammar_from_json_schema('{"type":"string"}')
+
+    def held(grammar: str, history: list[int]) -> Draw:
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        constraint = Constraint(matcher, fails, (1, stop, size + 40))
+        return Draw(SamplingParams(), [*PROMPT, *history], len(PROMPT), constraint=constraint)
+
+    assert stop not in allowed(fill(held(a_string, [begun]), 4, begun, size)), "the string is not closed"
+    endless = LLMatcher.grammar_from_regex("x*")
+    assert {1, stop} <= allowed(fill(held(endless, [stop]), 4, stop, size))
+    only = held(LLMatcher.grammar_from_regex("axb"), [first])
+    assert allowed(fill(only, 4, first, size)) == {stop}
+    assert only.constraint is not None
+    assert only.constraint.has_failed(4), "drawing it would end the answer too early, and nothing else may follow"
+
+
 def test_masks_on_threads_are_those_of_one_after_the_other(vocabulary: LLTokenizer) -> None:
     size = vocabulary.vocab_size
 

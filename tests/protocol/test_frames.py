@@ -14,9 +14,11 @@ from twostroke.protocol.frames import (
     draw_hello,
 )
 
+VERSION = b"version1"
+
 
 def make_pair(connector_secret: bytes = b"s", listener_secret: bytes = b"s") -> tuple[FrameCodec, FrameCodec]:
-    hellos = draw_hello(), draw_hello()
+    hellos = draw_hello(VERSION), draw_hello(VERSION)
     return (
         FrameCodec(connector_secret, *hellos, is_connector=True),
         FrameCodec(listener_secret, *hellos, is_connector=False),
@@ -101,4 +103,12 @@ def test_a_stranger_can_make_nobody_wait_for_a_large_frame():
 @pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n\r\n      ", bytes(HELLO_BYTES)])
 def test_a_stranger_that_speaks_another_protocol_is_refused(hello: bytes):
     with pytest.raises(ProtocolError):
-        FrameCodec(b"s", hello, draw_hello(), is_connector=False)
+        FrameCodec(b"s", hello, draw_hello(VERSION), is_connector=False)
+
+
+@pytest.mark.parametrize("is_connector", [True, False])
+def test_a_peer_of_another_version_is_refused_with_both_versions(is_connector: bool):
+    """Fields travel by position: a frame that opens is no proof that it means the same on both sides."""
+    hellos = [draw_hello(VERSION), draw_hello(bytes(8))]
+    with pytest.raises(ProtocolError, match=f"its messages are {bytes(8).hex()}, ours are {VERSION.hex()}"):
+        FrameCodec(b"s", *hellos[:: 1 if is_connector else -1], is_connector=is_connector)

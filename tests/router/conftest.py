@@ -452,6 +452,7 @@ def site_of(fleet_of, tokenizer):
                 pipeline=rig.pipeline,
                 slo=slo,
                 tenants=tenants,
+                keys_age_s=float,
                 sampling_defaults=defaults,
                 scaling=scaling,
             )

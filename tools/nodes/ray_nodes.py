@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from twostroke.cluster.deployments.proxies import NO_HAPROXY_SWITCHES, SWITCHES, haproxy_binary
+from twostroke.cluster.deployments.haproxy import haproxy_binary
+from twostroke.cluster.deployments.proxies import NO_HAPROXY_SWITCHES, SWITCHES
 from twostroke.cluster.local.ray import free_ports, haproxy_switches
 from twostroke.tools.nodes.machines import Machine, Machines
 from twostroke.tools.nodes.redis import Redis

@@ -35,6 +35,9 @@ class Family:
     architecture: str  # what `architectures` names
     model_type: str  # for files that have no `architectures`
     read_config: "Callable[[ConfigFields], ModelConfig]"
+    other_types: tuple[str, ...] = ()  # that files of this architecture may have as their model_type
+    # Fields that need not be read: the values that say what the family does anyway.
+    always: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,11 +175,12 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
 
 def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) -> int:
     """Tokens; 0 where no context is longer, or nothing has one."""
+    if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
+        fields.is_set("sliding_window")  # whatever it says: transformers writes 0
+        return 0
     tokens = fields.integer("sliding_window", default=max_position)
     if not fields.is_given("sliding_window"):
         tokens = windows.tokens
-    if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
-        tokens = 0
     if tokens == 1:
         raise fields.error("sliding_window", "1 leaves a token itself alone: windows of 2 and more are supported")
     return tokens if tokens < max_position else 0
@@ -299,22 +303,35 @@ def _yarn_attention_factor(rope: "ConfigFields", factor: float) -> float:
 
 
 class ConfigFields:
-    """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field."""
+    """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field.
 
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = ""):
+    It remembers which fields were asked for.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "", asked: set[str] | None = None):
+        """`asked` are the fields that were asked for, by their paths, of the whole file."""
         self._raw = raw
         self._source = source
         self._prefix = prefix
+        self._asked: set[str] = set() if asked is None else asked
 
     def error(self, name: str, what: str) -> ConfigError:
         return ConfigError(f"{self._source}: {self._prefix}{name}: {what}")
 
+    def unread(self) -> list[str]:
+        """Fields that are there, and that nobody has asked for."""
+        return [name for name in self._raw if f"{self._prefix}{name}" not in self._asked]
+
+    def value(self, name: str) -> Any:
+        """Whatever the field has, without asking for it; None where it is not there."""
+        return self._raw.get(name)
+
     def object(self, name: str) -> "ConfigFields":
         """The fields of an object within this one; none where it is not set."""
-        value = self._raw.get(name) or {}
+        value = self._ask(name) or {}
         if not isinstance(value, dict):
             raise self.error(name, f"expected an object, found {type(value).__name__}")
-        return ConfigFields(cast("dict[str, Any]", value), self._source, prefix=f"{self._prefix}{name}.")
+        return ConfigFields(cast("dict[str, Any]", value), self._source, f"{self._prefix}{name}.", self._asked)
 
     def objects(self, name: str) -> "list[ConfigFields]":
         """The objects within an object, by whatever names."""
@@ -326,23 +343,24 @@ class ConfigFields:
         return any(isinstance(value, dict) for value in self._raw.values())
 
     def is_set(self, name: str) -> bool:
-        return self._raw.get(name) is not None
+        return self._ask(name) is not None
 
     def is_given(self, name: str) -> bool:
         """Whether it stands there, be it as null."""
+        self._ask(name)
         return name in self._raw
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
         """These fields, and those of `defaults` that are left out."""
-        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix)
+        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._asked)
 
     def is_minus_one(self, name: str) -> bool:
         """As files write "all of it"."""
-        return self._raw.get(name) == -1
+        return bool(self._ask(name) == -1)
 
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""
-        return bool(self._raw.get(name))
+        return bool(self._ask(name))
 
     def count(self, name: str, default: int) -> int:
         """An integer that is not negative."""
@@ -405,8 +423,12 @@ class ConfigFields:
             raise self.error(name, f"expected a string, found {value!r}")
         return value
 
+    def _ask(self, name: str) -> Any:
+        self._asked.add(f"{self._prefix}{name}")
+        return self._raw.get(name)
+
     def _get(self, name: str, default: Any) -> Any:
-        value = self._raw.get(name)
+        value = self._ask(name)
         if value is None:  # transformers writes null for "not set"
             value = default
         if value is None:

@@ -80,4 +80,9 @@ def experts_by_groups(
 
 GLM = Family("GlmForCausalLM", model_type="glm", read_config=read_glm_config)
 GLM4 = Family("Glm4ForCausalLM", model_type="glm4", read_config=read_glm4_config)
-GLM4_MOE = Family("Glm4MoeForCausalLM", model_type="glm4_moe", read_config=read_glm4_moe_config)
+GLM4_MOE = Family(
+    "Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    read_config=read_glm4_moe_config,
+    always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)

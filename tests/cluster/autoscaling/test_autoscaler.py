@@ -25,8 +25,8 @@ NOW = 5000.0
 
 def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None = None) -> Look:
     """A look at an idle system; `told_s` is when its router told last, of the same clock."""
-    numbers = {"started_at": NOW - 100, "prefill.running": float(prefill), "decode.running": float(decode)}
-    told = Reading(NOW + (at_s if told_s is None else told_s), numbers)
+    numbers = {"prefill.running": float(prefill), "decode.running": float(decode)}
+    told = Reading(100.0 + (at_s if told_s is None else told_s), numbers)
     return Look({"r": told}, {"r"}, {"prefill": prefill, "decode": decode}, at_s, NOW + at_s)
 
 
@@ -109,6 +109,38 @@ def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -
     assert targets[0] == {"prefill": 2, "decode": 3}
     assert targets[-1]["decode"] < 3
     assert second >= ORDER.config.cooldown_s - 1
+
+
+def under_load(second: float, *, wall_s: float) -> Look:
+    """A look at a system that prompts keep four prefill workers busy in; `wall_s` is how far the clocks are off."""
+    costs = {"base_s": 0.001, "token_s": 0.001, "pair_s": 0.0, "row_s": 0.001, "context_s": 0.0, "num_samples": 9.0}
+    workers = {"running": 4.0, "total_tokens": 1e6, **costs}
+    arrived = {
+        "requests": 3 * second,
+        "prompt_tokens": 3000 * second,
+        "output_tokens": 30 * second,
+        "ended": 3 * second,
+    }
+    of_roles = {f"{role}.{name}": value for role in ("prefill", "decode") for name, value in workers.items()}
+    numbers = {**arrived, "prompt_pairs": 0.0, "ttft_s": 2.0, "tpot_s": 0.1, **of_roles}
+    return Look(
+        {"r": Reading(100.0 + second, numbers)}, {"r"}, {"prefill": 4, "decode": 1}, second, NOW + wall_s + second
+    )
+
+
+@pytest.mark.parametrize("step_s", [600.0, -600.0])
+def test_a_clock_that_is_set_changes_no_decision(step_s: float) -> None:
+    """By the real policy, under a constant load: the clock of the head, or of a router's node, is set at second 30."""
+    states: dict[float, State | None] = {0.0: None, step_s: None}
+    told: dict[float, list[dict[str, int]]] = {0.0: [], step_s: []}
+    for off_s in states:
+        for second in range(60):
+            state, has_decided = look(states[off_s], under_load(second, wall_s=off_s if second >= 30 else 0.0), ORDER)
+            states[off_s] = state
+            if has_decided and state.scaling is not None:
+                told[off_s].append(dict(state.scaling.targets))
+    assert told[0.0] == told[step_s]
+    assert told[0.0][-1]["prefill"] >= 3
 
 
 def test_the_order_survives_its_way_through_serves_options() -> None:

@@ -50,14 +50,26 @@ async def test_a_decision_of_an_earlier_application_is_not_taken_for_this_ones()
     assert watch.latest() is None
 
 
+async def test_decisions_are_known_though_the_clock_of_the_head_is_an_hour_behind() -> None:
+    head = Head(decided(NOW - 3600))
+    watch = watch_of(head)
+    await watch.look()
+    await watch.look()
+    assert watch.latest() is None  # it may be an earlier application's
+    head.entry = decided(NOW - 3595)
+    await watch.look()
+    assert watch.latest() == head.entry
+
+
+@pytest.mark.parametrize("failure", [RpcError("the head is gone"), RuntimeError("a bug of the client's")])
 async def test_what_is_known_stays_while_nothing_can_be_learnt_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
     head = Head(decided(NOW))
     watch = watch_of(head)
     await watch.look()
     known = watch.latest()
-    head.entry = RpcError("the head is gone")
+    head.entry = failure
     await watch.look()
     await watch.look()
     assert watch.latest() == known

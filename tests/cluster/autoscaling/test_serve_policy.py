@@ -39,14 +39,14 @@ def test_of_a_routers_time_series_the_newest_point_counts_that_has_a_value() -> 
     a, b = ReplicaID("a", ROUTER), ReplicaID("b", ROUTER)
     told = readings_of(
         {
-            "started_at": {a: [point(1.0, 50.0)]},
+            "uptime_s": {a: [point(1.0, 50.0), point(900.0, 51.0), point(3.0, 52.0)]},  # its node's clock was set
             "requests": {a: [point(1.0, 10.0), point(2.0, 30.0), point(3.0, None)]},
             "ongoing_requests": {a: [point(2.0, 5.0)], b: [point(2.0, 5.0)]},
         }
     )
     assert set(told) == {"a"}  # b counts its requests under way, and has told nothing else yet
     assert told["a"].numbers["requests"] == 30.0
-    assert told["a"].at == 2.0
+    assert told["a"].uptime_s == 52.0
 
 
 def context(
@@ -95,7 +95,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def contexts(clock: list[float], state: dict[str, Any] | None = None) -> dict[DeploymentID, AutoscalingContext]:
-    numbers = {"started_at": 1.0, "prefill.running": 1.0, "decode.running": 1.0}
+    numbers = {"uptime_s": clock[-1], "prefill.running": 1.0, "decode.running": 1.0}
     replica = ReplicaID("r", ROUTER)
     metrics = {name: {replica: [point(1000.0 + clock[-1], value)]} for name, value in numbers.items()}
     return {
@@ -178,7 +178,7 @@ def test_serves_own_bookkeeping_takes_the_policy_its_decisions_and_its_state(pub
         timestamp=time.time(),
         metrics={
             name: [point(time.time(), value)]
-            for name, value in {"started_at": 1.0, "prefill.running": 1.0, "decode.running": 2.0}.items()
+            for name, value in {"uptime_s": 1.0, "prefill.running": 1.0, "decode.running": 2.0}.items()
         },
     )
     app.record_request_metrics_for_replica(report)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,32 @@ def test_what_can_not_be_done_is_told_in_one_line(
     assert main(["key", *(argument.format(**names) for argument in arguments)]) == 2
     assert one_line(capsys) == f"twostroke: {told.format(**names)}"
     assert file.read_text() == before
+
+
+def test_a_revoked_key_stays_revoked_while_others_are_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command reads the file, changes it and writes it: nobody else's change may fall in between."""
+    file = tmp_path / "keys.yaml"
+    for name in ("keep", *(f"old-{i}" for i in range(6))):
+        drawn(capsys, name, "--file", str(file))
+    begin = threading.Barrier(12)
+
+    def run(*arguments: str) -> int:
+        begin.wait()
+        return main(["key", *arguments, "--file", str(file)])
+
+    with ThreadPoolExecutor(12) as threads:
+        codes = [threads.submit(run, "revoke", f"old-{i}") for i in range(6)]
+        codes += [threads.submit(run, "new", f"new-{i}") for i in range(6)]
+    assert [code.result() for code in codes] == [0] * 12
+    assert keys_in(file).names == {"keep", *(f"new-{i}" for i in range(6))}
+
+
+def test_a_link_to_the_file_of_keys_stays_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Routers read the file that it leads to, where a revoked key has to vanish."""
+    (tmp_path / "real").mkdir()
+    file, link = tmp_path / "real" / "keys.yaml", tmp_path / "keys.yaml"
+    drawn(capsys, "alice", "--file", str(file))
+    link.symlink_to(file)
+    assert main(["key", "revoke", "alice", "--file", str(link)]) == 0
+    assert keys_in(file).names == set()
+    assert link.is_symlink()

@@ -11,6 +11,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from twostroke.cluster.deployments.fleet import (
+    METADATA_KEY,
+    PROTOCOL_KEY,
     Departure,
     ServeFleet,
     WorkerDirectory,
@@ -217,6 +219,30 @@ async def test_a_failed_trial_comes_back_as_the_worker_raised_it(handle: FakeHan
 
 def test_metadata_brings_the_worker_back_through_json() -> None:
     assert read_worker_metadata(json.loads(json.dumps(worker_metadata(INFO)))) == INFO
+
+
+async def test_a_worker_of_another_version_is_left_out_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its calls would be misread, also where its metadata could be."""
+    ours, older, newer = FakeReplica("ours"), FakeReplica("older"), FakeReplica("newer")
+    del older.replica_metadata[PROTOCOL_KEY]
+    newer.replica_metadata = {PROTOCOL_KEY: "0" * 16, METADATA_KEY: {"what": "nobody here knows"}}
+    router = await router_of([ours, older, newer])
+    router.update_replicas([ours, older, newer])
+    directory = directory_of(DEPLOYMENT.name)
+    assert [info.peer for info in directory.workers()] == [ours.peer]
+    assert directory.other_versions() == {"older", "newer"}
+    assert [record.args for record in caplog.records if record.args] == [("newer",), ("older",)]
+    with pytest.raises(WorkerLost, match="older is gone"):
+        await choosing(router, call(older.peer, "a"))
+    router.update_replicas([ours])
+    assert directory.other_versions() == set()
+
+
+async def test_a_fleet_names_those_of_another_version_by_role(handle: FakeHandle) -> None:
+    prefill = FakeHandle("prefill of another version")
+    directory_of(prefill.deployment_name).replace([], {"p0"})
+    assert ServeFleet(prefill, handle, grace_s=0.05).other_versions() == {"prefill": {"p0"}, "decode": set()}
+    assert ServeFleet(None, handle, grace_s=0.05).other_versions() == {"decode": set()}
 
 
 def test_a_directory_tells_who_left_and_nothing_else() -> None:

@@ -58,6 +58,14 @@ async def test_routers_that_die_hang_or_just_begin_cost_nobody_elses_numbers(mon
     assert await others_of(reading("a"), RayServeException("gone"), "hangs", None, reading("b")) == ["a", "b"]
 
 
+async def test_the_numbers_of_a_router_of_another_version_are_not_read():
+    """Its workers' numbers are where this version looks for others."""
+    older, newer = reading("older"), reading("newer")
+    del older.__dict__["protocol"]
+    object.__setattr__(newer, "protocol", "0" * 16)
+    assert await others_of(older, reading("a"), newer) == ["a"]
+
+
 @pytest.mark.parametrize("error", [RayServeException("no replicas"), TimeoutError()])
 async def test_where_serve_names_no_routers_a_scrape_tells_of_the_own_one(error):
     assert await others_of(error=error) == []

@@ -88,7 +88,9 @@ def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2)).reshape(rows.shape)
 
 
-def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
+def write_gguf(
+    folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType, heads_by_layer: bool = False
+) -> None:
     """The folder's model as a file, and its own weights as they come back from that."""
     raw = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, architecture)
@@ -97,7 +99,8 @@ def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizati
     writer.add_embedding_length(raw["hidden_size"])
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
+    kv_heads = raw["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads] * raw["num_hidden_layers"] if heads_by_layer else kv_heads)
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(raw["rope_theta"])
     if "head_dim" in raw:
@@ -146,7 +149,7 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
     generate: Any,
 ) -> None:
     folder = write_checkpoint(architectures=[f"{name}ForCausalLM"], **SIZES, **fields)
-    write_gguf(folder, tmp_path / "some.gguf", architecture, kind)
+    write_gguf(folder, tmp_path / "some.gguf", architecture, kind, heads_by_layer=architecture == "qwen2")
     unpacked = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
     assert folder_of(tmp_path / "some.gguf", tmp_path / "cache") == unpacked, "it is kept"
     assert unpacked.name == "some"

@@ -59,6 +59,18 @@ async def test_ready_means_that_a_whole_path_is_there(site_of, until, num_prefil
         assert ((await site.http.get("/ready")).status_code == 200) == ready
 
 
+async def test_workers_of_another_version_are_told_of(site_of, until):
+    async with site_of(1, 1) as site:
+        site.service.other_versions = lambda: {"prefill": ["p7", "p6"], "decode": []}
+        await site.rig["p0"].die()
+        await until(lambda: site.service.missing())
+        assert (await site.http.get("/status")).json()["other_versions"] == {"prefill": ["p6", "p7"]}
+        told = (await site.http.get("/ready")).json()["error"]["message"]
+        assert "no prefill worker can be reached (2 of another version)" in told
+        metrics = (await site.http.get("/metrics")).text
+        assert 'twostroke:workers_of_another_version{role="prefill",router="router"} 2.0' in metrics
+
+
 async def test_status_lists_the_workers_and_their_numbers(site_of, until):
     async with site_of(1, 1) as site:
         await until(lambda: not site.service.missing())
@@ -300,3 +312,44 @@ async def test_text_goes_to_tokens_and_back(site_of):
         assert chat.json()["tokens"][0] == 0
         none = await site.http.post("/tokenize", json={"prompt": ""})
         assert none.json()["tokens"] == [0]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/../metrics", "/v1/./../status", "//metrics", "/./doctor", "/metrics/", "/v1//../events"]
+)
+async def test_a_path_is_taken_as_it_is_written(site_of, path):
+    """Balancers let through what begins with /v1/, and no such path may be another one."""
+    told = []
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        told.append(message)
+
+    async with site_of(1, 1) as site:
+        await site.app({**scope, "scheme": "http", "server": ("router", 80), "http_version": "1.1"}, receive, send)
+    assert told[0]["status"] in (404, 307)
+    assert b"twostroke:" not in b"".join(message.get("body", b"") for message in told)
+
+
+async def test_a_look_at_the_fleet_that_fails_is_followed_by_the_next(site_of, until, monkeypatch, caplog):
+    """Else a router would never again learn of workers that come and go."""
+    async with site_of(1, 1) as site:
+        looks = []
+
+        def follow(workers):
+            looks.append(1)
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(site.service.channels, "follow", follow)
+        await until(lambda: len(looks) >= 2)
+    assert "the fleet can't be followed" in caplog.text

@@ -245,7 +245,7 @@ LARGE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf":
         ({"ignore_eos": True}, "ignore_eos"),
         ({"bad_words": ["a"]}, "bad_words"),
         (
-            {"tools": [RAIN, {"type": "function", "function": {"name": "n", "parameters": LARGE}}]},
+            {"tools": [RAIN, {"type": "function", "function": {"name": "n", "parameters": LARGE, "strict": True}}]},
             "tools.1.function.parameters",
         ),
     ],

@@ -64,7 +64,7 @@ def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
 def router_metrics():
     slo = SLOConfig()
     admission = Admission(config=slo, stats=lambda peer: None, clock=float)
-    return RouterMetrics("tiny", slo.classes, admission, clock=float, is_ready=bool)
+    return RouterMetrics("tiny", slo.classes, admission, clock=float, is_ready=bool, keys_age_s=lambda: 7.0)
 
 
 def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_request):
@@ -103,6 +103,7 @@ def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():
         'requests_refused_total{code="invalid_value",model_name="tiny",router="r1",status="400"} 3.0',
         'requests_refused_total{code="invalid_value",model_name="tiny",router="r2",status="400"} 5.0',
         'router_ready{model_name="tiny",router="r2"} 0.0',
+        'api_keys_age_seconds{model_name="tiny",router="r2"} 7.0',
     ):
         assert text.count(f"\ntwostroke:{line}\n") == 1
     assert sorted(text.splitlines()) == sorted(exposition([two, one]).decode().splitlines())

@@ -46,7 +46,7 @@ async def test_every_sampling_field_reaches_the_workers(maker):
         frequency_penalty=-1,
         repetition_penalty=1.2,
         logit_bias={"7": 2, "3": -1},
-        seed=-1,
+        seed=-2,
         logprobs=4,
         max_tokens=30,
         min_tokens=2,
@@ -56,7 +56,7 @@ async def test_every_sampling_field_reaches_the_workers(maker):
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 9, 0.8, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.2)
     assert sampling.logit_bias == ((3, -1.0), (7, 2.0))
-    assert (sampling.seed, sampling.logprobs) == (2**63 - 1, 4)
+    assert (sampling.seed, sampling.logprobs) == (2**63 - 2, 4)
     assert (request.max_tokens, request.min_tokens, request.stop_token_ids) == (30, 2, (1, 9))
     assert (request.token_ids, request.num_prompt_tokens) == ((5, 6, 7), 3)
 
@@ -114,6 +114,13 @@ async def test_prompt_and_output_share_the_context(maker, length, room):
     with pytest.raises(RequestError) as caught:
         await only(maker, prompt=[5] * 100)
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+async def test_a_chat_with_tokens_that_the_model_does_not_have_is_refused(tokenizer):
+    maker = JobMaker(tokenizer, SamplingDefaults(), vocab_size=lambda: 100)
+    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "words and more"}]})
+    with pytest.raises(RequestError, match="messages: token ids must be below the vocabulary's size of 100"):
+        await maker.make(chat, TERMS)
 
 
 async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
@@ -289,3 +296,24 @@ async def test_what_the_prompt_has_of_an_answer_is_read_once_for_all_choices():
     assert time.process_time() - begin < 1.5
     told = [parser.add(f"</tool_call>{i}") for i, parser in enumerate(parsers)]
     assert [one.content for one in told] == [f"</tool_call>{i}" for i in range(64)]
+
+
+async def test_a_chat_without_a_limit_gets_one_that_the_response_may_hold(tokenizer):
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, chat_template="{{ messages[0].content }}")
+    maker = JobMaker(speaker, SamplingDefaults(), max_items=60)
+
+    async def limit(**fields):
+        chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "import"}], **fields})
+        return (await maker.make(chat, TERMS))[0].request.max_tokens
+
+    room = await limit(stream=True)
+    assert room > 60
+    assert await limit() == 60
+    assert await limit(n=3) == 20
+    assert await limit(logprobs=True, top_logprobs=4) == 10
+    assert await limit(n=64, max_tokens=0, prompt_logprobs=0) == 0
+
+
+async def test_a_seed_of_minus_one_is_random_as_for_vllms_users(maker):
+    seeds = {(await only(maker, seed=seed)).sampling.seed for seed in (-1, -1, None)}
+    assert len(seeds) == 3

@@ -1,0 +1,107 @@
+"""How long a client may take: to send a request's body, and to take what it is sent.
+
+Connections are bounded in number, so one that nothing moves on must end. Heads are the proxies' business
+(`cluster/deployments/haproxy.py`): nothing here hears of a request before its head has come whole.
+"""
+
+import asyncio
+import logging
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twostroke.protocol.errors import RequestError
+from twostroke.router.observe.access_log import exchange_of
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""A body that nobody wants is read and dropped up to here, so that the client gets to see the answer."""
+
+_log = logging.getLogger(__name__)
+
+
+class Deadlines:
+    """Middleware: a request's body has to come within `body_s`, and each piece of the answer to be taken in `send_s`.
+
+    A body that is late is answered with 408. An answer that comes before the body's end waits for that end, within the
+    same time: a connection that is closed under a client that still sends loses the answer. Where the body does not end
+    in time, the connection does.
+
+    A client that takes nothing is given up: its request ends as if it had left, and frees what it holds.
+
+    For an app with `Exchanges`, which is further outside.
+    """
+
+    def __init__(self, app: ASGIApp, *, body_s: float, send_s: float):
+        self._app = app
+        self._body_s = body_s
+        self._send_s = send_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(receive, self._body_s)
+        headers = Headers(scope=scope)
+        waits_to_send = headers.get("expect", "").lower() == "100-continue"
+        stalled = False
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal stalled
+            if message["type"] == "http.response.start" and not body.is_whole:
+                if not waits_to_send:
+                    await body.discard()
+                if not body.is_whole:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            try:
+                async with asyncio.timeout(self._send_s):
+                    await send(message)
+            except TimeoutError:
+                stalled = True
+                raise _ClientStalled from None
+
+        try:
+            await self._app(scope, body.receive, send_in_time)
+        except Exception:
+            if not stalled:
+                raise
+            exchange_of(HTTPConnection(scope)).code = "client_stalled"
+            _log.info("a client took nothing of its answer for %g s, and is given up", self._send_s)
+
+
+class _ClientStalled(Exception):
+    """The client takes nothing of what it is sent."""
+
+
+class _Body:
+    """A request's body as it comes, until its deadline."""
+
+    def __init__(self, receive: Receive, timeout_s: float):
+        self.is_whole = False
+        self._receive = receive
+        self._timeout_s = timeout_s
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        """The next message. Raises RequestError (408) where the body has not ended in time."""
+        if self.is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not come within {self._timeout_s:g} s", param="body", code="request_timeout", status=408
+            ) from None
+        self.is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        return message
+
+    async def discard(self) -> None:
+        """Read to the body's end, if that comes in time and is not too far."""
+        try:
+            while not self.is_whole and self._num_bytes <= MAX_DISCARDED_BYTES:
+                await self.receive()
+        except RequestError:
+            return  # the client has taken too long

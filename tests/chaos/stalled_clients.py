@@ -1,0 +1,105 @@
+"""Clients that stall: they send a part of a request and nothing more, or read the beginning of an answer and no more.
+
+The server has to end each of these connections in time. Whether it did is asked at the end of a run, since it may take
+as long as HAProxy's own deadline.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from typing import Literal
+from urllib.parse import urlsplit
+
+from tests.chaos.clients import MODEL, Target
+from twostroke.cluster.deployments.haproxy import REQUEST_S
+
+Part = Literal["head", "body", "large body"]
+
+COUNT = 24  # connections at once
+ENDED_S = REQUEST_S + 15.0  # from a connection's opening to its end, at most
+LARGE_BYTES = 65536  # more than a buffer of HAProxy, so that the router has the beginning
+_SCORED_PROMPTS, _PROMPT_TOKENS = 3, 900  # their log-probabilities are more than sockets hold on the way
+
+
+class StalledClients:
+    """All of one run."""
+
+    def __init__(self, target: Target):
+        self._target = target
+        self._ended: list[asyncio.Task[bool]] = []
+
+    async def send_halves(self, part: Part) -> int:
+        """Open connections that send this much of a request; returns how many there are."""
+        head = self._target.head(2 * LARGE_BYTES)
+        sent = {
+            "head": head[: len(head) // 2],
+            "body": self._target.head(200) + b'{"prompt": "a',
+            "large body": head + b'{"prompt": "' + b"a" * LARGE_BYTES,
+        }[part]
+        opened = await asyncio.gather(*(self._open(sent) for _ in range(COUNT)))
+        return sum(opened)
+
+    async def _open(self, sent: bytes) -> bool:
+        try:
+            reader, writer = await self._target.connect()
+        except OSError:  # the router or its proxy is being replaced
+            return False
+        writer.write(sent)
+        self._ended.append(asyncio.create_task(self._ends(reader, writer)))
+        return True
+
+    async def _ends(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the server ends the connection in time."""
+        try:
+            async with asyncio.timeout(ENDED_S):
+                while await reader.read(65536):
+                    pass
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+        finally:
+            writer.close()
+        return True
+
+    async def never_ended(self) -> int:
+        """Connections that the server did not end in time; waits until that is known of each."""
+        return [await task for task in self._ended].count(False)
+
+    async def read_nothing(self, timeout_s: float) -> bool:
+        """Ask for a large stream, read its beginning, and the rest after `timeout_s` and some more; whether it was cut.
+
+        False where the request was refused, or the answer broke off by itself.
+        """
+        body = {
+            "model": MODEL,
+            "prompt": [[300 + n] * _PROMPT_TOKENS for n in range(_SCORED_PROMPTS)],
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "echo": True,
+            "logprobs": 20,
+            "stream": True,
+        }
+        payload = json.dumps(body).encode()
+        parts = urlsplit(self._target.url)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.sock_connect(connection, (parts.hostname, parts.port))
+                await loop.sock_sendall(connection, self._target.head(len(payload)) + payload)
+                async with asyncio.timeout(ENDED_S):
+                    came = await loop.sock_recv(connection, 512)
+                    if b" 200 " not in came:
+                        return False
+                    stalled_at = time.monotonic()
+                    await asyncio.sleep(timeout_s + 3.0)  # the fault: it reads nothing meanwhile
+                    while data := await loop.sock_recv(connection, 65536):
+                        came = came[-16:] + data
+            except TimeoutError:
+                return False
+            except ConnectionError:  # cut, and what was on its way thrown away
+                return True
+        return b"[DONE]" not in came and time.monotonic() > stalled_at + timeout_s
