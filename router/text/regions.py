@@ -19,7 +19,7 @@ MAX_MARK_CHARS = 256
 """Characters of a mark, and of what its pattern looks ahead at."""
 
 SEARCH_S = 0.05
-"""Seconds that a search of one pattern may take."""
+"""Seconds that a search of one pattern of others may take."""
 
 _KEPT_BEFORE = 64  # characters before the position, for patterns of others that look behind
 _CUT_AT = 2048  # characters that were told; cutting them off each time would cost more than to keep them
@@ -32,6 +32,7 @@ class Mark:
     pattern: Any  # of the module `regex`
     can_grow: bool = True  # a match at the end of the text may become longer
     is_first: bool = False  # it counts only where nothing but white space stands before it
+    search_s: float | None = None  # seconds that a search may take; None: it takes the text's length, whatever it says
 
     def __deepcopy__(self, memo: object) -> "Mark":
         return self  # a copy of a scanner is of the same marks
@@ -85,7 +86,9 @@ class Regions:
         """Take the regions of a response template in transformers' language."""
 
         def marks(pattern: Any, texts: list[str] | None, can_extend: bool) -> tuple[Mark, ...]:
-            return () if pattern is None else (Mark(pattern, texts is None or can_extend),)
+            if pattern is None:
+                return ()
+            return (Mark(pattern, texts is None or can_extend, search_s=SEARCH_S if texts is None else None),)
 
         regions = [
             Region(
@@ -237,7 +240,7 @@ class RegionScanner:
         if id(mark) in self._slow or (begin >= self._from and (is_found or begin == len(self._text))):
             return len(self._text) if id(mark) in self._slow else begin
         try:
-            match = mark.pattern.search(self._text, max(begin, self._from), partial=not ends, timeout=SEARCH_S)
+            match = mark.pattern.search(self._text, max(begin, self._from), partial=not ends, timeout=mark.search_s)
         except TimeoutError:
             self._slow.add(id(mark))
             match = None
@@ -253,7 +256,7 @@ class RegionScanner:
         is_end = ends and window == len(self._text)
         self.num_searched += window - begin
         try:
-            match = mark.pattern.match(self._text, begin, window, partial=not is_end, timeout=SEARCH_S)
+            match = mark.pattern.match(self._text, begin, window, partial=not is_end, timeout=mark.search_s)
         except TimeoutError:
             return None
         if match is None or is_end:
