@@ -225,7 +225,7 @@ class _ChatText:
     """What a chat's answer has beside content, collected until it is taken."""
 
     def __init__(self, how: ChatReading):
-        self._parser = how.language.parser(how.prompt, how.tools, is_parallel=how.is_parallel)
+        self._parser = how.parser()
         self._includes_reasoning = how.includes_reasoning
         self._reasoning = ""
         self._calls: list[ToolCallDelta] = []
@@ -419,7 +419,7 @@ class Generation:
                 "cached_tokens": sum(self._stages[job.index].num_cached_tokens for job in self._leaders)
             },
         }
-        if any(job.chat is not None and job.chat.language.has_reasoning for job in self._jobs):
+        if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
         if self._asked.return_stages:

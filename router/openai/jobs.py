@@ -1,5 +1,6 @@
 """From a client's request to one job per choice: the checks that need the model, and the workers' own words."""
 
+import asyncio
 import hashlib
 import secrets
 import uuid
@@ -27,8 +28,8 @@ from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import GrammarChecks
 from twostroke.router.text.output_format import CallSyntax, OutputFormat
-from twostroke.router.text.response_parser import ResponseLanguage
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.text.response_parser import ResponseParser
+from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
@@ -66,11 +67,12 @@ class Job:
 class ChatReading:
     """What it takes to tell a chat's calls and thoughts from its content."""
 
-    language: ResponseLanguage
-    prompt: str  # its end may have begun the answer
-    tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
+    opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
     includes_reasoning: bool = True
-    is_parallel: bool = True  # else the answer is over with its first call
+
+    def parser(self) -> ResponseParser:
+        """A parser of one choice."""
+        return self.opened.copy()
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class JobMaker:
             items_per_token = asked.num_candidates * _items_per_token(logprobs)
             scored = 0 if asked.prompt_logprobs is None else len(token_ids) * (1 + asked.prompt_logprobs)
             default = min(default, max(1, (self._max_items - scored) // items_per_token))
-        chat = self._reading(asked, text)
+        is_long = len(text) > OFF_LOOP_CHARS
+        chat = await asyncio.to_thread(self._reading, asked, text) if is_long else self._reading(asked, text)
         grammar = await self._whole_grammar(asked, chat, grammar, checks)
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
         return _choices(asked, request, chat=chat)
@@ -173,8 +176,8 @@ class JobMaker:
         if form is None:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        includes_reasoning = asked.include_reasoning is not False
-        return ChatReading(form.language, prompt, by_name or None, includes_reasoning, asked.is_parallel)
+        opened = form.language.parser(prompt, by_name or None, is_parallel=asked.is_parallel)
+        return ChatReading(opened, asked.include_reasoning is not False)
 
     def _format(self, asked: ChatRequest) -> OutputFormat | None:
         """How the answer is written: by the model's own format, but for calls that are not known of it."""
@@ -220,9 +223,8 @@ class JobMaker:
         else:
             return grammar
         assert chat is not None  # there is a form
-        opened = chat.language.opened_by(chat.prompt)
-        is_open = chat.language.parser(chat.prompt, None).is_reasoning
-        if opened.strip() and not is_open:
+        is_open = chat.opened.is_reasoning
+        if chat.opened.opening.strip() and not is_open:
             thinking = None
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
         return await checks.check(whole, param)

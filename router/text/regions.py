@@ -6,7 +6,7 @@ repeated in another way, so each search takes the text's length. Patterns of oth
 SEARCH_S make no mark any more, and what follows them belongs to the region that is open.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,9 @@ class Mark:
     can_grow: bool = True  # a match at the end of the text may become longer
     is_first: bool = False  # it counts only where nothing but white space stands before it
 
+    def __deepcopy__(self, memo: object) -> "Mark":
+        return self  # a copy of a scanner is of the same marks
+
     @classmethod
     def of_texts(cls, texts: Sequence[str], *, is_first: bool = False) -> "Mark":
         """The mark that is one of these texts."""
@@ -50,6 +53,9 @@ class Region:
     closes: tuple[Mark, ...] = ()  # none: it goes on to the end
     is_empty: bool = False  # it ends where it begins
     closes_always: bool = False  # its closing mark is none that a value would have in it
+
+    def __deepcopy__(self, memo: object) -> "Region":
+        return self
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class RegionScanner:
     """Takes one answer apart into events."""
 
     def __init__(self, regions: Regions):
-        self.is_inside_value: Callable[[], bool] = lambda: False
+        self.is_inside_value = False
         """Whether the open region, as far as its text was told, is inside a value, which marks may be a part of."""
         self.num_searched = 0
         """Characters that patterns were tried on, each as often as it was."""
@@ -200,7 +206,7 @@ class RegionScanner:
         """Whether the mark between two positions opens or closes this region."""
         if region is self._open:  # a mark within a value is text, unless it is a control token
             is_control = any(begin <= one < end for one in self._controls)
-            return is_control or region.closes_always or not self.is_inside_value()
+            return is_control or region.closes_always or not self.is_inside_value
         if begin == end and begin == self._last_empty:
             return False  # regions would open and close here for ever
         self._last_empty = begin if begin == end else -1

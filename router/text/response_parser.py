@@ -5,6 +5,7 @@ as a call is told as content, word by word. A response that is not streamed goes
 However long a response is, it takes time by its length: nothing here looks at a text twice.
 """
 
+import copy
 import json
 import math
 import re
@@ -79,6 +80,9 @@ class ResponseLanguage:
         )
         self.has_headers = HEADERS in names
         self.without_calls = self.regions.without((CALLS, MARKS))
+
+    def __deepcopy__(self, memo: object) -> "ResponseLanguage":
+        return self  # parsers are copied, what they are of is not
 
     @property
     def has_calls(self) -> bool:
@@ -156,11 +160,12 @@ class ResponseParser:
     def __init__(
         self, language: ResponseLanguage, opening: str, tools: Mapping[str, Any] | None, *, is_parallel: bool = True
     ):
+        self.opening = opening
+        """The end of the prompt that is the response's beginning."""
         self._language = language
         self._tools = tools or {}
         self._is_parallel = is_parallel
         self._scanner = RegionScanner(language.regions if tools is not None else language.without_calls)
-        self._scanner.is_inside_value = lambda: self._calls is not None and self._calls.is_inside_value
         self._pieces: deque[_Piece] = deque()
         self._region = ""  # the region that is being written; empty: none, or content
         self._held: list[_Stretch] = []  # of a region that may be a call or not
@@ -179,6 +184,15 @@ class ResponseParser:
         self._typed: dict[str, Mapping[str, Any]] = {}  # schemas, as arguments are cast by them
         if opening:
             self._follow(_Piece(opening, is_opening=True))
+
+    def copy(self) -> "ResponseParser":
+        """A parser of another response that begins as this one has."""
+        return copy.deepcopy(self, {id(self._tools): self._tools})
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the format tells what is thought."""
+        return self._language.has_reasoning
 
     @property
     def is_reasoning(self) -> bool:
@@ -220,6 +234,7 @@ class ResponseParser:
                 self._tell(event.region, stretch)
             else:
                 self._close(event.region, stretch)
+            self._scanner.is_inside_value = self._calls is not None and self._calls.is_inside_value
             if self.is_over:
                 return
 

@@ -229,3 +229,27 @@ async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> No
         )
         events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == "red"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}], ids=str)
+async def test_the_default_model_calls_tools_that_its_template_knows_nothing_of(choice: Any) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("rain", "sun")]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Rain in Oslo?"}], "max_tokens": 200}
+    asked |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    async with site() as here:
+        for seed in range(3):
+            answer = await here.http.post("/v1/chat/completions", json={**asked, "seed": seed})
+            assert answer.status_code == 200, answer.text
+            (one,) = answer.json()["choices"]
+            assert one["finish_reason"] == "tool_calls", one
+            (call,) = one["message"]["tool_calls"]
+            assert call["function"]["name"] in (("rain", "sun") if choice == "required" else ("rain",))
+            jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+        answer = await here.http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"})
+        assert answer.status_code == 200, answer.text

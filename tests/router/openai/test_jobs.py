@@ -1,4 +1,5 @@
 import json
+import time
 from importlib.resources import files
 
 import pytest
@@ -21,6 +22,7 @@ def maker(tokenizer):
 
 
 TERMS = Terms(max_context=100, promise=Promise())
+HUGE = Terms(max_context=8000, promise=Promise())
 ROOMY = Terms(max_context=1000, promise=Promise())
 
 
@@ -191,7 +193,7 @@ async def test_calls_of_a_format_that_others_wrote_are_enforced_in_the_generic_o
         (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
         assert bool(job.request.grammar) == (choice == "required")
         assert mark in job.request.grammar or choice == "auto"
-        parser = job.chat.language.parser(job.chat.prompt, job.chat.tools)
+        parser = job.chat.parser()
         assert parser.add(f'{mark}{{"name": "rain", "arguments": {{}}}}').calls
         assert "You may call" not in speaker.decode(job.request.token_ids), "the template has a place for tools"
 
@@ -246,9 +248,10 @@ async def test_developers_rules_and_arguments_that_are_none_reach_the_model():
     assert speaker.decode(job.request.token_ids) == "Be kind.a" + '{"name": "rain", "arguments": {}}' * 3
     asked = {"model": "m", "instructions": "Be brief.", "input": [{"role": "developer", "content": "Be kind."}]}
     asked["input"].append({"role": "user", "content": "a"})
+    asked["input"].append({"type": "function_call", "call_id": "c", "name": "rain", "arguments": None})
     chat = ResponsesRequest.model_validate(asked).draft().chat()
     (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
-    assert speaker.decode(job.request.token_ids) == "Be brief.Be kind.a"
+    assert speaker.decode(job.request.token_ids) == 'Be brief.Be kind.a{"name": "rain", "arguments": {}}'
 
 
 @pytest.mark.parametrize(
@@ -279,6 +282,20 @@ async def test_an_answer_goes_on_where_the_last_message_ends(shown, said, prompt
         asked = {"model": "m", "max_tokens": 5, "messages": [messages[0], {"role": "assistant", "content": content}]}
         chat = MessagesRequest.model_validate(asked).draft().chat()
         assert chat_prompt(speaker, chat) == text
+
+
+async def test_what_the_prompt_has_of_an_answer_is_read_once_for_all_choices():
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}{# <tool_call><arg_key> #}"
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
+    begun = "<tool_call>f\n<arg_key>" + " " * 1600 + "x"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": begun}]
+    asked = {"messages": messages, "continue_final_message": True, "tools": [{"type": "function", "function": RAIN}]}
+    begin = time.process_time()
+    jobs = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate({**asked, "n": 64}), HUGE)
+    parsers = [job.chat.parser() for job in jobs]
+    assert time.process_time() - begin < 1.5
+    told = [parser.add(f"</tool_call>{i}") for i, parser in enumerate(parsers)]
+    assert [one.content for one in told] == [f"</tool_call>{i}" for i in range(64)]
 
 
 async def test_a_chat_without_a_limit_gets_one_that_the_response_may_hold(tokenizer):

@@ -190,3 +190,16 @@ def test_where_one_call_is_allowed_the_answer_is_over_with_it(name, opening, tex
         assert all(
             json.loads("".join(call.arguments for one in told for call in one.calls)) == ARGUMENTS for _ in names
         )
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
+def test_copies_of_a_parser_go_on_by_themselves(name, opening, text, expected):
+    whole = read(name, opening, [text])
+    for at in range(0, len(text), 7):
+        first = format_of(name).language.parser(f"<|im_start|>assistant\n{opening}{text[:at]}", TOOLS)
+        second = first.copy()
+        for parser in (first, second):
+            told = [*map(parser.add, text[at:]), parser.finish()]
+            names = [call.name for one in told for call in one.calls if call.name]
+            assert names == [name for name, _ in whole[2]], text[:at]
+            assert whole[0].rstrip().endswith("".join(one.content for one in told).strip())
