@@ -85,6 +85,8 @@ def setting_paths(kind: type[Section], path: str = "") -> Iterator[str]:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none, or has a key twice."""
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path}: is no regular file")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _KeysOnce)
     except ConfigError as error:
@@ -93,6 +95,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is nested too deep: settings lie in sections, at most five deep") from error
     if raw is None:
         return {}
     if not isinstance(raw, dict):
