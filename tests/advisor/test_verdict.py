@@ -108,7 +108,7 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     monkeypatch.setattr(capacities, "PRECISION", 0.5)
     costs = tmp_path / "costs.json"
     costs.write_bytes(msgspec.json.encode(SMALL))
-    asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--json")
+    asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05")
     modes = ("--modes", "aggregated", "disaggregated")
     assert main([*ASKED, *asked, *modes, "--output", str(tmp_path / "out")]) == 0
     captured = capsys.readouterr()
@@ -191,7 +191,7 @@ def answer_with(
     monkeypatch.setattr(verdict, "plan_for", servers.plan_for)
     monkeypatch.setattr(verdict, "compare", servers.compare)
     monkeypatch.setattr(verdict, "learn_kind", lambda url, mode, seed: SMALL)
-    monkeypatch.setattr(verdict, "simulated_capacity", lambda *_: 3.0)
+    monkeypatch.setattr(verdict, "simulated_capacity", lambda *_, **__: 3.0)
     monkeypatch.setattr(verdict, "interrupt_once", lambda: None)
     asked = ("--slo", "ttft=1", "--rates", "1,2.5,4,6", "--json", "--output", str(tmp_path))
     code = main([*ASKED, *asked])
