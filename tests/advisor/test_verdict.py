@@ -113,7 +113,7 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     assert main([*ASKED, *asked, *modes, "--output", str(tmp_path / "out")]) == 0
     captured = capsys.readouterr()
     told = json.loads(captured.out.splitlines()[-1])
-    assert captured.err.count("requests a second: ") > 10, "what is tried is told while it is"
+    assert captured.err.count("requests a second: ") > 5, "what is tried is told while it is"
     assert told["basis"] == "simulation alone"
     assert told["best"] in ("aggregated", "disaggregated")
     assert told["modes"].keys() == {"aggregated", "disaggregated"}
