@@ -206,7 +206,7 @@ def _bounds(request: GenerateRequest, last_token: int) -> Iterator[tuple[str, bo
 
 
 def _are_tokens(values: tuple[int, ...], last: int) -> bool:
-    return not values or (all(type(value) is int for value in values) and min(values) >= 0 and max(values) <= last)
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= last)
 
 
 _MAX_NUMBER = 3e38  # of fp32, which logits are

@@ -75,3 +75,30 @@ def test_every_command_is_there_and_knows_its_options(
     with pytest.raises(SystemExit, match="0"):
         main([*command.split(), "--help"])
     assert options - set(OPTION.findall(capsys.readouterr().out)) == set()
+
+
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = {named for page in PAGES for named in NAMED_TEST.findall(page.read_text(encoding="utf-8"))}
+    missing = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if not re.search(rf"^(?:async )?def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert named
+    assert missing == []
+
+
+def test_every_promise_of_security_has_a_test_that_holds_it() -> None:
+    promised = (
+        (ROOT / "SECURITY.md")
+        .read_text(encoding="utf-8")
+        .partition("## What is promised")[2]
+        .partition("## What is not")[0]
+    )
+    rows = [line for line in promised.splitlines() if line.startswith("| ") and "held by" not in line]
+    assert len(rows) > 20
+    assert [row for row in rows if not NAMED_TEST.search(row)] == []
+    assert [line for line in promised.splitlines() if line.startswith("- ")] == []  # a promise is a row

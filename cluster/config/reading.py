@@ -85,12 +85,16 @@ def setting_paths(kind: type[Section], path: str = "") -> Iterator[str]:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none, or has a key twice."""
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path}: is no regular file")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _KeysOnce)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is nested too deep: settings lie in sections, at most five deep") from error
     except Exception as error:  # a text such as 2026-02-30 raises whatever its type's constructor does
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split()) or type(error).__name__}") from error
     if raw is None:

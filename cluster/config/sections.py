@@ -40,6 +40,8 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,*]+)$", max_length=256)]
 """As a browser sends it: scheme, host and, unless it is the scheme's own, port; no path. `*` is any."""
+Host = Annotated[str, StringConstraints(pattern=r"^(\*|[^/\s,*:]+)$", max_length=253, to_lower=True)]
+"""As a client names it, without the port. `*` is any."""
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc", "nixl"]
 
 
@@ -345,6 +347,10 @@ class RouterSection(Placement, PipelineConfig):
     cors_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     """Origins, such as `https://chat.example.org`, whose pages may use the API from a browser; `"*"`: any page. Nobody
     else's browser is served (docs/page.md#other-sites-pages)."""
+    hosts: tuple[Host, ...] = Field(default=(), strict=False)
+    """Names, such as `llm.example.org`, that a server without API keys may be called by; `"*"`: any. Addresses, names
+    without a dot, those under `.localhost`, `.local` and `.internal`, and the machine's own are known; another name may
+    be one that somebody's page has lead here (docs/page.md#other-sites-pages). With API keys any name is taken."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
     """What a worker has under way when it is taken down (scale-down, rolling update) may take so long; the rest goes on
     at other workers then. Serve ends the worker's process 10 s later at the latest."""

@@ -7,6 +7,7 @@ is to end let go of what they have under way.
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
 from twostroke.cluster.deployments.key_watch import KeyWatch
-from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches, is_loopback
+from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches
 from twostroke.protocol.clock import Clock, draw_epoch
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.network import TcpNetwork
@@ -185,7 +186,7 @@ class RouterReplica:
                 strict=settings.router.strict,
                 has_page=settings.router.page,
                 cors_origins=settings.router.cors_origins,
-                is_local=is_loopback(host) and not tenants,
+                hosts=(*settings.router.hosts, *await asyncio.to_thread(_own_names)),
             ),
             tokenizer=TextTokenizer.load(folder, settings.chat_template, settings.model.response_template),
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
@@ -261,6 +262,11 @@ class RouterReplica:
                 await watch.close()
         if self._service is not None:
             await self._service.close()
+
+
+def _own_names() -> set[str]:
+    """What this machine is called. DNS may take its time."""
+    return {socket.gethostname().lower(), socket.getfqdn().lower()}
 
 
 def _host() -> str:

@@ -2,11 +2,17 @@
 
 Everything listens on the loopback address, except what README.md and docs name: Serve's replicas accept calls on all
 interfaces (authenticated by Ray's token), and so do HAProxy's pages of statistics.
+
+Whoever has Ray's token runs code in our processes, so each run draws its own, and keeps it in the environment of these
+processes, which is their user's alone. Ray's own way is a file for all runs that everybody on the machine may read, and
+folders for its sockets and logs that everybody may write to.
 """
 
 import contextlib
 import os
+import secrets
 import socket
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,10 +22,34 @@ from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE, write_haproxy
 from twostroke.cluster.deployments.proxies import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
+LONGEST_FOLDER = 40  # of Ray's sessions, whose sockets have paths of 107 bytes at most
 
 
 class StartFailed(Exception):
     """The server did not come up. The message is for people."""
+
+
+def ray_folder() -> Path:
+    """Where Ray keeps the sockets and logs of this user's servers: the same folder each time.
+
+    Ray lets everybody write to the folder that it is given, so that lies in one which is the user's alone.
+    """
+    name = f"twostroke-{os.geteuid()}/ray"
+    folder = Path(tempfile.gettempdir()) / name
+    return folder if len(str(folder)) <= LONGEST_FOLDER else Path("/tmp") / name
+
+
+def private_ray_folder() -> Path:
+    """`ray_folder`, whose parent is made where it is missing. Raises StartFailed where that is not the user's alone."""
+    folder = ray_folder().parent
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise StartFailed(
+            f"{folder} must be a folder that is yours alone (mode 0700), for Ray's sockets and logs: remove it, or "
+            "name another place for it in TMPDIR"
+        )
+    return ray_folder()
 
 
 def free_ports(count: int) -> list[int]:
@@ -52,6 +82,9 @@ def ray_environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
     """Ray's switches that exist as environment variables alone. They must be set before Ray is imported."""
     switches = {
         **SWITCHES,
+        # Also where a shell opted out, or has a cluster's token.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # Named after the systems where it is the default: Ray takes 127.0.0.1 for the node's address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # Nobody balances load over one machine's routers, and so nobody must hear first that one leaves.
@@ -75,8 +108,7 @@ def local_ray(
     (`commands/serve.py`).
     """
     with tempfile.TemporaryDirectory(prefix="twostroke-", ignore_cleanup_errors=True) as folder:
-        # Ray's own choice is to ask for a token; a shell that opted out must not open our ports to all on this machine.
-        os.environ.pop("RAY_AUTH_MODE", None)
+        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
         # Over what a shell or deploy/Dockerfile has for the nodes of a cluster.
         os.environ.update(ray_environment(Path(folder), haproxy=haproxy))
         import ray
@@ -89,6 +121,7 @@ def local_ray(
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
                 include_dashboard=False,
+                _temp_dir=str(private_ray_folder()),
                 log_to_driver=verbose,
                 logging_level="INFO" if verbose else "ERROR",
             )

@@ -7,7 +7,7 @@ decoders compute: a file that has it describes another model than the one that w
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from twostroke.model.architectures.families.family import ConfigFields, Family
+from twostroke.model.architectures.families.family import ConfigFields, Family, shown
 from twostroke.model.config import ModelConfig
 
 INERT = frozenset(
@@ -67,8 +67,8 @@ def check_unread(fields: ConfigFields, family: Family, config: ModelConfig) -> N
             if name in CHANGES and not _is_among(said, harmless):
                 raise part.error(
                     name,
-                    f"{said!r} changes what a model computes, and {family.architecture} does not have it here: take a "
-                    "model without, or remove the field if it says nothing of this one",
+                    f"{shown(said)} changes what a model computes, and {family.architecture} does not have it here: "
+                    "take a model without, or remove the field if it says nothing of this one",
                 )
         _check_windows(part, config)
 

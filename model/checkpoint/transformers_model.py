@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from twostroke.model.architectures.families.family import MOST_EXPERTS, MOST_LAYERS, shown
 from twostroke.model.architectures.transformers_decoder import (
     ATTENTION,
     AttentionCall,
@@ -489,6 +490,9 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     def refused(field: str, why: str) -> ConfigError:
         return ConfigError(f"{source}: {field}: {why}")
 
+    for field, most in _MOST_OF.items():
+        if isinstance(count := raw.get(field), int) and count > most:
+            raise refused(field, f"{shown(count)} is more than any model has: at most {most} are taken")
     kind, architectures = raw.get("model_type"), raw.get("architectures") or []
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
@@ -524,6 +528,10 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     return config
 
 
+_MOST_OF = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MOST_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), MOST_EXPERTS),
+}
 _VERSION = transformers.__version__
 # Tensors that attention may be handed and needs not: ours takes positions and masks from the layout.
 _IGNORED_TENSORS = {"position_ids", "cache_position"}

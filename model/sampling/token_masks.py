@@ -87,7 +87,9 @@ class MaskFiller:
         try:
             row_bytes = words.shape[1] * words.itemsize
             self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, row_bytes, len(words))
-        except ValueError:
+        except (MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # llguidance may panic, which is no Exception
             return False
         return True
 

@@ -104,7 +104,8 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     app.include_router(feed)
     # The last one is passed first.
     app.add_middleware(Authentication, tenants=service.tenants)
-    app.add_middleware(Origins, allowed=service.config.cors_origins, is_local=service.config.is_local)
+    hosts = None if service.tenants else service.config.hosts
+    app.add_middleware(Origins, allowed=service.config.cors_origins, hosts=hosts)
     if service.config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -17,7 +17,9 @@ from twostroke.router.http.tenants import Tenant, Tenants
 from twostroke.router.observe.access_log import MINTED, exchange_of
 from twostroke.router.observe.log_format import REQUEST_ID
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+HEALTH_PATHS = frozenset({"/health", "/ready"})
+"""Tell nothing but that, so whoever balances loads may ask by any name."""
+OPEN_PATHS = frozenset({*HEALTH_PATHS, "/"})
 OPEN_FOLDER = "/page/"
 """Answer everybody, with or without a key: the page has no data of its own."""
 
@@ -63,27 +65,30 @@ class Origins:
     and pages can't change that. Whoever sends no such header is no browser, and passes.
 
     Nor is it enough that page and server have one name: whoever owns a name in public DNS can have it lead to our
-    loopback address once his page is open. So where `is_local`, such a name must be that of an `allowed` origin.
+    address once his page is open, wherever we listen. A key keeps such a page out. Where none is asked for, `hosts` are
+    the public names that we are called by, beside those of `allowed` origins; None: any, since a key is asked for.
 
     For an app with `Exchanges`.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str], *, is_local: bool):
+    def __init__(self, app: ASGIApp, allowed: Collection[str], *, hosts: Collection[str] | None):
         self._app = app
         self._allowed = allowed
-        self._allowed_hosts = {_hostname(origin.partition("://")[2]) for origin in allowed}
-        self._is_local = is_local
+        self._hosts = None
+        if hosts is not None and "*" not in (*allowed, *hosts):
+            origins = (origin.partition("://")[2] for origin in allowed)
+            self._hosts = {_hostname(name).removesuffix(".") for name in (*hosts, *origins)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             error = None
             if not self._takes_page(headers):
-                error = _cross_origin("a browser sends this for the page of another site", "Origin")
-            elif not self._takes_host(headers.get("host", "")):
-                error = _cross_origin(
-                    "this server listens on a loopback address, and is called by a public name", "Host"
-                )
+                way_out = "name the page's origin in router.cors_origins"
+                error = _cross_origin("a browser sends this for the page of another site", way_out, "Origin")
+            elif scope["path"] not in HEALTH_PATHS and not self._takes_host(headers.get("host", "")):
+                way_out = "name it in router.hosts, or have the server ask for API keys"
+                error = _cross_origin("this server is not known by the name that it is called by", way_out, "Host")
             if error is not None:
                 exchange_of(HTTPConnection(scope)).refuses(error)
                 await error_response(error, scope)(scope, receive, send)
@@ -91,10 +96,10 @@ class Origins:
         await self._app(scope, receive, send)
 
     def _takes_host(self, host: str) -> bool:
-        if not self._is_local or "*" in self._allowed:
+        if self._hosts is None:
             return True
-        name = _hostname(host)
-        return _is_private(name) or name in self._allowed_hosts
+        name = _hostname(host).removesuffix(".")
+        return _is_private(name) or name in self._hosts
 
     def _takes_page(self, headers: Headers) -> bool:
         origin = headers.get("origin")
@@ -108,9 +113,8 @@ class Origins:
         return site in ("none", "same-origin") or headers.get("sec-fetch-dest") == "document"
 
 
-def _cross_origin(message: str, param: str) -> RequestError:
-    way_out = "to allow it, name the page's origin in router.cors_origins"
-    return RequestError(f"{message}; {way_out}", param=param, code="cross_origin", status=403)
+def _cross_origin(message: str, way_out: str, param: str) -> RequestError:
+    return RequestError(f"{message}; to allow it, {way_out}", param=param, code="cross_origin", status=403)
 
 
 def _hostname(host: str) -> str:
@@ -123,7 +127,7 @@ def _is_private(name: str) -> bool:
     """Whether public DNS can't lead here by it: an address, a name without a dot, or under a domain kept for that."""
     if "." not in name or name.startswith("["):
         return True
-    last = name.removesuffix(".").rpartition(".")[2]
+    last = name.rpartition(".")[2]
     return last.isdigit() or last in ("localhost", "local", "internal")
 
 

@@ -67,7 +67,7 @@ class ServiceConfig:
     strict: bool = False  # requests with unknown fields are refused
     has_page: bool = True  # at `/`
     cors_origins: tuple[str, ...] = ()  # whose pages may use the API from a browser; "*": any
-    is_local: bool = False  # it listens on a loopback address, and needs no keys
+    hosts: tuple[str, ...] = ()  # public names that it may be called by where no key is asked for; "*": any
     follow_s: float = 0.5  # how often the fleet is looked at between requests
     version: str = field(default_factory=partial(version, "twostroke"))
 

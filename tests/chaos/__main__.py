@@ -28,6 +28,7 @@ from tests.chaos.models import NAMES, WITH_EXPERTS, model_path
 from tests.chaos.stalled_clients import StalledClients
 from tests.chaos.ties import unsteady
 from tests.chaos.verdict import Verdict, judge
+from twostroke.cluster.local.ray import ray_folder
 from twostroke.protocol.errors import ConfigError
 
 LEASE_S = 10.0  # the longest that blocks of a lost router are held (token_channel.lease_s)
@@ -60,7 +61,7 @@ def main() -> int:
             path = model_path(arguments.model, Path(folder))
             verdict = asyncio.run(run(arguments, path, Path(folder, "keys.yaml"), console, log))
     except (ConfigError, NotUp, NotBack) as error:
-        console.print(f"[red]{error}[/] (the server's words: {log}, /tmp/ray/session_*/logs)")
+        console.print(f"[red]{error}[/] (the server's words: {log}, {ray_folder()}/session_*/logs)")
         return 1
     show(verdict, console)
     print(json.dumps(verdict.summary))

@@ -1,13 +1,12 @@
 """Clients that stall: they send a part of a request and nothing more, or read the beginning of an answer and no more.
 
-The server has to end each of these connections in time. Whether it did is asked at the end of a run, since it may take
-as long as HAProxy's own deadline.
+The server has to end each connection with half a request in time. Whether it did is asked at the end of a run, since it
+may take as long as HAProxy's own deadlines.
 """
 
 import asyncio
 import json
 import socket
-import time
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -17,9 +16,10 @@ from twostroke.cluster.deployments.haproxy import REQUEST_S
 Part = Literal["head", "body", "large body"]
 
 COUNT = 24  # connections at once
-ENDED_S = REQUEST_S + 15.0  # from a connection's opening to its end, at most
+CLIENT_SILENT_S = 60.0  # `timeout client` of Serve's HAProxy: a client whose request was answered before its end
+ENDED_S = max(REQUEST_S, CLIENT_SILENT_S) + 15.0  # from a connection's opening to its end, at most
 LARGE_BYTES = 65536  # more than a buffer of HAProxy, so that the router has the beginning
-_SCORED_PROMPTS, _PROMPT_TOKENS = 3, 900  # their log-probabilities are more than sockets hold on the way
+_SCORED_PROMPTS, _PROMPT_TOKENS = 3, 900  # 2 MB of log-probabilities
 
 
 class StalledClients:
@@ -67,10 +67,11 @@ class StalledClients:
         """Connections that the server did not end in time; waits until that is known of each."""
         return [await task for task in self._ended].count(False)
 
-    async def read_nothing(self, timeout_s: float) -> bool:
-        """Ask for a large stream, read its beginning, and the rest after `timeout_s` and some more; whether it was cut.
+    async def read_nothing(self, silent_s: float) -> str:
+        """Ask for a large stream, read its beginning, and the rest after `silent_s`; returns how it ended.
 
-        False where the request was refused, or the answer broke off by itself.
+        Sockets hold megabytes on the way, so the rest may have waited there; else the server has cut the stream.
+        Returns nothing where the request was refused.
         """
         body = {
             "model": MODEL,
@@ -93,13 +94,10 @@ class StalledClients:
                 async with asyncio.timeout(ENDED_S):
                     came = await loop.sock_recv(connection, 512)
                     if b" 200 " not in came:
-                        return False
-                    stalled_at = time.monotonic()
-                    await asyncio.sleep(timeout_s + 3.0)  # the fault: it reads nothing meanwhile
+                        return ""
+                    await asyncio.sleep(silent_s)  # the fault: it reads nothing meanwhile
                     while data := await loop.sock_recv(connection, 65536):
                         came = came[-16:] + data
-            except TimeoutError:
-                return False
-            except ConnectionError:  # cut, and what was on its way thrown away
-                return True
-        return b"[DONE]" not in came and time.monotonic() > stalled_at + timeout_s
+            except (TimeoutError, ConnectionError):  # cut, and what was on its way thrown away
+                return "cut"
+        return "whole" if b"[DONE]" in came else "cut"

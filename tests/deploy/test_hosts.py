@@ -25,6 +25,7 @@ from tests.deploy.programs import (
     serve_config,
     text_of,
 )
+from twostroke.cluster.commands.serve import REQUIRE_KEYS
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE
 from twostroke.cluster.deployments.proxies import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
@@ -229,6 +230,7 @@ def test_the_linter_finds_nothing() -> None:
 def test_the_images_environment_is_that_of_ray_env() -> None:
     environment = dict(part.split("=", 1) for line in instructions("ENV") for part in line.split())
     assert {name: environment.get(name) for name in ray_env()} == ray_env()
+    assert environment[REQUIRE_KEYS] == "1"
     assert {name for name in environment if name.startswith("RAY_")} == ray_env().keys()
     assert environment["PATH"].startswith(f"{INSTALLED}/bin:")
 

@@ -6,6 +6,7 @@ KubeRay's is checked at every depth, in the oldest version that will do and in t
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -438,8 +439,13 @@ def test_the_head_keeps_its_state_in_the_redis_beside_it_with_its_password(overl
     assert [one["containerPort"] for one in redis["ports"]] == [int(port)]
     (password,) = redis["env"]
     assert password["valueFrom"] == options["redisPassword"]["valueFrom"]
-    assert redis["args"][-2:] == ["--requirepass", f"$({password['name']})"]
-    kept = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
+    assert password["valueFrom"]["secretKeyRef"]["key"] == "redis_password"  # of nothing else
+    (script,) = redis["args"]
+    server, _, settings = script.partition("<<END\n")
+    assert settings == f"requirepass ${password['name']}\nEND\n"
+    _, _, *words, stdin = shlex.split(server)
+    assert stdin == "-"
+    kept = dict(zip(words[::2], words[1::2], strict=True))
     assert kept["--appendonly"] == "yes"
     (volume,) = template["spec"]["volumes"]
     assert redis["volumeMounts"] == [{"name": volume["name"], "mountPath": kept["--dir"]}]
@@ -450,15 +456,18 @@ def test_the_head_keeps_its_state_in_the_redis_beside_it_with_its_password(overl
 def test_redis_takes_the_pods_arguments(tmp_path: Path) -> None:
     program = needed("redis-server")
     (deployment,) = [one for one in of_kind("aws", "Deployment") if one["metadata"]["name"] == "twostroke-redis"]
-    arguments = [
-        one.replace("$(REDIS_PASSWORD)", "s3").replace("/data", str(tmp_path))
-        for one in container(deployment["spec"]["template"])["args"][1:]
-    ]
+    pod = container(deployment["spec"]["template"])
     address = tmp_path / "redis.sock"
-    command = [program, *arguments, "--port", "0", "--unixsocket", str(address)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as redis:
+    (script,) = pod["args"]
+    script = script.replace("/data", str(tmp_path)).replace("redis-server", program)
+    script = script.replace(" - <<", f" --port 0 --unixsocket {address} - <<")
+    secret = {**environment(), "REDIS_PASSWORD": "s3"}
+    with subprocess.Popen([*pod["command"], script], env=secret, stdout=subprocess.DEVNULL) as redis:
         try:
             eventually("Redis listens", address.exists)
+            command_line = Path(f"/proc/{redis.pid}/cmdline").read_bytes()
+            assert b"redis-server" in command_line
+            assert b"s3" not in command_line
             with socket.socket(socket.AF_UNIX) as asking:
                 asking.connect(str(address))
                 for asked, answer in (("PING", b"-NOAUTH"), ("AUTH s3", b"+OK"), ("PING", b"+PONG")):

@@ -220,6 +220,23 @@ def test_a_body_that_trickles_is_refused_in_time_and_its_connection_closed(serve
     assert time.monotonic() < began + 20
 
 
+def test_nobody_else_on_this_machine_reaches_a_socket_or_the_token(server: Server) -> None:
+    """Sockets in the file system lie in folders that are the user's alone; the token is in no file."""
+    paths = set()
+    for pid in server.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            paths |= {one.laddr for one in psutil.Process(pid).net_connections("unix") if one.laddr.startswith("/")}
+    assert any(path.endswith("plasma_store") for path in paths)
+    assert [path for path in paths if not any(one.stat().st_mode & 0o077 == 0 for one in Path(path).parents)] == []
+    (router,) = processes_named("ServeReplica:twostroke:Router", server.processes())
+    environment = Path(f"/proc/{router}/environ").read_bytes().split(b"\0")
+    (token,) = [one.partition(b"=")[2] for one in environment if one.startswith(b"RAY_AUTH_TOKEN=")]
+    kept = Path.home() / ".ray" / "auth_token"
+    assert not kept.exists() or token not in kept.read_bytes()
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.processes()]
+    assert [command for command in commands if token in command] == []
+
+
 def test_the_router_process_has_no_torch(server: Server) -> None:
     processes = server.processes()
     (router,) = processes_named("ServeReplica:twostroke:Router", processes)

@@ -14,7 +14,7 @@ from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
 from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
 from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler, adjust
-from twostroke.model.step import Draw, is_penalised
+from twostroke.model.step import Draw, RowFault, is_penalised
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 VOCAB = 61
@@ -415,3 +415,21 @@ def test_a_bad_word_never_gets_its_last_token(outputs: list[int], banned: list[i
     adjust(logits, [0], [Draw(sampling, [5, 6, *outputs], 2)])
     assert (logits[0] == -math.inf).nonzero().flatten().tolist() == banned
     assert is_penalised(sampling)
+
+
+def test_a_row_that_can_not_be_adjusted_fails_alone(sampler: Sampler) -> None:
+    logits = random_logits(3, rows=5)
+    draws = [draw(temperature=1.0, seed=seed, logit_bias=((seed, 2.0),)) for seed in range(5)]
+    expected = sampler.sample(logits.clone(), draws, [8] * 5)
+    fault = RowFault()
+    broken = Draw(SamplingParams(logit_bias=((2**70, 1.0),)), HISTORY, 4, fault=fault)
+    found = sampler.sample(logits.clone(), [*draws[:2], broken, *draws[3:]], [8] * 5)
+    assert isinstance(fault.error, OverflowError)
+    assert found[:2] + found[3:] == expected[:2] + expected[3:]
+    with pytest.raises(OverflowError):
+        sampler.sample(logits.clone(), [Draw(broken.sampling, HISTORY, 4)], [8])
+
+
+def test_allowed_tokens_that_the_model_does_not_have_allow_nothing(sampler: Sampler) -> None:
+    drawn = sampler.sample(random_logits(4), [draw(allowed_token_ids=(10**6, 7, -3))], [8])
+    assert drawn == [SampledToken(7)]

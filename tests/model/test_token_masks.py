@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from twostroke.model.cpu.kernels.sampling import CpuSampling
 from twostroke.model.sampling.draws import TorchSampling
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
-from twostroke.model.step import Constraint, Draw
+from twostroke.model.step import Constraint, Draw, RowFault
 from twostroke.protocol.requests import SamplingParams
 
 PROMPT = [5, 6, 7]
@@ -179,6 +180,29 @@ def test_a_grammar_that_takes_too_much_is_tried_afresh_once_and_then_fails_at_it
         assert len(renewed) == number
     assert failing_at(a_constrained(compiled(250_000)), len(history)) is None
     assert len(renewed) == 2
+
+
+@pytest.mark.parametrize("num_cores", [1, 8], ids=["one by one", "at once"])
+def test_a_row_whose_mask_can_not_be_had_fails_alone(vocabulary: LLTokenizer, num_cores: int) -> None:
+    size = vocabulary.vocab_size
+    narrow, history = LLTokenizer("byte"), [*PROMPT]
+    draws = [a_draw(matcher_of(vocabulary, f"{letter}x"), history) for letter in "abcdefghij"]
+    expected = MaskFiller(size, num_cores).fill(draws, [3] * 10, [PROMPT[-1]] * 10)
+    faults = [RowFault() for _ in draws]
+    draws = [msgspec.structs.replace(draw, fault=fault) for draw, fault in zip(draws, faults, strict=True)]
+    draws[4] = Draw(
+        SamplingParams(), history, 3, constraint=Constraint(matcher_of(narrow, "ax"), fails), fault=faults[4]
+    )
+    masks = MaskFiller(size, num_cores).fill(draws, [3] * 10, [PROMPT[-1]] * 10)
+    assert masks is not None
+    assert expected is not None
+    assert [fault.error is None for fault in faults] == [row != 4 for row in range(10)]
+    assert isinstance(faults[4].error, ValueError)
+    for row in range(10):
+        assert row == 4 or np.array_equal(masks.words[row], expected.words[row])
+    assert (masks.words[4] == -1).all(), "what is drawn is thrown away"
+    with pytest.raises(ValueError, match="buffer size"):
+        fill(msgspec.structs.replace(draws[4], fault=None), 3, PROMPT[-1], size, num_cores)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 500])

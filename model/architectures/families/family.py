@@ -4,6 +4,7 @@ Everything that would make us compute something else than transformers is refuse
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
@@ -23,6 +24,11 @@ from twostroke.protocol.errors import ConfigError
 
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
+
+MOST_LAYERS, MOST_EXPERTS = 1000, 4096
+"""More than any model has: a file that says more is damaged, and its tensors' names alone would fill the memory."""
+_MOST_INTEGER = 2**53
+_MOST_NUMBER = sys.float_info.max
 
 _ROPE_TYPES = get_args(RopeType)
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -123,7 +129,10 @@ def with_experts(config: ModelConfig, experts: ExpertsSpec, dense_layers: Iterab
 
 def read_routing(fields: "ConfigFields", number: str, *, experts: int, top_k: int, normalises: bool = False) -> Routing:
     """Softmax over all experts, as many as the field `number` says. Raises ConfigError."""
-    count, chosen = fields.integer(number, default=experts), fields.integer("num_experts_per_tok", default=top_k)
+    count, chosen = (
+        fields.integer(number, default=experts, most=MOST_EXPERTS),
+        fields.integer("num_experts_per_tok", default=top_k),
+    )
     if chosen > count:
         raise fields.error("num_experts_per_tok", f"{chosen} are more than {number}, which is {count}")
     return Routing(count, chosen, normalises=normalises)
@@ -150,7 +159,7 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         raise fields.error(defaults.activation_field, what)
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
     rope, local_rope = _read_ropes(fields, max_position, head_dim, defaults)
-    num_layers, windows = fields.integer("num_hidden_layers"), defaults.windows
+    num_layers, windows = fields.integer("num_hidden_layers", most=MOST_LAYERS), defaults.windows
     has_window = [False] * num_layers if windows is None else _window_layers(fields, num_layers, windows)
     window = 0 if windows is None else _read_window(fields, max_position, windows)
     return ModelConfig(
@@ -302,6 +311,12 @@ def _yarn_attention_factor(rope: "ConfigFields", factor: float) -> float:
     return rope.number("attention_factor", default=default)
 
 
+def shown(value: object) -> str:
+    """A value of a file, in an error: its beginning."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < _MOST_INTEGER else "a number of many digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class ConfigFields:
     """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field.
 
@@ -362,30 +377,32 @@ class ConfigFields:
         """Whether it is set, and not empty."""
         return bool(self._ask(name))
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: int, most: int = _MOST_INTEGER) -> int:
         """An integer that is not negative."""
         value = self._get(name, default)
-        return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default, most)
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, most: int = _MOST_INTEGER) -> int:
         """A positive integer."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, f"expected a positive integer, found {value!r}")
+            raise self.error(name, f"expected a positive integer, found {shown(value)}")
+        if value > most:
+            raise self.error(name, f"{shown(value)} is more than any model has: at most {most} are taken")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(name, f"expected a positive number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
+            raise self.error(name, f"expected a positive number, found {shown(value)}")
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """So many positive finite numbers."""
         values = self._get(name, None)
         are_numbers = isinstance(values, list) and all(
-            isinstance(value, int | float) and 0 < value < math.inf for value in values
+            isinstance(value, int | float) and 0 < value <= _MOST_NUMBER for value in values
         )
         if not are_numbers or len(values) != count:
             raise self.error(name, f"expected a list of {count} positive numbers")

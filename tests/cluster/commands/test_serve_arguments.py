@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands import serve
 from twostroke.cluster.commands.serve import add_arguments, merged_settings
 from twostroke.cluster.config.config import read_config
 from twostroke.protocol.errors import ConfigError
@@ -45,3 +47,36 @@ def test_what_is_not_typed_is_not_set() -> None:
 def test_a_model_is_named_once() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         settings_of("bundled", "--model", "bundled")
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_served"),
+    [
+        ("--host 0.0.0.0", False),
+        ("--host 10.0.0.5", False),
+        ("--host 127.0.0.1", True),
+        ("--host 0.0.0.0 --api-key KEY", True),
+        ("--host 0.0.0.0 --without-keys", True),
+    ],
+)
+def test_the_image_serves_nobody_beyond_the_machine_without_keys_unless_it_is_told_to(
+    typed: str, is_served: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[str] = []
+    monkeypatch.setenv(serve.REQUIRE_KEYS, "1")
+    monkeypatch.setattr(serve, "check_port", lambda host, port: None)
+    monkeypatch.setattr(serve, "_look_after", lambda order, console, log: served.append(order.host))
+    code = main(["serve", "bundled", "--port", "18125", *typed.split()])
+    assert (code, len(served)) == ((0, 1) if is_served else (2, 0))
+    if not is_served:
+        assert "--without-keys to serve everybody" in capsys.readouterr().err
+
+
+def test_elsewhere_a_server_without_keys_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(serve.REQUIRE_KEYS, raising=False)
+    monkeypatch.setattr(serve, "check_port", lambda host, port: None)
+    monkeypatch.setattr(serve, "_look_after", lambda order, console, log: None)
+    assert main(["serve", "bundled", "--port", "18125", "--host", "0.0.0.0"]) == 0
+    assert "NO API KEYS" in capsys.readouterr().out

@@ -201,3 +201,37 @@ def test_why_serve_does_not_start_is_told_though_it_does_not_end_either(monkeypa
     with pytest.raises(StartFailed), local.local_ray(host="127.0.0.1", port=1, num_cpus=1, haproxy=False):
         raise AssertionError("nothing is to be served")
     assert ended == ["ray"]
+
+
+def test_each_run_draws_a_token_of_its_own_whatever_the_shell_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the cluster's")
+    first, second = (local.ray_environment(tmp_path, haproxy=False) for _ in range(2))
+    assert first["RAY_AUTH_MODE"] == second["RAY_AUTH_MODE"] == "token"
+    assert len({"the cluster's", first["RAY_AUTH_TOKEN"], second["RAY_AUTH_TOKEN"]}) == 3
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_rays_sockets_and_logs_are_in_a_folder_of_the_user_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "LONGEST_FOLDER", 1000)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = local.private_ray_folder().parent
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    assert local.private_ray_folder().parent == folder
+    folder.chmod(0o755)
+    with pytest.raises(StartFailed, match="yours alone"):
+        local.private_ray_folder()
+    folder.rmdir()
+    (tmp_path / "another's").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "another's")
+    with pytest.raises(StartFailed, match="yours alone"):
+        local.private_ray_folder()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/somewhere/" + "x" * 50)
+    assert str(local.ray_folder()).startswith("/tmp/twostroke-")

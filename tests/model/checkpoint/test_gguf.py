@@ -1,6 +1,7 @@
 """A GGUF file serves as the folder that it was made of would."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -290,4 +291,24 @@ def test_another_architecture_is_refused_by_name(kind: str, tmp_path: Path) -> N
     finish(writer)
     refused = rf"general\.architecture: '{kind}' is not supported, only llama.* are: take the model's safetensors"
     with pytest.raises(ConfigError, match=refused):
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("attention.head_count", "four", "llama.attention.head_count: expected a positive number, found 'four'"),
+        ("block_count", "two", "llama.block_count: expected an integer, found str"),
+        ("attention.head_count_kv", "two", "llama.attention.head_count_kv: expected a positive number, found 'two'"),
+        ("rope.freq_base", "high", "llama.rope.freq_base: expected a positive number, found 'high'"),
+        ("rope.dimension_count", "all", "llama.rope.dimension_count: expected a positive number, found 'all'"),
+        ("rope.scaling.factor", "twice", "llama.rope.scaling.factor: expected a number, found str"),
+        ("rope.scaling.type", 7, "llama.rope.scaling.type: expected text, found int"),
+        ("general.architecture", 7, "general.architecture: expected text, found int"),
+        ("general.sampling.temp", "hot", "general.sampling.temp: expected a number, found str"),
+    ],
+)
+def test_metadata_of_a_wrong_kind_is_refused_by_name(field: str, value: Any, told: str, tmp_path: Path) -> None:
+    write_metadata(tmp_path / "some.gguf", bundled_tokenizer(), **{field: value})
+    with pytest.raises(ConfigError, match=re.escape(told)):
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from twostroke.router.http.page import FOLDER
+from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 PRIVATE = ("127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost", "gpu-box:8000", "box.local", "host.docker.internal")
@@ -111,9 +112,10 @@ async def test_an_origin_that_is_allowed_is_served_and_told_so(site_of, until) -
         assert "access-control-allow-origin" not in other.headers
 
 
-async def test_a_public_name_that_leads_to_a_loopback_address_is_not_ours(site_of) -> None:
-    async with site_of(1, 1, is_local=True, cors_origins=("https://chat.example:444",)) as site:
-        for host in (*PRIVATE, "chat.example"):
+async def test_a_public_name_that_leads_here_is_not_ours_where_no_key_is_asked_for(site_of) -> None:
+    """Wherever the server listens: a page in somebody's browser reaches what he reaches."""
+    async with site_of(1, 1, hosts=("llm.example",), cors_origins=("https://chat.example:444",)) as site:
+        for host in (*PRIVATE, "chat.example", "llm.example", "LLM.example:8000", "llm.example."):
             assert (await site.http.get("/version", headers={"host": host})).status_code == 200, host
         for host in (
             "evil.example",
@@ -124,4 +126,27 @@ async def test_a_public_name_that_leads_to_a_loopback_address_is_not_ours(site_o
         ):
             origin = {"origin": f"http://{host}"}
             for headers in ({"host": host}, {"host": host, **origin}):
-                assert (await site.http.get("/version", headers=headers)).status_code == 403, host
+                refused = await site.http.get("/version", headers=headers)
+                assert refused.status_code == 403, host
+                assert "router.hosts" in refused.json()["error"]["message"]
+                assert (await site.http.post("/v1/completions", json=CHAT, headers=headers)).status_code == 403
+            assert (await site.http.get("/health", headers={"host": host})).status_code == 200  # a balancer's
+        assert not site.rig["d0"].seen
+
+
+@pytest.mark.parametrize("setting", [{"hosts": ("*",)}, {"cors_origins": ("*",)}])
+async def test_any_name_is_ours_where_it_is_said(setting: dict[str, tuple[str, ...]], site_of) -> None:
+    async with site_of(1, 1, **setting) as site:
+        assert (await site.http.get("/version", headers={"host": "evil.example"})).status_code == 200
+
+
+async def test_with_keys_any_name_is_ours_and_pages_of_others_get_nothing_all_the_same(site_of) -> None:
+    """A page that somebody's browser was led here by has no key."""
+    key, sha256 = new_key()
+    tenants = Tenants([KeyConfig(name="a", sha256=sha256)], secret=b"s", clock=lambda: 0.0)
+    async with site_of(1, 1, tenants=tenants) as site:
+        asked = {"host": "llm.example", "authorization": f"Bearer {key}"}
+        assert (await site.http.get("/version", headers=asked)).status_code == 200
+        assert (await site.http.get("/version", headers={"host": "evil.example"})).status_code == 401
+        asked["origin"] = "https://evil.example"
+        assert (await site.http.get("/version", headers=asked)).status_code == 403

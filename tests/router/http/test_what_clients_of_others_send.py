@@ -1,11 +1,13 @@
 """Fields and forms that clients of OpenAI, Anthropic and vLLM send, and that were refused or ignored in silence."""
 
+import asyncio
 import gzip
 import json
 
 import pytest
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.router.http import responses
 from twostroke.router.text.tokenizer import TextTokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -118,3 +120,33 @@ async def test_a_schema_that_can_not_be_held_whole_is_served_and_what_is_left_ou
         assert refused.status_code == 400
         plain = await site.http.post("/v1/chat/completions", json=CHAT)
         assert "x-schema-left-out" not in plain.headers
+
+
+async def raw(site, request):
+    """All bytes that come back over a socket."""
+    reader, writer = await asyncio.open_connection(*site.url.removeprefix("http://").split(":"))
+    writer.write(request.encode())
+    answer = await reader.read()
+    writer.close()
+    return answer.decode()
+
+
+def in_old_http(method, path, body=""):
+    return f"{method} {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+
+
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(site_of, monkeypatch):
+    async with site_of(0, 1, listen=True) as site:
+        asked = json.dumps({"model": "fake", "prompt": "import os", "seed": 5, "max_tokens": 3, "stream": True})
+        head, _, body = (await raw(site, in_old_http("POST", "/v1/completions", asked))).partition("\r\n\r\n")
+        assert "transfer-encoding" not in head.lower()
+        assert f"content-length: {len(body.encode())}" in head.lower()
+        events = body.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert all(event.startswith("data: {") for event in events[:-2])
+        assert len(events) >= 4
+        refused = await raw(site, in_old_http("GET", "/events"))
+        assert "505" in refused.splitlines()[0]
+        monkeypatch.setattr(responses, "MAX_COLLECTED_BYTES", 300)
+        refused = await raw(site, in_old_http("POST", "/v1/completions", asked))
+        assert "505" in refused.splitlines()[0]
