@@ -69,12 +69,13 @@ class ChatForms:
         """How calls of earlier turns are shown; None: in no way."""
         for is_null, is_text in product((False, True), (False, True)):
             form = CallForm(is_text, is_null, is_apart=False)
-            if not self._shows_call(form, says=""):
+            shown = self._shows_call(form, says="")
+            if not shown:
                 continue
             if self._shows_call(form, says=_SAID):
                 return form
-            apart = CallForm(is_text, is_null, is_apart=True)
-            return apart if self._shows_call(apart, says=_SAID) else form
+            apart = CallForm(is_text, is_null, is_apart=True)  # unless turns have to alternate
+            return apart if self._shows_call(apart, says=_SAID) >= shown else form
         return None
 
     @cached_property
@@ -89,16 +90,22 @@ class ChatForms:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the template has a place for tools."""
-        function = {"name": _NAME, "description": _VALUE, "parameters": {"type": "object", "properties": {}}}
-        return _NAME in self._rendered([_USER], tools=[{"type": "function", "function": function}])
+        parameters = {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": _SAID}},
+            "required": [_KEY],
+        }
+        function = {"name": _NAME, "description": _VALUE, "parameters": parameters}
+        text = self._rendered([_USER], tools=[{"type": "function", "function": function}])
+        return not text or _NAME in text  # a template that refuses says itself why
 
     @cached_property
     def shows_results(self) -> bool:
         """Whether messages of tools are shown."""
-        calls: list[Message] = []
+        turn = [_of("assistant", _SAID)]
         if self.call_form is not None:
-            calls = [*self._called({"role": "assistant", "content": "", "tool_calls": [_call(f'{{"{_KEY}": 1}}')]})]
-        return _RESULT in self._rendered([_USER, *(calls or [_of("assistant", _SAID)]), _result(), _USER])
+            turn = self._called({"role": "assistant", "content": "", "tool_calls": [_call(f'{{"{_KEY}": 1}}')]})
+        return any(_RESULT in text for text in map(self._rendered, _around(*turn)))
 
     @cached_property
     def _developer(self) -> str:
@@ -211,7 +218,8 @@ class ChatForms:
             arguments = written if form.has_text_arguments else value
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
-    def _shows_call(self, form: CallForm, *, says: str) -> bool:
+    def _shows_call(self, form: CallForm, *, says: str) -> set[int]:
+        """The conversations of `_around` in which a call is shown as calls are written, and what is said beside it."""
         arguments = {_KEY: _VALUE}
         calls: Message = {
             "role": "assistant",
@@ -224,12 +232,13 @@ class ChatForms:
         words = [_NAME, _KEY, _VALUE, says]
         # Text that was made JSON, and objects that were made text, are shown, but not as calls are written.
         wrong = (f'\\"{_KEY}', f"'{_KEY}'")
-        return any(
-            all(word in text for word in words)
+        return {
+            i
+            for i, text in enumerate(map(self._rendered, _around(*turn)))
+            if all(word in text for word in words)
             and not any(one in text for one in wrong)
             and text.count("None") <= self._num_nones  # else null is shown as a word
-            for text in map(self._rendered, _around(*turn))
-        )
+        }
 
     @cached_property
     def _num_nones(self) -> int:
@@ -282,8 +291,9 @@ def _bare(value: Any, quote: str) -> str:
 
 
 def _around(*turn: Message) -> list[list[Message]]:
-    """Conversations that have this turn, of which a template may refuse the first for its tool's message."""
-    return [[_USER, *turn, _result(), _USER], [_USER, *turn, _USER]]
+    """Conversations that have this turn: templates differ in what may follow it."""
+    called = [_USER, *turn, _result()]
+    return [called, [*called, _of("assistant", "zqthen"), _USER], [*called, _USER], [_USER, *turn, _USER]]
 
 
 def _nothing(form: CallForm) -> str | None:

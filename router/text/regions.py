@@ -19,7 +19,10 @@ MAX_MARK_CHARS = 256
 """Characters of a mark, and of what its pattern looks ahead at."""
 
 SEARCH_S = 0.05
-"""Seconds that a search of one pattern may take."""
+"""Seconds that a search of one pattern of others may take."""
+
+MAX_LOOK_CHARS = 2**14
+"""Characters behind a closing mark within a value, in which the value has to end: else the mark counts."""
 
 _KEPT_BEFORE = 64  # characters before the position, for patterns of others that look behind
 _CUT_AT = 2048  # characters that were told; cutting them off each time would cost more than to keep them
@@ -32,6 +35,7 @@ class Mark:
     pattern: Any  # of the module `regex`
     can_grow: bool = True  # a match at the end of the text may become longer
     is_first: bool = False  # it counts only where nothing but white space stands before it
+    search_s: float | None = None  # seconds that a search may take; None: it takes the text's length, whatever it says
 
     def __deepcopy__(self, memo: object) -> "Mark":
         return self  # a copy of a scanner is of the same marks
@@ -45,6 +49,15 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class ValueMarks:
+    """Texts around the values within a region, in which its closing mark may stand as a part of a value."""
+
+    begin: str
+    end: str
+    broken_by: tuple[str, ...]  # what stands in no value: one that it stands in has lost its end
+
+
+@dataclass(frozen=True)
 class Region:
     """A kind of text between marks."""
 
@@ -53,6 +66,7 @@ class Region:
     closes: tuple[Mark, ...] = ()  # none: it goes on to the end
     is_empty: bool = False  # it ends where it begins
     closes_always: bool = False  # its closing mark is none that a value would have in it
+    values: ValueMarks | None = None
 
     def __deepcopy__(self, memo: object) -> "Region":
         return self
@@ -73,8 +87,9 @@ class Regions:
                 name,
                 _marks(one.get("open", ())),
                 _marks(one.get("close", ())),
-                one.get("is_empty", False),
-                one.get("closes_always", False),
+                is_empty=one.get("is_empty", False),
+                closes_always=one.get("closes_always", False),
+                values=None if "values" not in one else _values(*one["values"]),
             )
             for name, one in said.items()
         ]
@@ -85,7 +100,9 @@ class Regions:
         """Take the regions of a response template in transformers' language."""
 
         def marks(pattern: Any, texts: list[str] | None, can_extend: bool) -> tuple[Mark, ...]:
-            return () if pattern is None else (Mark(pattern, texts is None or can_extend),)
+            if pattern is None:
+                return ()
+            return (Mark(pattern, texts is None or can_extend, search_s=SEARCH_S if texts is None else None),)
 
         regions = [
             Region(
@@ -100,6 +117,10 @@ class Regions:
     def without(self, names: Sequence[str]) -> "Regions":
         """These regions but for those of some names."""
         return Regions(tuple(one for one in self.explicit if one.name not in names), self.implicit)
+
+
+def _values(begin: str, end: str, *broken_by: str) -> ValueMarks:
+    return ValueMarks(begin, end, broken_by)
 
 
 def _marks(said: Sequence[Any]) -> tuple[Mark, ...]:
@@ -145,6 +166,8 @@ class RegionScanner:
         self._is_blank = True  # nothing but white space so far
         self._controls: list[int] = []  # where control tokens begin, in `_text`
         self._last_empty = -1  # where a region was opened by a mark without text
+        self._in_value = False  # of the open region, as far as `_value_at`
+        self._value_at = 0
         self._watch()
 
     def add(self, text: str, *, is_control: bool = False) -> Iterator[Event]:
@@ -159,6 +182,7 @@ class RegionScanner:
             self._at -= cut
             self._from -= cut
             self._last_empty -= cut
+            self._value_at -= cut
             self._next = {mark: (begin - cut, is_found) for mark, (begin, is_found) in self._next.items()}
             self._controls = [begin - cut for begin in self._controls if begin >= cut]
 
@@ -197,20 +221,51 @@ class RegionScanner:
                 return
             found = [(region, match) for region, match in matches if match is not None]
             longest = max(found, key=lambda one: int(one[1].end()), default=None)
-            if longest is None or not self._counts(longest[0], begin, longest[1].end()):
+            if longest is None:
                 self._from = begin + 1
+                continue
+            text_until = self._text_until(longest[0], begin, longest[1].end(), ends)
+            if text_until is None:
+                return
+            if text_until > begin:
+                self._from = text_until
             else:
                 yield from self._marked(*longest)
 
-    def _counts(self, region: Region, begin: int, end: int) -> bool:
-        """Whether the mark between two positions opens or closes this region."""
-        if region is self._open:  # a mark within a value is text, unless it is a control token
-            is_control = any(begin <= one < end for one in self._controls)
-            return is_control or region.closes_always or not self.is_inside_value
-        if begin == end and begin == self._last_empty:
-            return False  # regions would open and close here for ever
-        self._last_empty = begin if begin == end else -1
-        return True
+    def _text_until(self, region: Region, begin: int, end: int, ends: bool) -> int | None:
+        """How far the text goes on that a mark is in: `begin` where the mark counts. None: more text decides."""
+        if region is not self._open:
+            if begin == end and begin == self._last_empty:
+                return begin + 1  # regions would open and close here for ever
+            self._last_empty = begin if begin == end else -1
+            return begin
+        if region.closes_always or any(begin <= one < end for one in self._controls):
+            return begin
+        if region.values is not None:
+            return self._value_until(region.values, begin, ends)
+        return begin + 1 if self.is_inside_value else begin
+
+    def _value_until(self, values: ValueMarks, begin: int, ends: bool) -> int | None:
+        """How far the value goes on that this position is in, as `_text_until` has it."""
+        self._follow_values(values, begin)
+        if not self._in_value:
+            return begin
+        window = min(len(self._text), begin + MAX_LOOK_CHARS)
+        found = [at for mark in values.broken_by if (at := self._text.find(mark, begin, window)) >= 0]
+        end = self._text.find(values.end, begin, min(found, default=window))
+        if end >= 0:
+            return end + len(values.end)
+        return begin if found or ends or window == begin + MAX_LOOK_CHARS else None
+
+    def _follow_values(self, values: ValueMarks, end: int) -> None:
+        """Find out whether `end` is in a value."""
+        while True:
+            mark = values.end if self._in_value else values.begin
+            found = self._text.find(mark, self._value_at, end)
+            if found < 0:
+                self._value_at = max(self._value_at, end - len(mark) + 1)
+                return
+            self._value_at, self._in_value = found + len(mark), not self._in_value
 
     def _marked(self, region: Region, match: Any) -> Iterator[Event]:
         text = self._text[self._at : match.end()]
@@ -218,6 +273,7 @@ class RegionScanner:
         self._is_blank = False
         is_close = region is self._open
         self._open = self._regions.implicit if is_close or region.is_empty else region
+        self._in_value, self._value_at = False, self._at
         self._watch()
         yield Event("close" if is_close else "open", region.name, text, {} if is_close else match.groupdict())
         if region.is_empty:
@@ -229,6 +285,8 @@ class RegionScanner:
             text = self._text[self._at : end]
             self._at, self._from = end, max(self._from, end)
             self._is_blank = self._is_blank and text.isspace()
+            if self._open is not None and self._open.values is not None:
+                self._follow_values(self._open.values, end)
             yield Event("text", "" if self._open is None else self._open.name, text)
 
     def _nearest(self, mark: Mark, ends: bool) -> int:
@@ -237,7 +295,7 @@ class RegionScanner:
         if id(mark) in self._slow or (begin >= self._from and (is_found or begin == len(self._text))):
             return len(self._text) if id(mark) in self._slow else begin
         try:
-            match = mark.pattern.search(self._text, max(begin, self._from), partial=not ends, timeout=SEARCH_S)
+            match = mark.pattern.search(self._text, max(begin, self._from), partial=not ends, timeout=mark.search_s)
         except TimeoutError:
             self._slow.add(id(mark))
             match = None
@@ -253,7 +311,7 @@ class RegionScanner:
         is_end = ends and window == len(self._text)
         self.num_searched += window - begin
         try:
-            match = mark.pattern.match(self._text, begin, window, partial=not is_end, timeout=SEARCH_S)
+            match = mark.pattern.match(self._text, begin, window, partial=not is_end, timeout=mark.search_s)
         except TimeoutError:
             return None
         if match is None or is_end:

@@ -68,12 +68,13 @@ class ResponseLanguage:
             said = template["regions"].get(CALLS)
             self.calls = None if said is None else _calls_of_format(**said["calls"])
             self._anchor = regex.compile("|".join(map(regex.escape, template["anchors"])))
+            self._anchor_s: float | None = None
         else:
             spec = _response_template(template, origin)
             self.regions = Regions.of_template(spec)
             of_calls = spec.fields.get(CALLS)
             self.calls = None if of_calls is None else call_text(of_calls) or of_calls
-            self._anchor = spec.start_anchor_re
+            self._anchor, self._anchor_s = spec.start_anchor_re, SEARCH_S
         names = {one.name for one in self.regions.explicit}
         self._has_reasoning = not REASONING.isdisjoint(
             names | ({self.regions.implicit.name} if self.regions.implicit else set())
@@ -98,7 +99,7 @@ class ResponseLanguage:
         """The end of a prompt that belongs to the response already, because the template writes it."""
         end = len(prompt)
         try:
-            for match in self._anchor.finditer(prompt, timeout=SEARCH_S + len(prompt) / 1e6):
+            for match in self._anchor.finditer(prompt, timeout=self._anchor_s):
                 end = match.end()
         except TimeoutError:
             return ""

@@ -317,3 +317,16 @@ async def test_a_chat_without_a_limit_gets_one_that_the_response_may_hold(tokeni
 async def test_a_seed_of_minus_one_is_random_as_for_vllms_users(maker):
     seeds = {(await only(maker, seed=seed)).sampling.seed for seed in (-1, -1, None)}
     assert len(seeds) == 3
+
+
+async def test_a_model_that_thinks_and_knows_no_tools_thinks_before_it_calls():
+    speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}{# </think> #}")
+    assert speaker.response_template == "think"
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    for choice in ("auto", "required"):
+        chat = ChatRequest.model_validate({**asked, "tool_choice": choice})
+        (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
+        parser = job.chat.parser()
+        told = parser.add('<think>Hm.</think><tool_call>{"name": "rain", "arguments": {}}</tool_call>')
+        assert (told.reasoning, [call.name for call in told.calls]) == ("Hm.", ["rain"])
+        assert ("<think>" in job.request.grammar) == (choice == "required")

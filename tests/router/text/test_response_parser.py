@@ -203,3 +203,38 @@ def test_copies_of_a_parser_go_on_by_themselves(name, opening, text, expected):
             names = [call.name for one in told for call in one.calls if call.name]
             assert names == [name for name, _ in whole[2]], text[:at]
             assert whole[0].rstrip().endswith("".join(one.content for one in told).strip())
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "said"),
+    [
+        ("glm4", "<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>", "a</tool_call>b"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=rain>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>",
+            "a</function>\n</tool_call></function></tool_call>b",
+        ),
+        (
+            "gemma",
+            "<start_function_call>call:rain{{city:<escape>{}<escape>}}<end_function_call>",
+            "a<end_function_call>",
+        ),
+        ("gemma4", '<|tool_call>call:rain{{city:<|"|>{}<|"|>}}<tool_call|>', "<tool_call|>"),
+    ],
+)
+def test_a_closing_mark_within_a_value_is_a_part_of_the_value(name, call, said):
+    text = call.format(said) + call.format("Oslo") + "Done."
+    for pieces in ([text], [*text]):
+        content, _, calls = read(name, "", pieces)
+        assert (content, [json.loads(arguments)["city"] for _, arguments in calls]) == ("Done.", [said, "Oslo"])
+    broken = call.replace("</arg_value>", "").replace("\n</parameter>", "")
+    if broken == call:  # its marks are the same at both ends
+        return
+    text = broken.format("Oslo") + call.format("Bergen") + "Done."
+    for pieces in ([text], [*text]):  # a value that has lost its end takes no other call with it
+        content, _, calls = read(name, "", pieces)
+        assert (content, [json.loads(arguments) for _, arguments in calls]) == ("Done.", [{}, {"city": "Bergen"}])
+    parser = format_of(name).language.parser("", TOOLS)
+    told = [parser.add(broken.format("Oslo")), parser.add("x" * 20_000), parser.finish()]
+    assert [call.name for one in told for call in one.calls] == ["rain"]
+    assert "".join(one.content for one in told) == "x" * 20_000
