@@ -5,6 +5,7 @@ Progress goes to stderr; with --json the last line on stdout is one JSON object.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -219,7 +220,7 @@ def _prices(text: str | None) -> dict[str, float]:
             prices[name] = float(value)
         except ValueError:
             prices[name] = 0.0
-        if prices[name] <= 0:
+        if not 0 < prices[name] < math.inf:
             raise ConfigError(f"--price {text}: write NAME=USD for each, as in h100-80gb=2.5")
     return prices
 

@@ -52,7 +52,7 @@ class TokenSampler(Protocol):
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
         """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
 
-    def take(self, drawn: Tensor) -> "list[SampledToken] | DrawnTokens":
+    def take(self, drawn: Tensor, draws: Sequence[Draw]) -> "list[SampledToken] | DrawnTokens":
         """int64 [2, N]: tokens that were drawn without it, and whether their rows were broken."""
 
     @property
@@ -372,7 +372,7 @@ class ModelRunner:
                 found = largest_of_ranks(logits, self._decoder.vocab_size, self._parallel)
                 if self._sampler is None or found is None:
                     return self._silent(len(batch))
-                return self._drawn(self._sampler.take(found), batch, entries)
+                return self._drawn(self._sampler.take(found, draws), batch, entries)
             logits = gather_logits(logits, self._decoder.vocab_size, self._parallel)
         if self._sampler is None:
             return self._silent(len(batch))

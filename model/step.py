@@ -3,7 +3,7 @@
 Structs and no dataclasses, since each row of each step makes two: a frozen dataclass takes seven times as long to make.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -120,6 +120,10 @@ class ScoredRows(msgspec.Struct, frozen=True):
     ranks: NDArray[np.int32]  # [rows]
 
 
+class BrokenLogits(ArithmeticError):
+    """A row of logits without a number: the model's weights, or what is cached, are broken."""
+
+
 class RowFault:
     """Whether a step has failed at one request: the engine notes it, and goes on with the others.
 
@@ -135,6 +139,13 @@ class RowFault:
         """Keep the first error."""
         if self.error is None:
             self.error = error
+
+
+def note_broken(draws: Sequence[Draw], rows: Iterable[int]) -> None:
+    """These rows have nothing to draw from but NaN."""
+    for row in rows:
+        if (fault := draws[row].fault) is not None:
+            fault.note(BrokenLogits())
 
 
 class PromptReading:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
-from twostroke.model.step import Constraint, Engine, OnLayer
+from twostroke.model.step import BrokenLogits, Constraint, Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     EpochMismatch,
@@ -541,6 +541,9 @@ class Worker(ABC, Generic[JobT, CallT]):
 def failed_alone(request: GenerateRequest, error: BaseException) -> RequestError:
     """Log what one request has failed of; returns what its client is told. The error's own words may be the prompt's,
     and go nowhere."""
+    if isinstance(error, BrokenLogits):
+        _log.error("request %s has failed: its logits were NaN or infinite", request.request_id)
+        return RequestError("the model's logits were no numbers on this worker", code="broken_logits", status=503)
     name = type(error).__name__
     where = "".join(traceback.format_tb(error.__traceback__))
     _log.error("request %s has failed alone: %s\n%s", request.request_id, name, where)

@@ -85,8 +85,6 @@ def setting_paths(kind: type[Section], path: str = "") -> Iterator[str]:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none, or has a key twice."""
-    if path.exists() and not path.is_file():  # a FIFO would be waited for
-        raise ConfigError(f"{path}: is no regular file")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _KeysOnce)
     except ConfigError as error:

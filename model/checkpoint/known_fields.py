@@ -57,20 +57,29 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 """Fields that change what some decoder computes, tensors being the same, and the values with which they don't."""
 
 
+ROPE_CHANGES: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("short_mscale", "long_mscale", "alpha"), (None, 1))
+"""The same of the objects that describe the rotation."""
+
+
 def check_unread(fields: ConfigFields, family: Family, config: ModelConfig) -> None:
     """Raises ConfigError for a field that would change the arithmetic, and that the family has not read."""
     is_of_text = fields.value("text_config") is not None and "text_config" not in fields.unread()
     for part in (fields, *((fields.object("text_config"),) if is_of_text else ())):
-        for name in part.unread():
-            said = part.value(name)
-            harmless = (*CHANGES.get(name, ()), *family.always.get(name, ()))
-            if name in CHANGES and not _is_among(said, harmless):
-                raise part.error(
-                    name,
-                    f"{shown(said)} changes what a model computes, and {family.architecture} does not have it here: "
-                    "take a model without, or remove the field if it says nothing of this one",
-                )
+        _check_changes(part, CHANGES, family)
+        for name in ("rope_scaling", "rope_parameters"):
+            _check_changes(part.object(name), ROPE_CHANGES, family)
         _check_windows(part, config)
+
+
+def _check_changes(fields: ConfigFields, changes: Mapping[str, tuple[Any, ...]], family: Family) -> None:
+    for name in fields.unread():
+        said, harmless = fields.value(name), (*changes.get(name, ()), *family.always.get(name, ()))
+        if name in changes and not _is_among(said, harmless):
+            raise fields.error(
+                name,
+                f"{shown(said)} changes what a model computes, and {family.architecture} does not have it here: take a "
+                "model without, or remove the field if it says nothing of this one",
+            )
 
 
 def _is_among(said: object, harmless: Collection[object]) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised
+from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised, note_broken
 from twostroke.protocol.requests import SampledToken
 
 LEAST_LOGPROB = -9999.0
@@ -65,7 +65,7 @@ class Sampler:
             return []
         logits = logits.detach().contiguous()
         tokens, maxima = self._kernels.argmax(logits)
-        self._mend(logits, tokens, maxima)
+        self._mend(logits, tokens, maxima, draws)
 
         reported = np.array([i for i, draw in enumerate(draws) if draw.sampling.logprobs is not None], np.int64)
         adjusted = [i for i, draw in enumerate(draws) if draw.is_adjusted]
@@ -99,10 +99,12 @@ class Sampler:
             ids[:, 1:].astype("<i4"), self._logprobs(logits, rows, ids).astype("<f4"), ranks.cpu().numpy().astype("<i4")
         )
 
-    def take(self, drawn: Tensor) -> list[SampledToken]:
-        """Of what `largest_of_ranks` found."""
-        self.num_broken_rows += int(drawn[1].sum())
-        return [SampledToken(token) for token in drawn[0].tolist()]
+    def take(self, drawn: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
+        """Of what `largest_of_ranks` found for these draws."""
+        tokens, are_broken = drawn.tolist()
+        self.num_broken_rows += sum(are_broken)
+        note_broken(draws, unsound_rows(tokens, are_broken))
+        return [SampledToken(token) for token in tokens]
 
     def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of `ids` [R, K] in `rows` [R]."""
@@ -113,8 +115,11 @@ class Sampler:
         np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
         return logprobs
 
-    def _mend(self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32]) -> None:
-        """Take NaN and +inf out of rows that hold any, which shows in their largest logit."""
+    def _mend(
+        self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32], draws: Sequence[Draw] = ()
+    ) -> None:
+        """Take NaN and +inf out of rows that hold any, which shows in their largest logit. A row of nothing else is the
+        fault of its draw."""
         broken = np.flatnonzero(np.isnan(maxima) | (maxima == np.inf))
         if broken.size == 0:
             return
@@ -123,6 +128,8 @@ class Sampler:
         largest = torch.finfo(torch.float32).max
         logits[rows] = logits[rows].nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
         tokens[broken], maxima[broken] = self._kernels.argmax(logits[rows])
+        if draws:
+            note_broken(draws, [int(row) for row in broken if maxima[row] == -np.inf])
 
     def _with_logprobs(
         self, raw: Tensor, tokens: NDArray[np.int64], reported: NDArray[np.int64], draws: Sequence[Draw]
@@ -140,6 +147,11 @@ class Sampler:
             top = tuple(zip(row_ids[1 : count + 1], row_logprobs[1 : count + 1], strict=True))
             results[i] = SampledToken(row_ids[0], row_logprobs[0], top)
         return results
+
+
+def unsound_rows(tokens: Sequence[int], are_broken: Sequence[int]) -> list[int]:
+    """Rows of broken logits of which nothing was left: token 0 stands for that."""
+    return [row for row, (token, broken) in enumerate(zip(tokens, are_broken, strict=True)) if broken and token == 0]
 
 
 def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Sequence[int]) -> DrawBatch:

@@ -14,11 +14,12 @@ from tests.integration.local_fleet import GREEDY, Served, Shape, serve
 from tests.integration.test_structured_output import site
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint, PromptReading
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, ReadingParams, SamplingParams
 from twostroke.router.observe.stages import Stages
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.worker.life import MOST_BROKEN_REQUESTS
 
 PADDED = 4160
 """Tokens of the model below; its tokenizer has 4096."""
@@ -192,3 +193,25 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
             await served.idle()
 
     asyncio.run(play())
+
+
+async def test_a_worker_with_broken_logits_answers_nothing_and_is_unhealthy(folder: Path) -> None:
+    async with serve(folder, Shape(None, num_blocks=256, num_decode=2)) as served:
+        alone = [await answer(served, a_request(prompt)) for prompt in PROMPTS]
+        worker = served.fleet.worker("decode", 1)
+        sampler = worker._equipment.engine._runner._sampler  # type: ignore[attr-defined]
+        sample = sampler.sample
+        sampler.sample = lambda logits, *rest: sample(logits.fill_(float("nan")), *rest)
+        for _ in range(8):
+            asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
+            assert await asyncio.gather(*asked) == alone, "the other worker answers"
+        info = served.fleet.infos[1]
+        for number in range(MOST_BROKEN_REQUESTS):
+            one = a_request((5, 6, 7), request_id=f"r{number}", router_id="router")
+            with pytest.raises((RequestError, WorkerLost)):
+                await served.fleet.decode(info.peer, one, None)
+        with pytest.raises(
+            WorkerLost, match="requests were NaN or infinite: the model's weights or its cache are broken"
+        ):
+            worker.check_health()
+        served.fleet.worker("decode", 0).check_health()

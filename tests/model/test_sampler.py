@@ -14,7 +14,7 @@ from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
 from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
 from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler, adjust
-from twostroke.model.step import Draw, RowFault, is_penalised
+from twostroke.model.step import BrokenLogits, Draw, RowFault, is_penalised
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 VOCAB = 61
@@ -427,9 +427,22 @@ def test_a_row_that_can_not_be_adjusted_fails_alone(sampler: Sampler) -> None:
     assert isinstance(fault.error, OverflowError)
     assert found[:2] + found[3:] == expected[:2] + expected[3:]
     with pytest.raises(OverflowError):
-        sampler.sample(logits.clone(), [Draw(broken.sampling, HISTORY, 4)], [8])
+        sampler.sample(logits[:1].clone(), [Draw(broken.sampling, HISTORY, 4)], [8])
 
 
 def test_allowed_tokens_that_the_model_does_not_have_allow_nothing(sampler: Sampler) -> None:
     drawn = sampler.sample(random_logits(4), [draw(allowed_token_ids=(10**6, 7, -3))], [8])
     assert drawn == [SampledToken(7)]
+
+
+def test_a_row_without_a_number_is_its_draws_fault(sampler: Sampler) -> None:
+    logits = random_logits(5, rows=3)
+    logits[1], logits[2, 4] = math.nan, math.nan
+    faults = [RowFault() for _ in range(3)]
+    draws = [Draw(SamplingParams(seed=row), HISTORY, 4, fault=fault) for row, fault in enumerate(faults)]
+    sampler.sample(logits.clone(), draws, [8] * 3)
+    assert [isinstance(fault.error, BrokenLogits) for fault in faults] == [False, True, False]
+    assert sampler.num_broken_rows == 2
+    of_ranks = [Draw(SamplingParams(), HISTORY, 4, fault=RowFault()) for _ in range(3)]
+    sampler.take(torch.tensor([[0, 0, 7], [0, 1, 1]]), of_ranks)
+    assert [one.fault is not None and one.fault.error is not None for one in of_ranks] == [False, True, False]

@@ -238,13 +238,13 @@ def test_what_is_nested_too_deep_or_would_be_waited_for_is_refused(
     deep.write_text("model: " + "{a: " * 3000 + "}" * 3000)
     assert main(["config", "check", str(deep)]) == 2
     assert "deep.yaml: is nested too deep" in capsys.readouterr().err
-    for name in ("config.json", "serving.yaml"):
-        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / "config.json").unlink()
+    for name in ("config.json", "some.gguf"):
         os.mkfifo(tmp_path / name)
     assert main(["check", str(tmp_path)]) == 2
     assert "config.json is no regular file" in capsys.readouterr().out
-    assert main(["config", "check", str(tmp_path / "serving.yaml")]) == 2
-    assert "serving.yaml: is no regular file" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "some.gguf")]) == 2
+    assert "no GGUF file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stages", ["-1", "0", "many"])

@@ -85,6 +85,16 @@ def test_a_field_that_changes_what_others_compute_is_read_or_refused_by_name(fam
             assert parse_model_config(raw | {name: harmless}, "config.json").num_layers == 4
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_parts_of_a_rotation_that_nobody_reads_are_refused_by_name(name: str) -> None:
+    raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    raw |= {"vocab_size": 96, "num_hidden_layers": 2}
+    rope = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ConfigError, match=f"config.json: {name}.short_mscale: 1.2 changes what a model computes"):
+        parse_model_config(raw | {name: rope | {"short_mscale": 1.2}}, "config.json")
+    assert parse_model_config(raw | {name: rope | {"short_mscale": 1.0}}, "config.json").rope.factor == 2.0
+
+
 W, F = "sliding_attention", "full_attention"
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
