@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What becomes of calls, rules and tools in chat templates. The templates have the shapes of public ones, and no more."""
+"""Calls, rules and tools in chat templates. The templates have the shapes of public ones, and no more."""
 
 import json
 
@@ -205,3 +205,13 @@ def test_json_in_a_rule_about_tools_is_whole():
     prompt = rendered("no calls, as SmolLM2", [ASKED], TOOLS)
     (line,) = [line for line in prompt.splitlines() if line.startswith('{"name": "rain"')]
     assert json.loads(line) == TOOLS[0]["function"]
+
+
+def test_a_template_is_asked_once_however_many_rules_a_chat_has(monkeypatch):
+    template, forms = forms_of("hermes: Qwen3")
+    forms.settled([RULE, OTHER, ASKED, RULE, MORE], TOOLS)
+    renders = []
+    monkeypatch.setattr(template, "render", lambda *_, **__: renders.append(1))
+    told, _ = forms.settled([RULE, OTHER] * 1000 + [ASKED, RULE, OTHER, MORE], TOOLS)
+    assert len(told) == 2004
+    assert not renders
