@@ -8,7 +8,7 @@ shown is put where the template shows it.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
@@ -33,6 +33,7 @@ class CallForm:
     has_text_arguments: bool  # else they are an object
     has_null_content: bool  # where the message says nothing; else it is empty
     is_apart: bool  # what is said beside calls is a message of its own
+    is_single: bool = False  # each call is a message of its own
 
 
 class ChatForms:
@@ -72,10 +73,11 @@ class ChatForms:
             shown = self._shows_call(form, says="")
             if not shown:
                 continue
-            if self._shows_call(form, says=_SAID):
-                return form
-            apart = CallForm(is_text, is_null, is_apart=True)  # unless turns have to alternate
-            return apart if self._shows_call(apart, says=_SAID) >= shown else form
+            apart = replace(form, is_apart=True)
+            if not self._shows_call(form, says=_SAID) and self._shows_call(apart, says=_SAID) >= shown:
+                form = apart  # unless turns have to alternate
+            single = replace(form, is_single=True)
+            return single if not self._shows_two(form) and self._shows_two(single) else form
         return None
 
     @cached_property
@@ -194,17 +196,20 @@ class ChatForms:
         content = f"{message['content']}\n{written}" if message["content"] else written
         return [{**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}]
 
-    def _called(self, message: Message) -> list[Message]:
+    def _called(self, message: Message, form: CallForm | None = None) -> list[Message]:
         """A message with its calls in the form that is shown."""
-        form = self.call_form
+        form = form or self.call_form
         if form is None or not message.get("tool_calls"):
             return [message]
         calls = [self._arguments(one, form) for one in message["tool_calls"]]
+        turns = [[one] for one in calls] if form.is_single else [calls]
         said = message["content"]
+        first: list[Message] = []
         if said and form.is_apart:
-            first = {name: value for name, value in message.items() if name != "tool_calls"}
-            return [first, {"role": "assistant", "content": _nothing(form), "tool_calls": calls}]
-        return [{**message, "content": said or _nothing(form), "tool_calls": calls}]
+            first = [{name: value for name, value in message.items() if name != "tool_calls"}]
+        else:
+            first = [{**message, "content": said or _nothing(form), "tool_calls": turns.pop(0)}]
+        return first + [{"role": "assistant", "content": _nothing(form), "tool_calls": one} for one in turns]
 
     def _arguments(self, call: Message, form: CallForm) -> Message:
         """The call with its arguments in the form that is shown. What was cut off is no object, and `{}` where it can't
@@ -239,6 +244,12 @@ class ChatForms:
             and not any(one in text for one in wrong)
             and text.count("None") <= self._num_nones  # else null is shown as a word
         }
+
+    def _shows_two(self, form: CallForm) -> bool:
+        """Whether two calls of one message are shown."""
+        calls = [_call(f'{{"{_KEY}": "{word}"}}') for word in (_VALUE, _SAID)]
+        turn = self._called({"role": "assistant", "content": "", "tool_calls": calls}, form)
+        return any(_VALUE in text and _SAID in text for text in map(self._rendered, _around(*turn)))
 
     @cached_property
     def _num_nones(self) -> int:
