@@ -215,3 +215,20 @@ async def test_a_worker_with_broken_logits_answers_nothing_and_is_unhealthy(fold
         ):
             worker.check_health()
         served.fleet.worker("decode", 0).check_health()
+
+
+async def test_an_answer_whose_text_can_not_be_made_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: TextTokenizer, token_id: int) -> Any:
+        raise Broken("a secret of the answer")
+
+    monkeypatch.setattr(TextTokenizer, "_piece", fails)
+    async with site(transport=None) as here:
+        alone = [await here.ask(seed=seed) for seed in range(3)]
+        body = {"model": "bundled", "prompt": "import os\n", "max_tokens": 50, "logprobs": 2}
+        asked = here.http.post("/v1/completions", json=body)
+        *beside, failed = await asyncio.gather(
+            *(here.ask(seed=seed) for seed in range(3)), asked, return_exceptions=True
+        )
+        assert beside == alone
+        assert isinstance(failed, Broken) or failed.status_code == 500  # type: ignore[union-attr]
+        here.served.fleet.worker("decode").check_health()
