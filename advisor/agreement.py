@@ -36,7 +36,7 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import at_rate
-from twostroke.loadtests.commands.arguments import above_zero
+from twostroke.loadtests.commands.arguments import above_zero, context_tokens
 from twostroke.loadtests.commands.measure import rates_of
 from twostroke.loadtests.generator.run_facts import served_model
 from twostroke.loadtests.generator.runner import run_plan
@@ -207,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_argument("--rates", type=rates_of, default=[2.0, 5.0, 10.0], metavar="RATE,...", help="requests a second")
     cells.add_argument("--seconds", type=above_zero, default=20.0, metavar="S", help="of a cell, with 3 s of warm-up")
     cells.add_argument("--budget", type=above_zero, default=3600.0, metavar="S", help="no cell begins after so long")
-    cells.add_argument("--max-context", type=positive, default=1024, metavar="TOKENS", help="of azure-conv")
+    cells.add_argument("--max-context", type=context_tokens, default=1024, metavar="TOKENS", help="of azure-conv")
     cells.add_argument("--seed", type=int, default=0)
     cells.add_argument(
         "--output", type=Path, metavar="DIR", help="default: agreement-<time>; one that is there goes on"

@@ -57,14 +57,22 @@ def simulated_point(plan: Plan, fleet: Fleet, rate: float, requests: int = REQUE
     return point_of(simulated(asked, fleet), asked, rate)
 
 
-def simulated_capacity(plan: Plan, fleet: Fleet, first: float, requests: int = REQUESTS) -> float:
+Heard = Callable[[float, Point], None]
+
+
+def simulated_capacity(
+    plan: Plan, fleet: Fleet, first: float, requests: int = REQUESTS, heard: Heard | None = None
+) -> float:
     """The highest rate that the simulation holds; 0 where it holds none above a 4,000th of `first`.
 
-    Doubles or halves from `first`, then halves the logarithm's interval.
+    Doubles or halves from `first`, then halves the logarithm's interval. `heard` is told of each rate that is tried.
     """
 
     def holds(rate: float) -> bool:
-        return simulated_point(plan, fleet, rate, requests).attainment.value >= TARGET
+        point = simulated_point(plan, fleet, rate, requests)
+        if heard is not None:
+            heard(rate, point)
+        return point.attainment.value >= TARGET
 
     low = high = first
     if holds(first):

@@ -5,6 +5,7 @@ Progress goes to stderr; with --json the last line on stdout is one JSON object.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from twostroke.advisor.trials import decide, measured_worker
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.commands.arguments import above_zero, add_workload, positive_count, workload_of
+from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count, workload_of
 from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s")
     asked.add_argument("--rate", type=above_zero, metavar="RATE", help="requests a second (default: as many as can be)")
     asked.add_argument(
-        "--max-context", type=positive_count, metavar="TOKENS", help="longer requests are rescaled to it"
+        "--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled to it"
     )
     add_workload(asked)
     held = parser.add_argument_group("how workers hold the model")
@@ -219,7 +220,7 @@ def _prices(text: str | None) -> dict[str, float]:
             prices[name] = float(value)
         except ValueError:
             prices[name] = 0.0
-        if prices[name] <= 0:
+        if not 0 < prices[name] < math.inf:
             raise ConfigError(f"--price {text}: write NAME=USD for each, as in h100-80gb=2.5")
     return prices
 

@@ -29,7 +29,7 @@ from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import at_rate
-from twostroke.loadtests.commands.arguments import above_zero, add_workload, workload_of
+from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, workload_of
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
@@ -93,7 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", metavar="DIR|ID", help="as `serve` takes it (default: bundled)")
     add_workload(parser.add_argument_group("what is sent"))
     parser.add_argument("--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s")
-    parser.add_argument("--max-context", type=positive, default=2048, metavar="TOKENS", help="longer ones are rescaled")
+    parser.add_argument(
+        "--max-context", type=context_tokens, default=2048, metavar="TOKENS", help="longer ones are rescaled"
+    )
     parser.add_argument("--layouts", nargs="*", choices=tuple(CANDIDATES), default=tuple(CANDIDATES), metavar="NAME")
     parser.add_argument("--runs", type=positive, default=4, help="of each of these layouts, by rates as they come out")
     parser.add_argument(

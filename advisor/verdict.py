@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ from twostroke.loadtests.capacity import at_rate
 from twostroke.loadtests.commands.arguments import (
     above_zero,
     add_workload,
-    positive_count,
+    context_tokens,
+    seconds_left_out,
     slo_of,
     workload_of,
 )
@@ -79,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     of_run.add_argument("--rates", type=rates_of, metavar="RATE,...", help="to measure (default: by simulation)")
     of_run.add_argument("--seconds", type=above_zero, default=30.0, metavar="S", help="of a run, with the warm-up")
-    of_run.add_argument("--warm-up", type=float, default=3.0, metavar="S")
-    of_run.add_argument("--max-context", type=positive_count, metavar="TOKENS", help="longer requests are rescaled")
+    of_run.add_argument("--warm-up", type=seconds_left_out, default=3.0, metavar="S")
+    of_run.add_argument("--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled")
     of_run.add_argument("--seed", type=int, default=0)
     of_run.add_argument("--no-sweep", action="store_true", help="don't look for where the answer flips")
     of_run.add_argument("--report", action="store_true", help="pictures, and one HTML file; more is simulated for it")
@@ -122,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if plan is not None:
             _simulate(arguments, plan, found, say)
+    except LoadTestError as error:
+        raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         found.failed["the rest"] = "it was interrupted"
         exit_code = INTERRUPTED_EXIT
@@ -260,7 +264,8 @@ def _simulate(arguments: argparse.Namespace, plan: Plan, found: Found, say: Call
     for mode, fleet in found.fleets.items():
         for seed in range(SEEDS):
             asked = msgspec.structs.replace(plan, seed=plan.seed + seed)
-            found.simulated.setdefault(mode, []).append(simulated_capacity(asked, fleet, first))
+            heard = partial(_of_try, say, f"{mode}, {seed + 1} of {SEEDS} seeds")
+            found.simulated.setdefault(mode, []).append(simulated_capacity(asked, fleet, first, heard=heard))
             first = found.simulated[mode][-1] or first
         say(f"{mode}: simulated capacity {statistics.median(found.simulated[mode]):.3g} requests a second")
     if arguments.no_sweep or not found.fleets:
@@ -272,6 +277,10 @@ def _simulate(arguments: argparse.Namespace, plan: Plan, found: Found, say: Call
         found.flips += flips_of("rate", found.rates)
     found.lengths = by_length(plan, fleets, mean_answer(plan), best or 1.0, say)
     found.flips += flips_of("prompt_tokens", found.lengths)
+
+
+def _of_try(say: Callable[[str], None], what: str, rate: float, point: Point) -> None:
+    say(f"{what}: {rate:.3g} requests a second: {point.attainment.value:.0%} in time")
 
 
 def mean_answer(plan: Plan) -> int:

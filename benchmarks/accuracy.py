@@ -96,8 +96,8 @@ def window_losses(
 ) -> list[float]:
     """Mean cross-entropy in nats of the tokens of each window, all of one length. Raises ConfigError."""
     length = len(windows[0]) - 1
-    config = load_model_config(folder)
-    checkpoint = Checkpoint(folder, config)
+    checkpoint = Checkpoint(folder, load_model_config(folder))
+    config = checkpoint.config
     dtype = resolve_dtype("auto", checkpoint.dtype, CPU)
     backend = CpuBackend()
     options = LoadOptions(dtype, CPU, length, quantization, kv_dtype)

@@ -31,7 +31,7 @@ from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepContent, StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, failed_alone, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,13 @@ class ReadCall(DecodeCall):
     def answer_read(self, drawn: DrawnToken[DecodeJob], now: float) -> None:
         """Its prompt is computed."""
         stepped_at = now if self.stepped_at is None else self.stepped_at
+        try:
+            reply = read_prompt(drawn, queue_s=stepped_at - self.ready_at, prefill_s=now - stepped_at)
+        except Exception as error:
+            self.fail(failed_alone(self.request, error))
+            return
         if not self.read.done():
-            self.read.set_result(read_prompt(drawn, queue_s=stepped_at - self.ready_at, prefill_s=now - stepped_at))
+            self.read.set_result(reply)
 
     def cancelled(self) -> None:
         self.fail(WorkerLost("the router cancelled the request"))

@@ -193,7 +193,13 @@ class LoadedEngine:
             parallel=self.parallel,
             expert_slots=self.expert_slots,
         )
+        num_broken = runner.num_broken_rows
         _warm_up(runner, self.kv_cache, self.max_context)
+        if runner.num_broken_rows > num_broken:
+            raise ConfigError(
+                f"{config.model_dir}: the logits of a first prompt are NaN or infinite: the weights are broken, or too "
+                f"large for {str(self._dtype).removeprefix('torch.')}: take another copy, or set model.dtype: float32"
+            )
         if hits is not None:
             hits.clear()
         return runner

@@ -52,7 +52,7 @@ class TokenSampler(Protocol):
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
         """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
 
-    def take(self, drawn: Tensor) -> "list[SampledToken] | DrawnTokens":
+    def take(self, drawn: Tensor, draws: Sequence[Draw]) -> "list[SampledToken] | DrawnTokens":
         """int64 [2, N]: tokens that were drawn without it, and whether their rows were broken."""
 
     @property
@@ -307,8 +307,13 @@ class ModelRunner:
 
         def read_all(hidden: Tensor) -> None:
             for reading, start, first, end in read:
-                if reading is not None:
-                    self._read(reading, start, hidden[first:end])
+                if reading is not None and reading.fault.error is None:
+                    try:
+                        self._read(reading, start, hidden[first:end])
+                    except RuntimeError:
+                        raise  # torch's word for what a device does: the step's own
+                    except Exception as error:
+                        reading.fault.note(error)
 
         return None if all(reading is None for reading, *_ in read) else read_all
 
@@ -367,7 +372,7 @@ class ModelRunner:
                 found = largest_of_ranks(logits, self._decoder.vocab_size, self._parallel)
                 if self._sampler is None or found is None:
                     return self._silent(len(batch))
-                return self._drawn(self._sampler.take(found), batch, entries)
+                return self._drawn(self._sampler.take(found, draws), batch, entries)
             logits = gather_logits(logits, self._decoder.vocab_size, self._parallel)
         if self._sampler is None:
             return self._silent(len(batch))

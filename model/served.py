@@ -98,6 +98,8 @@ class NativeModel:
         self._folder = folder
         self.shape = load_model_config(folder)
         self.family = self.shape.spec.family
+        if self.shape.tie_word_embeddings and has_weights(folder):
+            self.shape = self._checkpoint.config
 
     @property
     def num_parameters(self) -> int:

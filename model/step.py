@@ -3,7 +3,7 @@
 Structs and no dataclasses, since each row of each step makes two: a frozen dataclass takes seven times as long to make.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -38,6 +38,7 @@ class Draw(msgspec.Struct, frozen=True):
     forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
     counts: "TokenCounts | None" = None  # of `history`, where penalties need them; None: counted when they are needed
     constraint: "Constraint | None" = None  # what the output is held to
+    fault: "RowFault | None" = None  # where to note what fails of this row alone; None: it fails the step
 
     @property
     def takes_largest(self) -> bool:
@@ -119,6 +120,34 @@ class ScoredRows(msgspec.Struct, frozen=True):
     ranks: NDArray[np.int32]  # [rows]
 
 
+class BrokenLogits(ArithmeticError):
+    """A row of logits without a number: the model's weights, or what is cached, are broken."""
+
+
+class RowFault:
+    """Whether a step has failed at one request: the engine notes it, and goes on with the others.
+
+    The worker ends the request behind the step, whose token for it is not to be used.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        """Keep the first error."""
+        if self.error is None:
+            self.error = error
+
+
+def note_broken(draws: Sequence[Draw], rows: Iterable[int]) -> None:
+    """These rows have nothing to draw from but NaN."""
+    for row in rows:
+        if (fault := draws[row].fault) is not None:
+            fault.note(BrokenLogits())
+
+
 class PromptReading:
     """What steps read off one prompt, chunk by chunk: they put it here, and whoever asked takes it when they are done.
 
@@ -128,6 +157,7 @@ class PromptReading:
     def __init__(self, params: ReadingParams, token_ids: Sequence[int]):
         """`token_ids` are the whole prompt."""
         self.params = params
+        self.fault = RowFault()
         self._token_ids = token_ids
         self._scored: list[ScoredRows] = []
         self._sum: NDArray[np.float32] | None = None  # [hidden]
@@ -182,10 +212,11 @@ class Constraint:
     Positions say how far, since the request's list of tokens grows meanwhile.
     """
 
-    def __init__(self, matcher: LLMatcher, renew: Callable[[], LLMatcher]):
+    def __init__(self, matcher: LLMatcher, renew: Callable[[], LLMatcher], stop_token_ids: Sequence[int] = ()):
         """`matcher` is at the grammar's beginning, and belongs to this object. `renew` makes another one, that shares
-        nothing with those before it, and blocks meanwhile."""
+        nothing with those before it, and blocks meanwhile. `stop_token_ids` end the answer when they are drawn."""
         self.matcher = matcher
+        self._stop_token_ids = stop_token_ids
         self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
         self._num_outputs = 0  # that the matcher has seen
         self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
@@ -209,10 +240,23 @@ class Constraint:
         self.matcher, self._renew, self._num_outputs = self._renew(), None, 0
         return True
 
+    def early_stops(self, is_allowed: Callable[[int], bool]) -> list[int]:
+        """Stop tokens that the mask allows as text where the grammar does not let the answer end.
+
+        A stop token may be an ordinary token with text, which a grammar takes inside of strings.
+        """
+        stops = [token_id for token_id in self._stop_token_ids if is_allowed(token_id)]
+        return [] if not stops or self.matcher.is_accepting() else stops
+
+    def fail(self, position: int) -> None:
+        """Give up the grammar from the token at `position` on."""
+        if self._failed_at is None:
+            self._failed_at = position
+
     def masks_failed(self, position: int) -> bool:
         """To be called once there is a mask for `position`: whether that is none, since following takes too much."""
-        if self._failed_at is None and self.matcher.is_error():
-            self._failed_at = position
+        if self.matcher.is_error():
+            self.fail(position)
         return self._failed_at is not None
 
     def has_failed(self, position: int) -> bool:

@@ -19,7 +19,7 @@ from twostroke.protocol.stats import Role
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepContent, StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, failed_alone, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,11 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
             self._counters.finished_requests += 1
             self._forget(call)
             queue_s, prefill_s = call.started_at - one.job.arrived_at, now - call.started_at
-            reply = read_prompt(one, queue_s=queue_s, prefill_s=prefill_s)
+            try:
+                reply = read_prompt(one, queue_s=queue_s, prefill_s=prefill_s)
+            except Exception as error:
+                call.fail(failed_alone(call.request, error))
+                continue
             call.answer(msgspec.structs.replace(reply, chunk_ends_s=tuple(call.chunk_ends_s[:-1])))
 
     # --- KV on its way to decode workers ---

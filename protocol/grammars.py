@@ -11,8 +11,10 @@ import asyncio
 import json
 import re
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 
 import msgspec
@@ -51,6 +53,9 @@ class Vocabulary(msgspec.Struct, frozen=True):
 class Grammars:
     """Compiles grammars for one model, on a thread of its own, and keeps the last ones.
 
+    Clients are known by their cache salts. Each has its turn, however many grammars another one waits for. Nothing that
+    was compiled for one is given to another: by how long it takes that one could tell that the grammar was there.
+
     Nothing is read before the first one is asked for: servers without such requests pay nothing.
     """
 
@@ -58,34 +63,53 @@ class Grammars:
         """`vocabulary` is called on the thread, once."""
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
-        self._kept: dict[str, LLMatcher] = {}  # at their beginnings, by grammar; the thread alone changes it
+        self._kept: dict[tuple[bytes, str], LLMatcher] = {}  # at their beginnings; the thread alone changes it
+        self._turns = _Turns()
         # One: a grammar may take a second of a core, and those who have none must not feel it.
         self._thread: ThreadPoolExecutor | None = None
 
-    async def matcher(self, grammar: str) -> LLMatcher:
+    async def matcher(self, grammar: str, salt: bytes = b"") -> LLMatcher:
         """A matcher at the grammar's beginning, the caller's own.
 
-        What it learns of regular expressions it shares with others of the grammar. That is bounded, so it may fail of
-        what they have learnt: then there is `renewed`. Raises RequestError, which names no field, where the grammar is
-        wrong or too much, or the tokenizer unfit.
+        What it learns of regular expressions it shares with others of the grammar and the client. That is bounded, so
+        it may fail of what they have learnt: then there is `renewed`. Raises RequestError, which names no field, where
+        the grammar is wrong or too much, or the tokenizer unfit.
         """
-        kept = self._kept.get(grammar)
+        key = (salt, grammar)
+        kept = self._kept.get(key)
         if kept is None:
-            kept = await asyncio.wrap_future(self._begin(grammar))
+            kept = await self._in_turn(salt, lambda: self._kept.get(key) or self._keep(key))
         return kept.deep_copy()
 
-    def renewed(self, grammar: str) -> LLMatcher:
-        """As `matcher`, and it has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
-        return self._begin(grammar).result().deep_copy()
+    async def try_out(self, grammar: str, salt: bytes = b"") -> None:
+        """Raise what `matcher` raises of a grammar that no answer will follow: it is not kept."""
+        await self._in_turn(salt, lambda: self._compile(grammar))
 
-    def _begin(self, grammar: str) -> "Future[LLMatcher]":
+    def renewed(self, grammar: str, salt: bytes = b"") -> LLMatcher:
+        """As `matcher`, and it has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
+        return self._submit(lambda: self._keep((salt, grammar))).result().deep_copy()
+
+    async def _in_turn(self, salt: bytes, make: Callable[[], LLMatcher]) -> LLMatcher:
+        """Run `make` on the thread. The client's turn lasts until that has ended, though the client may have gone."""
+        await self._turns.take(salt)
+        loop = asyncio.get_running_loop()
+
+        def give(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits for a turn
+                loop.call_soon_threadsafe(self._turns.give)
+
+        task = self._submit(make)
+        task.add_done_callback(give)
+        return await asyncio.wrap_future(task)
+
+    def _submit(self, make: Callable[[], LLMatcher]) -> "Future[LLMatcher]":
         if self._thread is None:
             self._thread = _thread_with_stack(STACK_BYTES)
-        return self._thread.submit(self._keep, grammar)
+        return self._thread.submit(make)
 
-    def _keep(self, grammar: str) -> LLMatcher:
-        self._kept.pop(grammar, None)
-        self._kept[grammar] = compiled = self._compile(grammar)
+    def _keep(self, key: tuple[bytes, str]) -> LLMatcher:
+        self._kept.pop(key, None)
+        self._kept[key] = compiled = self._compile(key[1])
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
         return compiled
@@ -98,12 +122,69 @@ class Grammars:
             raise _refusal(f"has a regular expression or terminal of {told}: at most {MAX_EXPRESSION_CHARS} are taken")
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._vocabulary())
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokenizer, without_forcing(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(_first_line(matcher.get_error()))
         if not _can_begin(matcher, self._tokenizer):
             raise _refusal("no answer can follow it, but for an empty one, or to find out takes too much")
         return matcher
+
+
+class _Turns:
+    """One turn at a time, client by client in a circle. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def take(self, client: bytes) -> None:
+        """Wait for the client's turn. Who is cancelled meanwhile has none."""
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had come
+                self.give()
+            raise
+
+    def give(self) -> None:
+        """Pass the turn on."""
+        while self._waiting:
+            client, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # behind all others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
+
+
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+
+
+def without_forcing(grammar: str) -> str:
+    """Return the grammar with llguidance's forced tokens off.
+
+    Where only one text can follow, llguidance allows the one token that the tokenizer makes of it. Text that spells a
+    special token, such as the end of an answer, becomes that token, so that the answer ends inside of a string.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return grammar + _NO_FORCING  # Lark by itself
+    try:
+        whole = json.loads(grammar)
+        first, *others = whole["grammars"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return grammar  # llguidance says what is wrong with it
+    if first.get("lark_grammar"):
+        first = {**first, "lark_grammar": first["lark_grammar"] + _NO_FORCING}
+    else:
+        first, others = {"lark_grammar": "start: @whole" + _NO_FORCING}, [{**first, "name": "whole"}, *others]
+    return json.dumps({**whole, "grammars": [first, *others]})
 
 
 def longest_expression(grammar: str) -> int:
@@ -188,12 +269,22 @@ def _can_begin(matcher: LLMatcher, tokenizer: LLTokenizer) -> bool:
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
     try:
-        return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids))
+        return LLTokenizer(_within(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids))
     except Exception as error:  # the library raises bare exceptions for whatever it can't take
         raise RequestError(
             f"this model's tokenizer can't hold answers to a grammar: {_first_line(str(error))}",
             code="grammar_unsupported",
         ) from error
+
+
+def _within(vocabulary: Vocabulary) -> str:
+    """The tokenizer without added tokens that the model does not have: older files name some, and use none."""
+    tokenizer = json.loads(vocabulary.tokenizer)
+    added = tokenizer.get("added_tokens") or []
+    kept = [token for token in added if token["id"] < vocabulary.size]
+    if len(kept) == len(added):
+        return vocabulary.tokenizer
+    return json.dumps(tokenizer | {"added_tokens": kept})
 
 
 def _refusal(message: str) -> RequestError:

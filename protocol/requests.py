@@ -8,19 +8,26 @@ goes from prefill to decode workers, and back, or between prefill workers, where
 
 import hashlib
 import hmac
+import math
 import secrets
-from typing import Literal
+from collections.abc import Iterator
+from itertools import chain
+from typing import Literal, get_args
 
 import msgspec
 
-from twostroke.protocol.errors import EpochMismatch, TicketRefused
+from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused
 from twostroke.protocol.kv_layout import ONE_RANK, RankCut
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["last", "mean"]
+
+MAX_TOKEN_ID = 2**32 - 1
+"""Token ids beyond the vocabulary have no effect in biases and lists of stop tokens; beyond this they are refused."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How a token is drawn. Bounds are checked by the router; workers rely on them."""
+    """How a token is drawn. Routers check what clients may ask for, and `check_request` what engines can do."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -40,7 +47,7 @@ class ReadingParams(msgspec.Struct, frozen=True):
     """What is read off a prompt while its KV is computed."""
 
     logprobs: int | None = None  # of each token but the first, with so many alternatives; None: none
-    pooling: Literal["last", "mean"] | None = None  # of the hidden states behind the last norm, to an embedding
+    pooling: Pooling | None = None  # of the hidden states behind the last norm, to an embedding
 
     @property
     def needs_all(self) -> bool:
@@ -105,6 +112,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None = None  # set once, on the last event
     error: str | None = None  # set once, instead of a finish: the worker gave the request up
+    num_cached_tokens: int | None = None  # on the first event: prompt tokens found in the worker's prefix cache
 
 
 class PromptScores(msgspec.Struct, frozen=True):
@@ -158,6 +166,55 @@ def finish_reason(request: GenerateRequest, num_output_tokens: int, last_token: 
 def forbidden_tokens(request: GenerateRequest, num_output_tokens: int) -> tuple[int, ...]:
     """Tokens that may not be drawn next, after `num_output_tokens` outputs: stop tokens, until `min_tokens` are out."""
     return request.stop_token_ids if num_output_tokens < request.min_tokens else ()
+
+
+def check_request(request: GenerateRequest, vocab_size: int | None) -> None:
+    """Raises RequestError for values that an engine step could not compute with; `vocab_size` None: any token will do.
+
+    Routers refuse most of them in clients' words. A worker asks once more, for it must not rely on any router: an error
+    within a step ends all of the requests in it.
+    """
+    for param, is_right in _bounds(request, MAX_TOKEN_ID if vocab_size is None else vocab_size - 1):
+        if not is_right:
+            raise RequestError(f"{param}: this model can't compute with the value given", param=param)
+
+
+def _bounds(request: GenerateRequest, last_token: int) -> Iterator[tuple[str, bool]]:
+    """Each field, and whether it is within its bounds."""
+    drawn = request.sampling
+    yield "prompt", _are_tokens(request.token_ids, last_token)
+    yield "prompt", 0 <= request.num_prompt_tokens <= len(request.token_ids)
+    yield "max_tokens", 0 <= request.num_output_tokens_given < max(1, request.max_tokens)
+    yield "stop_token_ids", _are_tokens(request.stop_token_ids, MAX_TOKEN_ID)
+    yield "allowed_token_ids", _are_tokens(drawn.allowed_token_ids, last_token)
+    yield "logit_bias", _are_tokens(tuple(token_id for token_id, _ in drawn.logit_bias), MAX_TOKEN_ID)
+    yield "logit_bias", all(_is_number(bias) for _, bias in drawn.logit_bias)
+    yield "bad_words", all(drawn.bad_words) and _are_tokens(tuple(chain(*drawn.bad_words)), MAX_TOKEN_ID)
+    yield "temperature", _is_number(drawn.temperature, least=0.0)
+    yield "top_p", _is_number(drawn.top_p, above=0.0)
+    yield "min_p", _is_number(drawn.min_p, least=0.0)
+    yield "presence_penalty", _is_number(drawn.presence_penalty)
+    yield "frequency_penalty", _is_number(drawn.frequency_penalty)
+    yield "repetition_penalty", _is_number(drawn.repetition_penalty, above=0.0)
+    yield "top_k", _are_tokens((drawn.top_k,), MAX_TOKEN_ID)
+    yield "seed", isinstance(drawn.seed, int)
+    yield "logprobs", drawn.logprobs is None or _are_tokens((drawn.logprobs,), MAX_TOKEN_ID)
+    if request.reading is not None:
+        asked = request.reading.logprobs
+        yield "prompt_logprobs", asked is None or _are_tokens((asked,), MAX_TOKEN_ID)
+        yield "pooling", request.reading.pooling in (None, *get_args(Pooling))
+
+
+def _are_tokens(values: tuple[int, ...], last: int) -> bool:
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= last)
+
+
+_MAX_NUMBER = 3e38  # of fp32, which logits are
+
+
+def _is_number(value: float, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+    is_real = isinstance(value, int | float)
+    return is_real and abs(value) <= _MAX_NUMBER and value >= least and value > above
 
 
 MAC_BYTES = 16

@@ -91,6 +91,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_step_tokens: int = 2048  # of one engine step
     max_batch: int = 256  # requests in one step
     weights: str | None = None  # what quantised ones are held in; None: all are of the layout's dtype
+    vocab_size: int | None = None  # of the model: all token ids are below it; None: nothing is known of them
 
     @property
     def full_contexts(self) -> float:

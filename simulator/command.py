@@ -25,7 +25,9 @@ from twostroke.loadtests.commands.arguments import (
     add_arrivals,
     add_workload,
     arrivals_of,
+    context_tokens,
     positive_count,
+    seconds_left_out,
     slo_of,
     workload_of,
 )
@@ -43,10 +45,11 @@ from twostroke.simulator.coarse.workers import Request
 from twostroke.simulator.day import DAY_S, day_of, scaling_of
 from twostroke.simulator.exact.deployment import Fault
 from twostroke.simulator.exact.plans import VOCABULARY, record_of, simulate_plan
-from twostroke.simulator.kinds import KINDS, Kind, kind_of
+from twostroke.simulator.kinds import BLOCK_TOKENS, KINDS, Kind, kind_of
 
 EXACT_WORKERS, EXACT_REQUESTS = 16, 3_000
 """Up to so many, a run goes event by event unless the other way is asked for."""
+MOST_WORKERS = 10_000
 STARTUP_S = 30.0
 
 
@@ -71,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run = parser.add_argument_group("the run")
     of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
     of_run.add_argument("--seconds", type=above_zero, metavar="S", help="of arrivals (default: 300, or as --requests)")
-    of_run.add_argument("--warm-up", type=float, default=0.0, metavar="S", help="of these; not judged")
-    of_run.add_argument("--max-context", type=positive_count, default=8192, metavar="TOKENS")
+    of_run.add_argument("--warm-up", type=seconds_left_out, default=0.0, metavar="S", help="of these; not judged")
+    of_run.add_argument("--max-context", type=context_tokens, default=8192, metavar="TOKENS")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
     of_run.add_argument("--seed", type=int, default=0)
     of_run.add_argument("--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/simulation.md")
@@ -89,6 +92,8 @@ def fleet_of(text: str) -> dict[str, int]:
         counts = {}
     if not {"decode"} <= counts.keys() <= {"prefill", "decode"} or counts["decode"] < 1 or min(counts.values()) < 0:
         raise argparse.ArgumentTypeError(f"{text}: write prefill=2,decode=2; decode is to be at least 1")
+    if max(counts.values()) > MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text}: give at most {MOST_WORKERS} of a role")
     return counts
 
 
@@ -109,6 +114,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = read_config(load_yaml(arguments.config)) if arguments.config is not None else ClusterConfig()
     kind = kind_of(arguments.costs)
     if arguments.kv_tokens is not None:
+        if arguments.kv_tokens < BLOCK_TOKENS:
+            raise ConfigError(f"--kv-tokens {arguments.kv_tokens}: less than a block of {BLOCK_TOKENS} tokens")
         kind = msgspec.structs.replace(kind, kv_tokens=arguments.kv_tokens)
     plan = _plan(arguments)
     prefill, decode = _counts(arguments, config)
@@ -143,8 +150,12 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         coarse, scaling = _coarse(plan, kind, prefill, decode, slo, config.autoscaling, arguments, say)
         seen = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
+    if plan.warm_up_s > (last_s := float(seen.scheduled_s.max())):
+        raise ConfigError(
+            f"--warm-up {plan.warm_up_s:g}: the last request comes after {last_s:.3g} s, so none is judged"
+        )
     # With --requests arrivals end with the last of them, whenever that is.
-    plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, float(seen.scheduled_s.max()) + 1e-6))
+    plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, last_s + 1e-6))
     if arguments.report is not None:
         _report(arguments.report, plan, records)
     return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
@@ -261,6 +272,9 @@ def _coarse(
     requests = [Request(*one[:3]) for one in _lengths(plan, arguments.requests)]
     if not requests:
         raise ConfigError("no request comes in that time")
+    longest = max(one.prompt_tokens + one.output_tokens for one in requests)
+    if longest > kind.kv_tokens:
+        raise ConfigError(f"a request of {longest:,} tokens has no room in a worker's {kind.kv_tokens:,} (--kv-tokens)")
     one = slo.default_class
     fleet = Fleet(kind, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=LiveRouter(slo))
     memory = Memory()

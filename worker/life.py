@@ -9,7 +9,7 @@ given and has not finished: one that runs, and perhaps the next behind it.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -50,7 +50,7 @@ class WorkerLife:
     _step_began: float | None = field(default=None, init=False)  # None between steps
     _checked_at: float = field(default=-math.inf, init=False)
     _engine_loss: WorkerLost | None = field(default=None, init=False)  # to die of
-    _failure: Exception | None = field(default=None, init=False)  # what it died of
+    _failure: BaseException | None = field(default=None, init=False)  # what it died of
     _hanging_up: "asyncio.Task[None] | None" = field(default=None, init=False)
 
     def start(self) -> None:
@@ -135,7 +135,9 @@ class WorkerLife:
                 if not has_stepped:
                     self._idle()
                     await self._work.wait()
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception, and must not end the loop in silence
             _log.exception("the step loop has died")
             self._failure = error
             self.died(f"the engine of worker {self.worker_id} died: {error!r}")
@@ -154,6 +156,38 @@ class WorkerLife:
                 pool.check_integrity()
                 if pool.owned_blocks:
                     _log.error("%d blocks are owned although the worker is idle", pool.owned_blocks)
+
+
+MOST_BROKEN_REQUESTS = 16
+"""A model of whom so many requests in a row have got no sound logits is broken. One request alone may have caused its
+own, by a prompt whose activations overflow."""
+
+
+class LogitHealth:
+    """Whether a worker's steps still give logits that are numbers."""
+
+    def __init__(self) -> None:
+        self._num_broken_rows = 0
+        self._ahead = 0  # broken rows that the engine has counted of a step that is still to end
+        self._requests: set[str] = set()  # without a sound row since the last sound one
+
+    def step_ended(self, num_broken_rows: int, drawing: Collection[str]) -> str | None:
+        """A step has drawn for the requests `drawing`; `num_broken_rows` is the engine's count. Why it is broken, if it
+        is."""
+        num_new, self._num_broken_rows = num_broken_rows - self._num_broken_rows, num_broken_rows
+        ahead = self._ahead + num_new - len(drawing)
+        self._ahead = max(0, min(ahead, len(drawing)))
+        if ahead < 0:
+            self._requests.clear()
+        if ahead < 0 or not drawing:
+            return None
+        self._requests.update(drawing)
+        if len(self._requests) < MOST_BROKEN_REQUESTS:
+            return None
+        return (
+            f"all logits of the last {len(self._requests)} requests were NaN or infinite: the model's weights or its "
+            "cache are broken"
+        )
 
 
 StepT = TypeVar("StepT")

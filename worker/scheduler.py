@@ -84,7 +84,9 @@ class DrawnToken(msgspec.Struct, Generic[JobT], frozen=True):
     @property
     def event(self) -> TokenEvent:
         """What the request's router is told."""
-        return TokenEvent(self.job.request.request_id, self.index, (self.token,), self.finish_reason)
+        request, is_first = self.job.request, self.index == self.job.request.num_output_tokens_given
+        num_cached = self.job.num_cached_tokens if is_first else None
+        return TokenEvent(request.request_id, self.index, (self.token,), self.finish_reason, None, num_cached)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,8 @@ torch. `cluster/` wraps workers into deployments; tests/simulation runs them on 
 """
 
 import asyncio
+import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
-from twostroke.model.step import Constraint, Engine, OnLayer
+from twostroke.model.step import BrokenLogits, Constraint, Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     EpochMismatch,
@@ -27,13 +29,22 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Promise, ReadingParams, Ticket, TokenEvent
+from twostroke.protocol.requests import (
+    GenerateRequest,
+    Peer,
+    PrefillReply,
+    Promise,
+    ReadingParams,
+    Ticket,
+    TokenEvent,
+    check_request,
+)
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.experts.expert_balance import ExpertBalance
 from twostroke.worker.experts.expert_load import ExpertLoad, ReadHits
-from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerLife
+from twostroke.worker.life import EndedStep, LogitHealth, StepsUnderWay, WorkerLife
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
@@ -41,6 +52,8 @@ from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepContent, StepCostFit
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
 from twostroke.worker.trials import LinkProbe
+
+_log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT")
 
@@ -63,6 +76,7 @@ class Equipment:
     expert_hits: ReadHits | None = None  # None: nobody counts them
     expert_balance: ExpertBalance | None = None  # None: ranks hold no copies of experts
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
+    vocab_size: int | None = None  # the model's; None: nothing is known of it
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +168,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._expert_load = None if hits is None else ExpertLoad(hits, self._clock)
         self._calls: dict[str, CallT] = {}  # by request
         self._under_way = StepsUnderWay[ScheduledStep[JobT]](equipment.engine, self._clock)
+        self._logits = LogitHealth()
         self._compiling: set[asyncio.Task[None]] = set()  # for requests with grammars
         self._token_server = TokenServer(
             peer=self._peer,
@@ -219,6 +234,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             max_step_tokens=self._config.max_step_tokens,
             max_batch=self._config.max_batch,
             weights=self._equipment.weights,
+            vocab_size=self._equipment.vocab_size,
         )
 
     def stats(self) -> WorkerStats:
@@ -296,7 +312,11 @@ class Worker(ABC, Generic[JobT, CallT]):
         if not await self._schedule():
             return False
         ended = await self._run()
-        self._end_unfollowable(ended.step)
+        self._end_failed(ended.step)
+        drawing = [one.job.request.request_id for one in ended.step.entries if one.step.draw is not None]
+        broken = self._logits.step_ended(self._equipment.engine.num_broken_rows, drawing)
+        if broken is not None:
+            self._life.engine_lost(broken)
         self._post_process(self._scheduler.complete(ended.step, ended.sampled))
         return True
 
@@ -334,14 +354,21 @@ class Worker(ABC, Generic[JobT, CallT]):
         if not ended.step.swaps:  # what copies take says nothing about other steps
             self._costs.add(content, ended.seconds, is_plain=not is_scored)
 
-    def _end_unfollowable(self, step: ScheduledStep[JobT]) -> None:
-        """End those of whom a step has drawn a token that their grammar had no say in."""
+    def _end_failed(self, step: ScheduledStep[JobT]) -> None:
+        """End those at whom a step has failed, or drawn a token that their grammar had no say in."""
         for job, part in ((entry.job, entry.step) for entry in step.entries):
+            if (error := job.sequence.fault.error) is not None and not job.has_ended:
+                self._fail_alone(self._call_of(job), error)
             constraint = None if part.draw is None else part.draw.constraint
             if constraint is None or job.has_ended:
                 continue
             if constraint.has_failed(part.start + len(part.token_ids)):
                 self._abort(self._call_of(job), "its grammar can't be followed", _unfollowable())
+
+    def _fail_alone(self, call: CallT, error: BaseException) -> None:
+        """End one request that can't be computed."""
+        told = failed_alone(call.request, error)
+        self._abort(call, str(told), told)
 
     def _admit_offered(self) -> None:
         self._begin_transfers(self._scheduler.admit_offered())
@@ -357,6 +384,7 @@ class Worker(ABC, Generic[JobT, CallT]):
     def _check_new(self, request: GenerateRequest, pull: Ticket | None) -> None:
         """Raises RequestError, TicketRefused, EpochMismatch or WorkerLost for a call that can't be."""
         self._life.check_takes_requests()
+        check_request(request, self._equipment.vocab_size)
         if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         if request.grammar and self._equipment.grammars is None:
@@ -386,6 +414,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         """See a new call to its end. Being cancelled aborts it."""
         self._calls[call.request.request_id] = call
         grammars = self._equipment.grammars
+        compiling: asyncio.Task[None] | None = None
         if call.request.grammar and grammars is not None:
             call.job.awaits_grammar = True
             compiling = asyncio.create_task(self._compile(call, grammars), name=f"grammar of {call.request.request_id}")
@@ -398,6 +427,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         except asyncio.CancelledError:
             self._abort(call, "the request was cancelled")
             raise
+        finally:
+            if compiling is not None:  # nobody waits for it any more
+                compiling.cancel()
 
     def _expect(self, call: CallT, pull: Ticket | None) -> None:
         """Wait for what others offer to a new call."""
@@ -408,11 +440,19 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Let a call take its turn once its grammar is ready."""
         job = call.job
         try:
-            matcher = await grammars.matcher(call.request.grammar)
+            asked = (call.request.grammar, call.request.cache_salt)
+            matcher = await grammars.matcher(*asked)
+            job.sequence.constraint = Constraint(
+                matcher, partial(grammars.renewed, *asked), call.request.stop_token_ids
+            )
         except RequestError as error:
             self._abort(call, "its grammar can't be taken", error)
             return
-        job.sequence.constraint = Constraint(matcher, partial(grammars.renewed, call.request.grammar))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # llguidance may panic, which is no Exception
+            self._fail_alone(call, error)
+            return
         job.awaits_grammar = False
         self._admit_offered()
         self._life.wake()
@@ -500,6 +540,18 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def _prefill_failed(self, request_id: str) -> None:
         """No KV comes from the request's prefill worker."""
+
+
+def failed_alone(request: GenerateRequest, error: BaseException) -> RequestError:
+    """Log what one request has failed of; returns what its client is told. The error's own words may be the prompt's,
+    and go nowhere."""
+    if isinstance(error, BrokenLogits):
+        _log.error("request %s has failed: its logits were NaN or infinite", request.request_id)
+        return RequestError("the model's logits were no numbers on this worker", code="broken_logits", status=503)
+    name = type(error).__name__
+    where = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("request %s has failed alone: %s\n%s", request.request_id, name, where)
+    return RequestError(f"the server failed to compute this request ({name})", code="request_failed", status=500)
 
 
 def _unfollowable() -> RequestError:

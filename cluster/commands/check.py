@@ -24,10 +24,11 @@ CAN_T_BE_SERVED = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or `bundled`")
+    parser.add_argument("--revision", metavar="REV", help="the hub id's branch, tag or commit")
     parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
     parser.add_argument("--gpu", choices=sorted(HARDWARE), help="on such a GPU (default: on this machine's memory)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share a stage")
-    parser.add_argument("--pipeline-parallel", type=int, help="stages that share the model's layers")
+    parser.add_argument("--pipeline-parallel", type=_stages, help="stages that share the model's layers")
     parser.add_argument("--expert-parallel", action="store_true", help="each rank holds some experts whole")
     parser.add_argument("--context-parallel", action="store_true", help="ranks share the tokens of latents")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
@@ -36,11 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
+def _stages(text: str) -> int:
+    """An argument's type."""
+    if (stages := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 1")
+    return stages
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print it; returns 0, or CAN_T_BE_SERVED with the reason. Raises ConfigError for a wrong configuration file."""
     config = _config(arguments)
     try:
-        folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS)
+        folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS, config.model.revision)
         told = _served(folder, config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
@@ -55,8 +63,9 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     raw: dict[str, Any] = load_yaml(arguments.config) if arguments.config is not None else {}
     read_config(raw)  # so that what is wrong in the file is told as the file's
     lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
-    if arguments.kv_cache_dtype is not None:
-        raw["model"] = {**(raw.get("model") or {}), "kv_cache_dtype": arguments.kv_cache_dtype}
+    given = {"kv_cache_dtype": arguments.kv_cache_dtype, "revision": arguments.revision}
+    if told := {name: value for name, value in given.items() if value is not None}:
+        raw["model"] = {**(raw.get("model") or {}), **told}
     return read_config(raw)
 
 
@@ -197,12 +206,20 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         f"{told['max_requests']} of them at once if all that is left is KV cache"
     )
     if arguments.gpu is None:
-        flags = "".join(
-            f" --{name.replace('_', '-')} {getattr(arguments, name)}"
-            for name in ("dtype", "quantization", "kv_cache_dtype")
-            if getattr(arguments, name) is not None
-        )
-        return [*lines, "", f"    twostroke serve --model {arguments.model}{flags}"]
+        asked = {
+            "--config": arguments.config,
+            "--dtype": arguments.dtype,
+            "--quantization": arguments.quantization,
+            "--kv-cache-dtype": arguments.kv_cache_dtype,
+            "--tensor-parallel-size": arguments.tensor_parallel,
+            "--pipeline-parallel-size": arguments.pipeline_parallel,
+        }
+        flags = "".join(f" {flag} {value}" for flag, value in asked.items() if value is not None)
+        flags += " --enable-expert-parallel" if arguments.expert_parallel else ""
+        lines += ["", f"    twostroke serve --model {arguments.model}{flags}"]
+        if arguments.context_parallel:
+            lines.append("    with decode: {context_parallel: true} in the file of --config")
+        return lines
     shared = "".join(f", {name}: true" for name in ("expert_parallel", "context_parallel") if told[name])
     stages = told["pipeline_parallel"]
     staged = f", pipeline_parallel: {stages}" if stages > 1 else ""

@@ -55,6 +55,7 @@ def _count(text: str) -> int | None:
 
 _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--served-model-name": (str, "NAME", "what clients call the model"),
+    "--revision": (str, "REV", "the hub id's branch, tag or commit"),
     "--max-model-len": (_count, "TOKENS", "the longest context"),
     "--chat-template": (str, "FILE", "in place of the model's own"),
     "--generation-config": (str, "auto|none", "whose sampling defaults: the model's, or OpenAI's"),
@@ -132,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--grace {arguments.grace:g}: seconds for streams to end, 0 for none")
     check_port(arguments.host, arguments.port)
     config = check_keys(read_config(settings))
-    check_model_path(config.model.path)
+    check_model_path(config.model.path, config.model.revision)
     console = Console(highlight=False)
     if arguments.named is arguments.model is arguments.config is None and config.model.path == BUNDLED_MODEL:
         console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")

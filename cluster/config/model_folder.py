@@ -17,6 +17,7 @@ CONFIG_PATTERNS = ("*.json",)
 
 INSTRUCT_MODEL = "SmolLM2-135M-Instruct"
 
+HUB_PREFIX = "hub:"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -28,24 +29,40 @@ def instruct_model() -> Path | None:
     return next((path for folder in folders for path in sorted(Path(folder).glob(f"{INSTRUCT_MODEL}*{SUFFIX}"))), None)
 
 
-def check_model_path(path: str) -> Path | None:
-    """The folder or GGUF file that `path` names, or None for a hub id. Raises ConfigError where there is none."""
-    if path == BUNDLED_MODEL:
-        return BUNDLED_MODEL_DIR
+def check_model_path(path: str, revision: str | None = None) -> Path | None:
+    """The folder or GGUF file that `path` names, or None for a hub id. Raises ConfigError where there is none.
+
+    A folder that is missing is not taken for a hub id where the folder that it would lie in is here: the model of
+    whoever has that name on the hub would be fetched and served in its place. `hub:` before an id says that it is one.
+    """
+    if path.startswith(HUB_PREFIX):
+        if not _HUB_ID.fullmatch(path.removeprefix(HUB_PREFIX)):
+            raise ConfigError(f"model.path: {path} names no model of the hub: {HUB_PREFIX} goes before OWNER/NAME")
+        return None
     folder = Path(path).expanduser()
+    found = BUNDLED_MODEL_DIR if path == BUNDLED_MODEL else None
     if folder.is_dir() or (folder.suffix == SUFFIX and folder.is_file()):
-        return folder.resolve()
+        found = found or folder.resolve()
+    if found is not None:
+        if revision is not None:
+            raise ConfigError(f"model.revision: {path} is on this machine: only models of the hub have revisions")
+        return found
     if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: there is no folder and no GGUF file {path}")
+    if folder.parent.is_dir():
+        raise ConfigError(
+            f"model.path: there is no folder {path}, though {folder.parent} is here; for the model of that name on the "
+            f"Hugging Face hub write {HUB_PREFIX}{path}"
+        )
     return None
 
 
-def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_PATTERNS, revision: str | None = None) -> Path:
     """The folder that `path` names, of a GGUF file one that is made of it; downloads of a hub id what is asked for.
 
     Raises ConfigError with one line that a user can act on.
     """
-    found = check_model_path(path) or _download(path, patterns)
+    found = check_model_path(path, revision) or _download(path.removeprefix(HUB_PREFIX), patterns, revision)
     return found if found.is_dir() else folder_of(found, cache_folder())
 
 
@@ -80,16 +97,17 @@ def _is_template(text: str) -> bool:
     return "{%" in text or "{{" in text
 
 
-def _download(hub_id: str, patterns: Sequence[str]) -> Path:
+def _download(hub_id: str, patterns: Sequence[str], revision: str | None) -> Path:
     # Neither is needed, nor imported, for a folder.
     from httpx import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.path: {hub_id} is no folder here, and the Hugging Face hub did not give it: {reason}"
+            f"model.path: {hub_id} is no folder here, and the Hugging Face hub did not give it"
+            f"{f' at revision {revision}' if revision else ''}: {reason}"
         ) from error

@@ -91,6 +91,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is nested too deep: settings lie in sections, at most five deep") from error
     except Exception as error:  # a text such as 2026-02-30 raises whatever its type's constructor does
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split()) or type(error).__name__}") from error
     if raw is None:

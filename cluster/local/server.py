@@ -156,7 +156,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     if shared.line is not None:
         _report(reports, Report("loud" if shared.is_idle else "step", shared.line))
     check_is_anywhere(config)
-    folder = resolve_model_folder(config.model.path)
+    folder = resolve_model_folder(config.model.path, revision=config.model.revision)
     name = served_name(config.model, folder)
     described, *caches = check_model(config, folder)
     for line in (f"Model {name}: {described}", *caches):

@@ -65,7 +65,7 @@ async def load_rank(
     from twostroke.model.load import load_engine
 
     gpu = 0 if place is None else place.rank % settings.tensor_parallel
-    config = settings.engine_config(resolve_model_folder(settings.model.path), gpu)
+    config = settings.engine_config(resolve_model_folder(settings.model.path, revision=settings.model.revision), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
     loaded = await asyncio.to_thread(load_engine, config, place)
     store: KVStore = loaded.kv_cache

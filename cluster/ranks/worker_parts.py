@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
@@ -89,7 +91,8 @@ async def load_parts(
             expert_share=rank.loaded.model_config.expert_share,
             expert_hits=None if (hits := stages_hits or rank.loaded.expert_hits) is None else hits.read,
             expert_balance=balance,
-            grammars=Grammars(lambda: vocabulary_of(settings)),
+            grammars=Grammars(lambda: vocabulary_of(settings, rank.loaded.model_config.vocab_size)),
+            vocab_size=rank.loaded.model_config.vocab_size,
         )
 
     if settings.num_ranks == 1:
@@ -151,13 +154,14 @@ def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None"
     return ExpertBalance(ExpertLoad(loaded.expert_hits.read, time.monotonic), room, time.monotonic)
 
 
-def vocabulary_of(settings: WorkerSettings) -> "Vocabulary":
-    """The tokens of the model, as its routers know them: reads the tokenizer. Raises ConfigError."""
+def vocabulary_of(settings: WorkerSettings, size: int) -> "Vocabulary":
+    """The tokens of a model of which logits have `size`: reads the tokenizer. Raises ConfigError."""
     from twostroke.router.text.output_format import NONE
     from twostroke.router.text.tokenizer import TextTokenizer
 
-    folder = resolve_model_folder(settings.model.path)
-    return TextTokenizer.load(folder, chat_template="", response_template=NONE).vocabulary
+    folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
+    tokenizer = TextTokenizer.load(folder, chat_template="", response_template=NONE)
+    return msgspec.structs.replace(tokenizer.vocabulary, size=size)
 
 
 def check_step_size(settings: WorkerSettings, max_context: int, blocks_of_one: int, host_blocks: int) -> None:

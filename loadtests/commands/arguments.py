@@ -66,6 +66,22 @@ def positive_count(text: str) -> int:
     return value
 
 
+def context_tokens(text: str) -> int:
+    """An argument's type: a request has a token of its prompt, and one of its answer."""
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 2, a prompt's and an answer's")
+    return value
+
+
+def seconds_left_out(text: str) -> float:
+    """An argument's type: 0 or more, and finite."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give 0 or more")
+    return value
+
+
 def times_of(text: str) -> dict[str, float]:
     """An argument's type: `ttft=0.5,tpot=0.05`, or one of them alone."""
     try:

@@ -35,6 +35,7 @@ from twostroke.loadtests.workloads.prompts import block_pieces
 from twostroke.loadtests.workloads.synthetic import Scale, scale_to
 
 COARSE_CLOCK_S = 1.0  # times that are equal or at least so far from each other are those of a coarse clock
+MOST_TOKENS = 10**9  # of a prompt or an answer
 LONG_REQUESTS = 0.999  # this share of requests keeps its proportions when lengths are scaled
 
 
@@ -123,7 +124,7 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
         begin_s=begin_s,
         span_s=end_s - begin_s,
         tick_s=least_step_s if bundled and COARSE_CLOCK_S <= least_step_s < inf else 0.0,
-        long_request=sorted(totals)[min(len(totals) - 1, int(len(totals) * LONG_REQUESTS))],
+        long_request=max(1, sorted(totals)[min(len(totals) - 1, int(len(totals) * LONG_REQUESTS))]),
     )
 
 
@@ -142,7 +143,7 @@ def _format_of(path: Path) -> str:
     )
 
 
-Tokens = Annotated[int, msgspec.Meta(ge=0)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class _Azure(

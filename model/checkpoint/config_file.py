@@ -8,11 +8,14 @@ from typing import Any, cast
 
 from twostroke.model.architectures.families import FAMILIES
 from twostroke.model.architectures.families.family import ConfigFields, Family
+from twostroke.model.checkpoint.known_fields import check_unread
 from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+QUANTIZATION_FILE = "quantize_config.json"  # AutoGPTQ's, before it stood in config.json
+MOST_JSON_BYTES = 64 << 20
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -26,19 +29,36 @@ def is_native(raw: Mapping[str, Any]) -> bool:
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """`folder`/config.json, parsed. Raises ConfigError."""
-    path = folder / CONFIG_FILE
+    """`folder`/config.json, parsed, with what older checkpoints have in a file of its own. Raises ConfigError."""
+    path, quantization = folder / CONFIG_FILE, folder / QUANTIZATION_FILE
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist or is no folder")
+    if not path.exists():
+        raise ConfigError(f"{path} is missing: {folder} is not a Hugging Face model folder")
+    raw = read_json_object(path)
+    if raw.get("quantization_config") is None and quantization.exists():
+        raw["quantization_config"] = {"quant_method": "gptq", **read_json_object(quantization)}
+    return raw
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file that is there. Raises ConfigError."""
+    if not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path} is no regular file")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing: {folder} is not a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+        if (size := path.stat().st_size) > MOST_JSON_BYTES:
+            raise ConfigError(f"{path} has {size} bytes: at most {MOST_JSON_BYTES} are read")
+        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number_if_one)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return cast("dict[str, Any]", raw)
+
+
+def _number_if_one(value: dict[str, Any]) -> Any:
+    """transformers writes numbers that JSON has no words for as objects: {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -49,7 +69,16 @@ def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         are = "is" if len(FAMILIES) == 1 else "are"
         raise ConfigError(f"{source}: architectures: {found} is not supported, only {', '.join(FAMILIES)} {are}")
     fields = ConfigFields(raw, source)
-    return replace(family.read_config(fields), stored=read_stored_quantization(fields))
+    kind = raw.get("model_type")
+    if kind not in (None, family.model_type, *family.other_types):
+        raise fields.error(
+            "model_type",
+            f"{kind!r} is not what {family.architecture} has, which is {family.model_type!r}: say which of the two the "
+            "model is",
+        )
+    config = family.read_config(fields)
+    check_unread(fields, family, config)
+    return replace(config, stored=read_stored_quantization(fields))
 
 
 def _family(raw: Mapping[str, Any]) -> Family | None:

@@ -25,7 +25,7 @@ from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFi
 from twostroke.model.config import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
-NOT_READ = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
+NOT_READ = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".kv_scale", ".weight_shape")
 """Endings of tensors that quantised checkpoints may have and that we don't need: activations are not quantised."""
 
 MXFP4_GROUP = 32
@@ -141,7 +141,7 @@ class _Parts:
             return None
         groups = self.part(kind, ("I32", "I64"), (self.shape[1],)).read().long()
         neighbours = torch.arange(self.shape[1]) // self.group_size
-        if torch.equal(groups, neighbours):
+        if torch.equal(groups, neighbours) or not groups.any():  # some writers leave zeros where there is no order
             return None
         order = groups.argsort(stable=True)
         if not torch.equal(groups[order], neighbours):
@@ -150,6 +150,19 @@ class _Parts:
                 "checkpoint without desc_act"
             )
         return order
+
+    def check_no_zero_points(self, *zeros: int) -> None:
+        """A symmetric weight may have zero points all the same: `zeros`, as they may be stored."""
+        if not self.has("weight_zero_point"):
+            return
+        name = f"{self._stem}.weight_zero_point"
+        found = self._files[name].tensor(name, WHOLE, WHOLE).float()
+        if not any(bool((found == zero).all()) for zero in zeros):
+            raise ConfigError(
+                f"{self._source}: tensor {name}: quantization_config says symmetric, and it is not zero: take another "
+                "checkpoint, or the unquantised one with model.quantization: int8 or int4"
+            )
+        self.names.append(name)
 
 
 class _Part:
@@ -174,6 +187,8 @@ def _plain(parts: _Parts) -> StoredWeight:
         of_scales = ((), (1,), (1, 1), (rows,), (rows, 1))
     scale = parts.part("weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale", _FLOATS, *of_scales)
     zero = parts.part("weight_zero_point", ("I8",), *of_scales) if stored.form.has_offsets else None
+    if zero is None:
+        parts.check_no_zero_points(0)
 
     def of_rows(part: _Part, chosen: slice) -> Tensor:
         """fp32 [out, groups]."""
@@ -201,6 +216,9 @@ def _packed(parts: _Parts) -> StoredWeight:
     zero = None
     if parts.stored.form.has_offsets:
         zero = parts.part("weight_zero_point", ("I32",), (-(-rows // n), groups))
+    else:
+        middles = sum(middle << (parts.bits * place) for place in range(n))
+        parts.check_no_zero_points(0, middles - (1 << 32))
     order = parts.order("weight_g_idx")
 
     def read(chosen: slice) -> QuantizedWeight:

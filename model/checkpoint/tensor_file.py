@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -42,3 +43,45 @@ class TensorFile(Protocol):
 
     def content(self, name: str) -> memoryview:
         """The tensor's bytes as they lie in the file."""
+
+
+class RenamedTensor:
+    """Implements TensorFile for one tensor of another, by another name."""
+
+    def __init__(self, file: TensorFile, name: str, name_there: str):
+        self._file = file
+        self._name = name
+        self._name_there = name_there
+
+    def names(self) -> Collection[str]:
+        return (self._name,)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.shape(self._name_there)
+
+    def dtype(self, name: str) -> str:
+        return self._file.dtype(self._name_there)
+
+    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
+        return self._file.tensor(self._name_there, rows, columns)
+
+    def stored_weight(self, name: str) -> StoredWeight | None:
+        return self._file.stored_weight(self._name_there)
+
+    def content(self, name: str) -> memoryview:
+        return self._file.content(self._name_there)
+
+
+_ROWS_AT_ONCE = 1024
+
+
+def equal_tensors(file: TensorFile, name: str, other_file: TensorFile, other: str) -> bool:
+    """Whether two matrices hold the same numbers. Most that differ do in their first rows, and no more is read then."""
+    shape = file.shape(name)
+    if shape != other_file.shape(other) or file.dtype(name) != other_file.dtype(other):
+        return False
+    for first in range(0, shape[0], _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        if not torch.equal(file.tensor(name, rows, WHOLE), other_file.tensor(other, rows, WHOLE)):
+            return False
+    return True

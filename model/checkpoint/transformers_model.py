@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from twostroke.model.architectures.families.family import MOST_EXPERTS, MOST_LAYERS, shown
 from twostroke.model.architectures.transformers_decoder import (
     ATTENTION,
     AttentionCall,
@@ -36,6 +37,7 @@ from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
+from twostroke.model.checkpoint.weights import has_weights
 from twostroke.model.config import ModelShape, Quantization
 from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
 from twostroke.model.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
@@ -81,6 +83,15 @@ class TransformersModel:
         self._model = self._build(torch.float32)
         self._calls = self._trace(self._model)
         self._head, self._embedding = self._check_ends()
+        if self.is_tied and has_weights(folder) and self.tensors.differ(*self._weights_of_ends):
+            # A head of its own was trained, and is kept, as transformers does.
+            self._config.get_text_config(decoder=True).tie_word_embeddings = False
+            self._config.tie_word_embeddings = False
+            del self.tensors
+            self._model = self._build(torch.float32)
+            self._calls = self._trace(self._model)
+            if self.is_tied:
+                raise self._error(f"{self._head}.weight differs from the embedding that transformers ties it to")
         self.family: str = type(self._model).__name__
         self.shape = self._shape()
 
@@ -176,6 +187,10 @@ class TransformersModel:
         decoder = TransformersDecoder(model, calls, self.shape, options, backend, parallel, sums_heads=not takes_parts)
         self._dry_run(decoder, options, parallel.shard)
         return decoder
+
+    @property
+    def _weights_of_ends(self) -> tuple[str, str]:
+        return f"{self._head}.weight", f"{self._embedding}.weight"
 
     @property
     def is_tied(self) -> bool:
@@ -475,6 +490,9 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     def refused(field: str, why: str) -> ConfigError:
         return ConfigError(f"{source}: {field}: {why}")
 
+    for field, most in _MOST_OF.items():
+        if isinstance(count := raw.get(field), int) and count > most:
+            raise refused(field, f"{shown(count)} is more than any model has: at most {most} are taken")
     kind, architectures = raw.get("model_type"), raw.get("architectures") or []
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
@@ -510,6 +528,10 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     return config
 
 
+_MOST_OF = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MOST_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), MOST_EXPERTS),
+}
 _VERSION = transformers.__version__
 # Tensors that attention may be handed and needs not: ours takes positions and masks from the layout.
 _IGNORED_TENSORS = {"position_ids", "cache_position"}

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile
+from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile, equal_tensors
 from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
 from twostroke.protocol.errors import ConfigError
 
-_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""What older files have, and is computed today: transformers ignores it, too."""
+_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""What older files have, and is computed today: transformers ignores it, too. The last are masks."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class NamedTensors:
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, _Conversion] = {}
         self._assign(folder, paths)
+        for tied, source in model.all_tied_weights_keys.items():
+            if source not in self._renamed and source not in self._converted and tied in self._renamed:
+                self._renamed[source] = self._renamed[tied]
         self._check(folder, paths)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -78,6 +81,13 @@ class NamedTensors:
         sources = {source: self._files[source].tensor(source, WHOLE, WHOLE) for source, _ in conversion.sources}
         whole = conversion.run(sources, self._model)[name]
         return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both are in the files, and hold different numbers."""
+        if not {name, other} <= self._renamed.keys():
+            return False
+        first, second = self._renamed[name], self._renamed[other]
+        return first != second and not equal_tensors(self._files[first], first, self._files[second], second)
 
     def contents(self) -> Iterator[tuple[str, memoryview]]:
         """What is used of the files: name, type and shape, with the bytes, in a fixed order."""
@@ -131,8 +141,9 @@ class NamedTensors:
                     raise _misshapen(path, source, file.shape(source), shape)
             elif target not in self._converted and target not in self._model.all_tied_weights_keys:
                 raise ConfigError(f"{folder}: tensor {target} is missing")
-        for name, file in self._files.items():
-            if (dtype := file.dtype(name)) not in DTYPES:
+        converted = {source for conversion in self._converted.values() for source, _ in conversion.sources}
+        for name in sorted({*self._renamed.values(), *converted}):
+            if (dtype := self._files[name].dtype(name)) not in DTYPES:
                 raise ConfigError(f"{paths[name]}: tensor {name} is {dtype}, only {', '.join(DTYPES)} are supported")
 
 

@@ -4,9 +4,9 @@ Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, 
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +15,18 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from twostroke.model.checkpoint.config_file import read_json_object
 from twostroke.model.checkpoint.gguf.format import FILE as GGUF_FILE
 from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, stored_weight
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
+from twostroke.model.checkpoint.tensor_file import (
+    WHOLE,
+    RenamedTensor,
+    StoredWeight,
+    TensorFile,
+    equal_tensors,
+)
 from twostroke.model.config import ModelConfig, WeightForm
 from twostroke.model.sizes import expected_shapes, num_parameters
 from twostroke.protocol.errors import ConfigError
@@ -84,7 +91,8 @@ class Checkpoint:
         self._files = {name: files[path] for name, path in self._paths.items()}
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
-        self._config = config
+        self.config = self._config = config = self._with_ends(config)
+        """As given, but for a head of its own where the files have one."""
         self.shapes = dict(expected_shapes(config))
         self._kv_scales = self._find_kv_scales()
         self._check()
@@ -152,14 +160,24 @@ class Checkpoint:
             for part in (name,) if stored is None else stored.tensors:
                 sha.update(xxhash.xxh3_128_digest(self._files[part].content(part)))
         for name in self._kv_scales.values():
-            if (scale := self._scale(name)) != 1:
+            scale = self._scale_or_none(name)
+            if scale is None:
+                sha.update(f"{name} {xxhash.xxh3_128_hexdigest(self._files[name].content(name))}".encode())
+            elif scale != 1:
                 sha.update(f"{name} {scale}".encode())
         return sha.hexdigest()[:16]
 
     def _scale(self, name: str) -> float:
+        scale = self._scale_or_none(name)
+        if scale is None:
+            raise ConfigError(f"{self._paths[name]}: tensor {name} is to be one positive number")
+        return scale
+
+    def _scale_or_none(self, name: str) -> float | None:
+        """None where the tensor is no positive number, which matters to KV in FP8 alone."""
         found = self._files[name].tensor(name, WHOLE, WHOLE)
         if self._files[name].dtype(name) not in DTYPES or found.numel() != 1 or not 0 < found.item() < math.inf:
-            raise ConfigError(f"{self._paths[name]}: tensor {name} is to be one positive number")
+            return None
         return float(found.item())
 
     def _find_kv_scales(self) -> dict[tuple[int, str], str]:
@@ -171,10 +189,24 @@ class Checkpoint:
             for layer in range(self._config.num_layers)
             for kind in "kv"
             for name in (
-                f"{spec.layers}.{layer}.{attention}.{part}{kind}_scale" for part in ("", f"{kind}_proj.", "attn.")
+                f"{spec.layers}.{layer}.{attention}.{part}_scale"
+                for part in ("kv", kind, f"{kind}_proj.{kind}", f"attn.{kind}")
             )
             if name in self._files
         }
+
+    def _with_ends(self, config: ModelConfig) -> ModelConfig:
+        """Where the config ties them, embedding and LM head are one tensor by either name, or by both. A head that
+        differs was trained, and is kept, as transformers does."""
+        embedding, head = f"{config.spec.embedding}.weight", f"{config.spec.lm_head}.weight"
+        if not config.tie_word_embeddings or head not in self._files:
+            return config
+        if embedding not in self._files:
+            self._files[embedding] = RenamedTensor(self._files.pop(head), embedding, head)
+            self._paths[embedding] = self._paths.pop(head)
+            return config
+        are_equal = equal_tensors(self._files[embedding], embedding, self._files[head], head)
+        return config if are_equal else replace(config, tie_word_embeddings=False)
 
     def _check(self) -> None:
         config, known = self._config, set(self.shapes)
@@ -235,10 +267,10 @@ def has_weights(folder: Path) -> bool:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
-    index = folder / INDEX_FILE
-    if index.exists():
+    index, whole = folder / INDEX_FILE, folder / SINGLE_FILE
+    if index.exists() and not whole.exists():  # an index beside the whole model's file is of an older copy
         return _indexed_files(index)
-    for single in (folder / SINGLE_FILE, folder / GGUF_FILE):
+    for single in (whole, folder / GGUF_FILE):
         if single.exists():
             return dict.fromkeys(open_file(single).names(), single)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
@@ -252,12 +284,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{index} can't be read as JSON: {error}") from error
-    except (KeyError, TypeError):
-        raise ConfigError(f"{index}: weight_map is missing") from None
+    weight_map = read_json_object(index).get("weight_map")
+    if weight_map is None:
+        raise ConfigError(f"{index}: weight_map is missing")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index}: weight_map: expected a JSON object of tensor and file names")
     files: dict[str, Path] = {}

@@ -15,9 +15,9 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.sampling.draws import row_keys
-from twostroke.model.sampling.sampler import Sampler, adjust
+from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.step import Draw, ScoredRows
+from twostroke.model.step import Draw, ScoredRows, note_broken
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 _WORD = (1 << 64) - 1
@@ -33,11 +33,14 @@ class DrawnTokens:
     _on_host: Tensor  # int64 [2, N]: tokens, and whether their rows were broken; pinned
     _arrived: torch.cuda.Event | None  # None where nothing is asynchronous
     _sampler: "DeviceSampler"
+    _draws: Sequence[Draw]
 
     def collect(self) -> list[int]:
-        """As `wait`, and have broken rows counted. To be called once."""
-        tokens = self.wait()
-        self._sampler.num_broken_drawn += int(self._on_host[1].sum())
+        """As `wait`, and have broken rows counted, and told to their draws. To be called once."""
+        tokens, are_broken = self.wait(), self._on_host[1].tolist()
+        if any(are_broken):
+            self._sampler.num_broken_drawn += sum(are_broken)
+            note_broken(self._draws, unsound_rows(tokens, are_broken))
         return tokens
 
     def wait(self) -> list[int]:
@@ -95,15 +98,15 @@ class DeviceSampler:
             adjust(logits, adjusted, [draws[i] for i in adjusted])
         if masks is not None:
             mask_on_device(logits, place(masks.rows, self._device), place(masks.words, self._device))
-        return self.take(draw_on_device(logits, self._parameters(draws, positions), _asked(draws)))
+        return self.take(draw_on_device(logits, self._parameters(draws, positions), _asked(draws)), draws)
 
-    def take(self, drawn: Tensor) -> DrawnTokens:
+    def take(self, drawn: Tensor, draws: Sequence[Draw]) -> DrawnTokens:
         """int64 [2, N], on the device: tokens, and whether their rows were broken. Never waits."""
         if not self._is_cuda:
-            return DrawnTokens(drawn[0], drawn, None, self)
+            return DrawnTokens(drawn[0], drawn, None, self, draws)
         on_host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(drawn, non_blocking=True)
-        return DrawnTokens(drawn[0], on_host, torch.cuda.current_stream(self._device).record_event(), self)
+        return DrawnTokens(drawn[0], on_host, torch.cuda.current_stream(self._device).record_event(), self, draws)
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
         """All fields travel in one copy out of pinned memory.

@@ -11,6 +11,7 @@ t occurs among the output tokens:
     frequency     l(t) -= frequency_penalty * c(t)          (OpenAI's formula)
     presence      l(t) -= presence_penalty * [c(t) > 0]
     forbidden     l(t) = -inf, also where `allowed_token_ids` lack t, or where it ends a bad word
+                  (where all of `allowed_token_ids` are forbidden otherwise, they may be drawn all the same)
     grammar       l(t) = -inf where it lets no t follow (and no `forbidden`, which is in the mask as far as it can be)
 
 All in fp32, with one scatter for each kind, whatever the number of rows. Ids outside the vocabulary have no effect.
@@ -27,7 +28,7 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised
+from twostroke.model.step import Draw, ScoredRows, TokenCounts, is_penalised, note_broken
 from twostroke.protocol.requests import SampledToken
 
 LEAST_LOGPROB = -9999.0
@@ -64,7 +65,7 @@ class Sampler:
             return []
         logits = logits.detach().contiguous()
         tokens, maxima = self._kernels.argmax(logits)
-        self._mend(logits, tokens, maxima)
+        self._mend(logits, tokens, maxima, draws)
 
         reported = np.array([i for i, draw in enumerate(draws) if draw.sampling.logprobs is not None], np.int64)
         adjusted = [i for i, draw in enumerate(draws) if draw.is_adjusted]
@@ -98,10 +99,12 @@ class Sampler:
             ids[:, 1:].astype("<i4"), self._logprobs(logits, rows, ids).astype("<f4"), ranks.cpu().numpy().astype("<i4")
         )
 
-    def take(self, drawn: Tensor) -> list[SampledToken]:
-        """Of what `largest_of_ranks` found."""
-        self.num_broken_rows += int(drawn[1].sum())
-        return [SampledToken(token) for token in drawn[0].tolist()]
+    def take(self, drawn: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
+        """Of what `largest_of_ranks` found for these draws."""
+        tokens, are_broken = drawn.tolist()
+        self.num_broken_rows += sum(are_broken)
+        note_broken(draws, unsound_rows(tokens, are_broken))
+        return [SampledToken(token) for token in tokens]
 
     def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of `ids` [R, K] in `rows` [R]."""
@@ -112,8 +115,11 @@ class Sampler:
         np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
         return logprobs
 
-    def _mend(self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32]) -> None:
-        """Take NaN and +inf out of rows that hold any, which shows in their largest logit."""
+    def _mend(
+        self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32], draws: Sequence[Draw] = ()
+    ) -> None:
+        """Take NaN and +inf out of rows that hold any, which shows in their largest logit. A row of nothing else is the
+        fault of its draw."""
         broken = np.flatnonzero(np.isnan(maxima) | (maxima == np.inf))
         if broken.size == 0:
             return
@@ -122,6 +128,8 @@ class Sampler:
         largest = torch.finfo(torch.float32).max
         logits[rows] = logits[rows].nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
         tokens[broken], maxima[broken] = self._kernels.argmax(logits[rows])
+        if draws:
+            note_broken(draws, [int(row) for row in broken if maxima[row] == -np.inf])
 
     def _with_logprobs(
         self, raw: Tensor, tokens: NDArray[np.int64], reported: NDArray[np.int64], draws: Sequence[Draw]
@@ -139,6 +147,11 @@ class Sampler:
             top = tuple(zip(row_ids[1 : count + 1], row_logprobs[1 : count + 1], strict=True))
             results[i] = SampledToken(row_ids[0], row_logprobs[0], top)
         return results
+
+
+def unsound_rows(tokens: Sequence[int], are_broken: Sequence[int]) -> list[int]:
+    """Rows of broken logits of which nothing was left: token 0 stands for that."""
+    return [row for row, (token, broken) in enumerate(zip(tokens, are_broken, strict=True)) if broken and token == 0]
 
 
 def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Sequence[int]) -> DrawBatch:
@@ -162,8 +175,9 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     repetition: list[_Entry] = []
     occurrence: list[_Entry] = []
     forbidden: list[_Entry] = []
-    allowed: dict[int, Sequence[int]] = {}
-    for row, draw in zip(rows, draws, strict=True):
+    allowed: dict[int, NDArray[np.int64]] = {}
+
+    def take(row: int, draw: Draw) -> None:
         sampling = draw.sampling
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
@@ -179,11 +193,22 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
                 penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
                 occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
         if sampling.allowed_token_ids:
-            allowed[row] = sampling.allowed_token_ids
+            ids_allowed = np.array(sampling.allowed_token_ids, np.int64)
+            allowed[row] = ids_allowed[(ids_allowed >= 0) & (ids_allowed < logits.shape[1])]
         banned_ids = (*draw.forbidden, *_ends_of_bad_words(draw))
+        if sampling.allowed_token_ids and set(sampling.allowed_token_ids) <= set(banned_ids):
+            banned_ids = ()  # the list says what may be drawn at all: nothing outside of it is
         if banned_ids and draw.constraint is None:
             banned = np.array(banned_ids, np.int64)
             forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
+
+    for row, draw in zip(rows, draws, strict=True):
+        try:
+            take(row, draw)
+        except Exception as error:
+            if draw.fault is None:
+                raise
+            draw.fault.note(error)
 
     if bias:
         where, values_t = _on_device(bias, logits)
@@ -196,7 +221,7 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
         where, values_t = _on_device(occurrence, logits)
         logits.index_put_(where, values_t, accumulate=True)
     for row, allowed_ids in allowed.items():
-        places = place(np.array(allowed_ids, np.int64), logits.device)
+        places = place(allowed_ids, logits.device)
         kept = logits[row, places]
         logits[row] = -math.inf
         logits[row, places] = kept

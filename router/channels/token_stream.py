@@ -105,7 +105,9 @@ def join_fresh(events: Sequence[TokenEvent], sent: Sequence[int]) -> TokenEvent 
     """
     tokens: list[SampledToken] = []
     begin = len(sent)
+    num_cached = None
     for event in events:
+        num_cached = event.num_cached_tokens if num_cached is None else num_cached
         if event.error is not None:
             raise WorkerLost(f"the worker gave the request up: {event.error}")
         next_index = begin + len(tokens)
@@ -117,5 +119,5 @@ def join_fresh(events: Sequence[TokenEvent], sent: Sequence[int]) -> TokenEvent 
                     raise WorkerFailed(f"token {i} came again, and as another one")
         tokens.extend(event.tokens[num_known:])
         if event.finish_reason is not None and event.index + len(event.tokens) == begin + len(tokens):
-            return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason)
-    return TokenEvent(events[0].request_id, begin, tuple(tokens)) if tokens else None
+            return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason, None, num_cached)
+    return TokenEvent(events[0].request_id, begin, tuple(tokens), None, None, num_cached) if tokens else None

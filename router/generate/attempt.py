@@ -118,6 +118,9 @@ class Progress:
         stages.num_output_tokens += len(event.tokens)
         if event.finish_reason is not None:
             stages.finish = now
+        if event.num_cached_tokens is not None and (self.path.prefill is None or self.has_lost_prefill):
+            # The reply says it, too, but does not come where a stop string ends the answer here.
+            stages.num_cached_tokens = min(event.num_cached_tokens, request.num_prompt_tokens)
         self.case.position = event.index + len(event.tokens)
         if self.has_got_on:
             return

@@ -65,8 +65,7 @@ class ReadingAttempt:
                     event.index,
                     event.tokens,
                     event.finish_reason,
-                    None,
-                    reply.scores,
-                    reply.embedding,
+                    scores=reply.scores,
+                    embedding=reply.embedding,
                 )
             )

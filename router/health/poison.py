@@ -351,11 +351,16 @@ class Suspects:
 
 
 def fingerprint_of(request: GenerateRequest) -> bytes:
-    """What makes a request the same as another: all that the workers compute by, but neither seed nor length."""
+    """What makes a request the same as another: all that the workers compute by, but neither seed nor length.
+
+    A prompt that is scored or embedded is another request than the same prompt with an answer.
+    """
     asked = (
         request.token_ids,
         msgspec.structs.replace(request.sampling, seed=0),
         request.stop_token_ids,
         request.cache_salt,
+        request.grammar,
+        request.reading,
     )
     return hashlib.sha256(msgspec.msgpack.encode(asked)).digest()[:FINGERPRINT_BYTES]

@@ -71,6 +71,8 @@ from twostroke.router.slo.classes import (
 )
 from twostroke.router.text.generation_config import SamplingDefaults
 
+LEFT_OUT_HEADER = "x-schema-left-out"
+"""Names the keywords of a schema without `strict` that the answer is not held to."""
 _JSON_LINES = "application/x-ndjson"
 
 
@@ -189,9 +191,13 @@ async def _generate(
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
     if asked.stream and isinstance(writer, Format):
-        return await streamed(request, generation.events(), cut, writer.failure)
-    body = await until_disconnect(request.receive, generation.whole(), cut)
-    return Response(body, media_type="application/json")
+        response = await streamed(request, generation.events(), cut, writer.failure)
+    else:
+        body = await until_disconnect(request.receive, generation.whole(), cut)
+        response = Response(body, media_type="application/json")
+    if jobs[0].left_out:
+        response.headers[LEFT_OUT_HEADER] = ", ".join(jobs[0].left_out)
+    return response
 
 
 def _header(name: str, **schema: Any) -> dict[str, Any]:
@@ -256,8 +262,8 @@ async def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCoun
     """The tokens of a message's prompt."""
     service.check(asked)
     draft = asked.draft()
-    with draft.naming():
-        jobs = await service.jobs.make(draft.chat(), Terms(service.max_context(), Promise()))
+    with draft.naming():  # a prompt that is too long is counted, too: to know that is what clients ask for
+        jobs = await service.jobs.make(draft.chat(), Terms(2**31, Promise()))
     return {"input_tokens": jobs[0].request.num_prompt_tokens}
 
 
@@ -295,7 +301,7 @@ async def models(service: Service) -> ModelList:
         "created": service.started_at,
         "owned_by": "twostroke",
         "max_model_len": max_context,
-        "vocab_size": service.tokenizer.vocab_size,
+        "vocab_size": service.vocab_size(),
         "sampling_defaults": service.sampling_defaults,
         "end_token_ids": list(service.tokenizer.eos_token_ids),
         "response_template": service.tokenizer.response_template,

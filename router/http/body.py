@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.openai.answers import internal_error
+from twostroke.router.openai.fields import check_values
 from twostroke.router.openai.schemas import shown
 
 MAX_NESTING = 64
@@ -72,6 +73,14 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
     `Deadlines` bounds how long this takes, and reads what is left of a body that is refused.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"Content-Encoding: {shown(encoding)!r} is not supported: send the JSON without compression",
+            param="Content-Encoding",
+            code="unsupported_encoding",
+            status=415,
+        )
     parts: list[bytes] = []
     size = 0
     async with aclosing(request.stream()) as stream:
@@ -87,13 +96,16 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 def parse_object(body: bytes) -> dict[str, Any]:
     """The body's JSON object. Raises RequestError.
 
-    NaN and lone surrogates, which are no JSON, pass here where they can: the field that has them is named later.
+    Numbers are finite and texts are Unicode, wherever they stand: schemas, documents and the like end in libraries that
+    fail otherwise.
     """
     if _num_containers(body) > MAX_CONTAINERS:
         raise RequestError(f"the JSON has more than {MAX_CONTAINERS} objects and lists", param="body")
+    is_sound = True
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        is_sound = False  # Python reads more than JSON
         try:
             value = json.loads(body)
         except RecursionError:
@@ -106,6 +118,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _too_wide("body")
     for name, one in value.items():
         _check_shape(one, shown(name))
+        if not is_sound:
+            check_values(name, "body")
+            check_values(one, shown(name))
     return value
 
 

@@ -72,4 +72,4 @@ async def events(request: Request) -> Response:
     service: RouterService = request.app.state.service
     tenant = tenant_of(request)
     name, sees_all = (None, True) if tenant is None else (tenant.name, tenant.is_admin)
-    return await streamed(request, service.feed.events(name, sees_all=sees_all))
+    return await streamed(request, service.feed.events(name, sees_all=sees_all), is_endless=True)

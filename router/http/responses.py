@@ -16,6 +16,11 @@ from twostroke.router.openai.messages import message_error
 
 Result = TypeVar("Result")
 
+MAX_COLLECTED_BYTES = 32 * 1024 * 1024
+"""A stream's events that are held for a client of HTTP/1.0, until they are all there."""
+
+_STREAM_HEADERS = {"cache-control": "no-cache"}
+
 
 class ServerEnds(RequestError):
     """The response has not ended in the time that the server has left."""
@@ -71,14 +76,43 @@ async def streamed(
     cut: "asyncio.Future[None] | None" = None,
     failure: Callable[[TwostrokeError], bytes] = error_event,
     media_type: str = "text/event-stream",
+    *,
+    is_endless: bool = False,
 ) -> Response:
     """Server-sent events, or lines of another kind. The source is closed when it ends, fails, or the client goes.
+
+    HTTP/1.0 has no chunks, and uvicorn no other way to send what has no length: such a client gets all events at once,
+    at the end. Raises RequestError where there is none, or they are more than MAX_COLLECTED_BYTES.
 
     Its first event is awaited here: whatever fails until then is answered like all that fails in an endpoint. When
     `cut` is done later, the events of `failure` end the stream. The source is read by two tasks, one after the other.
     """
+    if request.scope.get("http_version") == "1.0":
+        if is_endless:
+            raise _needs_newer_http("this stream has no end")
+        body = await until_disconnect(request.receive, _collected(events), cut)
+        return Response(body, headers=_STREAM_HEADERS, media_type=media_type)
     first = await until_disconnect(request.receive, anext(events), cut)
     return _EventStream(first, events, cut, failure, media_type)
+
+
+async def _collected(events: AsyncGenerator[bytes, None]) -> bytes:
+    parts, size = [], 0
+    async with aclosing(events):
+        async for one in events:
+            parts.append(one)
+            size += len(one)
+            if size > MAX_COLLECTED_BYTES:
+                raise _needs_newer_http(f"this stream has more than {MAX_COLLECTED_BYTES} bytes")
+    return b"".join(parts)
+
+
+def _needs_newer_http(reason: str) -> RequestError:
+    return RequestError(
+        f"{reason}, and HTTP/1.0 has no streams: use HTTP/1.1 (in nginx: proxy_http_version 1.1)",
+        code="http_version_not_supported",
+        status=505,
+    )
 
 
 class _EventStream(StreamingResponse):
@@ -92,7 +126,7 @@ class _EventStream(StreamingResponse):
         failure: Callable[[TwostrokeError], bytes],
         media_type: str,
     ):
-        super().__init__(events, headers={"cache-control": "no-cache"}, media_type=media_type)
+        super().__init__(events, headers=_STREAM_HEADERS, media_type=media_type)
         self._first = first
         self._events = events
         self._cut = cut

@@ -26,7 +26,7 @@ from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers, other_versions_family
 from twostroke.router.openai.generation import ChoiceRunner
-from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
@@ -62,6 +62,7 @@ class ServiceConfig:
     body_timeout_s: float = 60.0  # from a request's head to its body's end
     send_timeout_s: float = 60.0  # for a client to take a piece of its answer
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
+    max_response_items: int = MAX_RESPONSE_ITEMS  # tokens and log-probabilities held for one response
     router_id: str = "router"  # of this replica, in metrics
     strict: bool = False  # requests with unknown fields are refused
     has_page: bool = True  # at `/`
@@ -111,7 +112,9 @@ class RouterService:
         )
         self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
-        self.jobs = JobMaker(self.tokenizer, self.sampling_defaults)
+        self.jobs = JobMaker(
+            self.tokenizer, self.sampling_defaults, self.config.max_response_items, vocab_size=self.vocab_size
+        )
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
         self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)
@@ -169,6 +172,11 @@ class RouterService:
         if not contexts:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
+
+    def vocab_size(self) -> int:
+        """All token ids are below it: the workers' word, and before there are any what the folder says."""
+        told = (info.vocab_size for info in self.fleet.workers())
+        return min((size for size in told if size is not None), default=self.tokenizer.vocab_size)
 
     def missing(self) -> list[str]:
         """What a whole path lacks; empty when ready."""

@@ -6,6 +6,7 @@ Prompts, answers and API keys are never logged; `tests/router/observe/test_acces
 import json
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -15,8 +16,6 @@ REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 
 FIELDS = "fields"
 """What a record may have as `extra`: names and values beside the message."""
-
-_STANDARD = logging.Formatter()
 
 
 class JsonLines(logging.Formatter):
@@ -38,7 +37,7 @@ class JsonLines(logging.Formatter):
             line["request_id"] = request_id
         line |= getattr(record, FIELDS, {})
         if record.exc_info:
-            line["exception"] = _STANDARD.formatException(record.exc_info)
+            line["exception"] = _traceback(record)
         return json.dumps(line)  # ASCII alone: control characters, line separators of Unicode too, are escaped
 
 
@@ -52,9 +51,18 @@ class TextLines(logging.Formatter):
         words = _printable(f"{record.getMessage()}{fields}")
         line = f"{_utc(record.created)} {record.levelname} {record.name}{label}: {words}"
         if record.exc_info:
-            frames = _STANDARD.formatException(record.exc_info).splitlines()
-            line += "".join(f"\n    {_printable(frame)}" for frame in frames)
+            line += "".join(f"\n    {_printable(frame)}" for frame in _traceback(record).splitlines())
         return line
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    """Return the record's traceback as text.
+
+    `logging.Formatter.formatException` writes it by the builtin `print`, which Ray Serve replaces in its replicas by
+    one that takes no notice of where the text is to go.
+    """
+    exc_info = record.exc_info
+    return "" if not exc_info else "".join(traceback.format_exception(exc_info[1])).rstrip("\n")
 
 
 def _printable(text: str) -> str:

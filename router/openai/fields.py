@@ -1,8 +1,11 @@
 """What the models of requests have in common."""
 
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from twostroke.protocol.errors import RequestError
 
 
 class FieldError(ValueError):
@@ -13,12 +16,40 @@ class FieldError(ValueError):
         self.param = param
 
 
-def _valid(text: str) -> str:
-    """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
+def check_values(value: Any, param: str) -> None:
+    """Check that a JSON value can be written as JSON again, for the libraries that it ends in.
+
+    Python reads `NaN`, numbers beyond a double (`1e999`) and halves of surrogate pairs, none of which can be written.
+    Raises RequestError naming the member; `param` is where the value is from.
+    """
+    if isinstance(value, str):
+        if not _is_unicode(value):
+            raise RequestError(f"{param}: must be valid Unicode: it has a lone surrogate", param=param)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise RequestError(f"{param}: must be a finite number, within the range of a double", param=param)
+    elif isinstance(value, list):
+        for index, member in enumerate(value):
+            check_values(member, f"{param}.{index}")
+    elif isinstance(value, dict):
+        for name, member in value.items():
+            shown = name if _is_unicode(name) else "(not Unicode)"
+            check_values(name, f"{param}.{shown}")
+            check_values(member, f"{param}.{shown[:64]}")
+
+
+def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode: it has a lone surrogate") from None
+        return False
+    return True
+
+
+def _valid(text: str) -> str:
+    """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
+    if not _is_unicode(text):
+        raise ValueError("must be valid Unicode: it has a lone surrogate")
     return text
 
 

@@ -150,6 +150,10 @@ class ChoiceWriter:
         """What looks like calls and could not be read."""
         return 0 if self._chat is None else self._chat.num_unread
 
+    @property
+    def _is_over(self) -> bool:
+        return self._chat is not None and self._chat.is_over
+
     def add(self, event: TokenEvent) -> Delta:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
         stopped_by_token = event.finish_reason == "stop" and bool(event.tokens)
@@ -160,7 +164,7 @@ class ChoiceWriter:
         scores = event.scores if isinstance(event, PromptRead) else None
         if scores is not None and self._job.echoes_logprobs:
             alternatives = self._job.request.sampling.logprobs or 0
-            shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer)
+            shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer, self._job.echo)
         for i, token in enumerate(event.tokens):
             token_ids.append(token.token_id)
             self.num_tokens += 1
@@ -171,13 +175,13 @@ class ChoiceWriter:
             if is_end:
                 break
             text += self._visible(self._read(token.token_id))
-            if self._stops.stopped:
+            if self._stops.stopped or self._is_over:
                 break
         finish: FinishReason | Literal["tool_calls"] | None = event.finish_reason
         if finish is not None and not self._stops.stopped:
             text += self._visible(self._rest())
             text += self._stops.flush()
-        if self._stops.stopped:
+        if self._stops.stopped or self._is_over:
             finish = "stop"
         delta = Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=self._stops.found)
         if isinstance(event, PromptRead):
@@ -221,7 +225,7 @@ class _ChatText:
     """What a chat's answer has beside content, collected until it is taken."""
 
     def __init__(self, how: ChatReading):
-        self._parser = how.language.parser(how.prompt, how.tools)
+        self._parser = how.parser()
         self._includes_reasoning = how.includes_reasoning
         self._reasoning = ""
         self._calls: list[ToolCallDelta] = []
@@ -235,6 +239,11 @@ class _ChatText:
     def is_reasoning(self) -> bool:
         """Whether what comes next is thought."""
         return self._parser.is_reasoning
+
+    @property
+    def is_over(self) -> bool:
+        """True when the answer has the only call that it may have."""
+        return self._parser.is_over
 
     @property
     def num_unread(self) -> int:
@@ -410,7 +419,7 @@ class Generation:
                 "cached_tokens": sum(self._stages[job.index].num_cached_tokens for job in self._leaders)
             },
         }
-        if any(job.chat is not None and job.chat.language.has_reasoning for job in self._jobs):
+        if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
         if self._asked.return_stages:

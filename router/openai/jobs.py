@@ -1,9 +1,11 @@
 """From a client's request to one job per choice: the checks that need the model, and the workers' own words."""
 
+import asyncio
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,13 +26,14 @@ from twostroke.router.openai.structured import grammar_of
 from twostroke.router.openai.tools import Tool
 from twostroke.router.text.call_grammar import AnswerGrammar, Function
 from twostroke.router.text.generation_config import SamplingDefaults
-from twostroke.router.text.grammar import check, check_schema
-from twostroke.router.text.output_format import CallSyntax
-from twostroke.router.text.response_parser import ResponseLanguage
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.text.grammar import GrammarChecks
+from twostroke.router.text.output_format import CallSyntax, OutputFormat
+from twostroke.router.text.response_parser import ResponseParser
+from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
+MAX_RESPONSE_ITEMS = 2**20
 _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leaves the likeliest token alone
 
 
@@ -56,6 +59,7 @@ class Job:
     prompt: PromptToRead | None = None  # before the first token, where something is to be read off it
     echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
     prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
+    left_out: tuple[str, ...] = ()  # keywords of lenient schemas that the answer is not held to
     chat: "ChatReading | None" = None  # how the answer is taken apart; None: it is text
 
 
@@ -63,10 +67,12 @@ class Job:
 class ChatReading:
     """What it takes to tell a chat's calls and thoughts from its content."""
 
-    language: ResponseLanguage
-    prompt: str  # its end may have begun the answer
-    tools: Mapping[str, Any] | None  # JSON schemas of arguments by the function's name; None: nothing is a call
+    opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
     includes_reasoning: bool = True
+
+    def parser(self) -> ResponseParser:
+        """A parser of one choice."""
+        return self.opened.copy()
 
 
 @dataclass(frozen=True)
@@ -81,19 +87,48 @@ class Terms:
 class JobMaker:
     """Makes jobs for the model that `tokenizer` and `defaults` belong to."""
 
-    def __init__(self, tokenizer: TextTokenizer, defaults: SamplingDefaults):
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        defaults: SamplingDefaults,
+        max_items: int = MAX_RESPONSE_ITEMS,
+        vocab_size: Callable[[], int] | None = None,
+    ):
+        """`max_items`: tokens and log-probabilities that a router holds for one response at most. `vocab_size` tells
+        the size of the vocabulary that the workers' logits have; None: the folder's word does."""
         self._tokenizer = tokenizer
         self._defaults = defaults
-        self._grammars = Grammars(lambda: tokenizer.vocabulary)
+        self._max_items = max_items
+        self._vocab_size = vocab_size or (lambda: tokenizer.vocab_size)
+        self._grammars = Grammars(lambda: msgspec.structs.replace(tokenizer.vocabulary, size=self._vocab_size()))
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
-        grammar = await grammar_of(asked, self._grammars)
-        return await (
-            self._of_chat(asked, terms, grammar)
+        checks = GrammarChecks(self._grammars, terms.cache_salt)
+        grammar = await grammar_of(asked, checks)
+        jobs = await (
+            self._of_chat(asked, terms, grammar, checks)
             if isinstance(asked, ChatRequest)
             else self._of_completion(asked, terms, grammar)
         )
+        self._check_items(asked, jobs)
+        left_out = tuple(sorted(checks.left_out))
+        return [replace(job, left_out=left_out) for job in jobs] if left_out else jobs
+
+    def _check_items(self, asked: CompletionRequest | ChatRequest, jobs: Sequence[Job]) -> None:
+        """Raises RequestError where the response may come to hold more items than are allowed."""
+        prompts = {job.group: job.prompt.request for job in jobs if job.prompt is not None}
+        items = sum(map(_scored_items, prompts.values()))
+        if not asked.stream:  # what a stream has sent is kept no longer
+            items += sum(job.request.max_tokens * _items_per_token(job.request.sampling.logprobs) for job in jobs)
+        if items > self._max_items:
+            param = "prompt_logprobs" if prompts else "logprobs" if asked.shows_logprobs else "n"
+            raise RequestError(
+                f"{param}: choices (n, prompt) times tokens ({asked.token_limit[0]}, and of the prompt with echo or "
+                f"prompt_logprobs) times log-probabilities come to {items} in one response, and this server holds "
+                f"{self._max_items} (router.max_response_items): lower one of them, or ask for a stream",
+                param=param,
+            )
 
     async def _of_completion(self, asked: CompletionRequest, terms: Terms, grammar: str) -> list[Job]:
         jobs: list[Job] = []
@@ -104,38 +139,59 @@ class JobMaker:
             echo = ""
             if asked.echo:
                 is_whole = isinstance(prompt, str) and asked.truncate_prompt_tokens is None
-                echo = prompt if isinstance(prompt, str) and is_whole else self._tokenizer.decode(token_ids)
+                echo = (
+                    prompt
+                    if isinstance(prompt, str) and is_whole
+                    else self._tokenizer.decode(token_ids, skip_special_tokens=not asked.shows_special)
+                )
             scored = asked.logprobs if asked.echo else None
             jobs += _choices(asked, request, group, echo, scored)
         return jobs
 
-    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str) -> list[Job]:
+    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str, checks: GrammarChecks) -> list[Job]:
         text = chat_prompt(self._tokenizer, asked)
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
+        self._check_vocabulary(token_ids, "messages")
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         default = terms.max_context - len(token_ids)
-        chat = self._reading(asked, text)
-        grammar = await self._whole_grammar(asked, chat, grammar)
+        if not asked.stream:
+            items_per_token = asked.num_candidates * _items_per_token(logprobs)
+            scored = 0 if asked.prompt_logprobs is None else len(token_ids) * (1 + asked.prompt_logprobs)
+            default = min(default, max(1, (self._max_items - scored) // items_per_token))
+        is_long = len(text) > OFF_LOOP_CHARS
+        chat = await asyncio.to_thread(self._reading, asked, text) if is_long else self._reading(asked, text)
+        grammar = await self._whole_grammar(asked, chat, grammar, checks)
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
         return _choices(asked, request, chat=chat)
 
     def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
         """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
-        form, tools = self._tokenizer.output_format, asked.allowed_tools
-        if tools and (form is None or not form.language.has_calls):
+        form, tools = self._format(asked), asked.allowed_tools
+        if tools and form is None:
             raise RequestError(
-                "tools: it is not known how this model calls tools: those who run the server say it by "
-                "model.response_template",
+                "tools: the model's response template does not tell how it calls tools: those who run the server name "
+                "a format by model.response_template",
                 param="tools",
             )
         if form is None:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        return ChatReading(form.language, prompt, by_name or None, asked.include_reasoning is not False)
+        opened = form.language.parser(prompt, by_name or None, is_parallel=asked.is_parallel)
+        return ChatReading(opened, asked.include_reasoning is not False)
 
-    async def _whole_grammar(self, asked: ChatRequest, chat: ChatReading | None, grammar: str) -> str:
+    def _format(self, asked: ChatRequest) -> OutputFormat | None:
+        """Return the format of the answer: the model's own, or the generic one for calls that its own does not tell."""
+        form = self._tokenizer.output_format
+        if not asked.allowed_tools:
+            return form
+        is_known = form is not None and form.language.has_calls and (form.call is not None or not asked.forced_tools)
+        return form if is_known else self._tokenizer.generic_format
+
+    async def _whole_grammar(
+        self, asked: ChatRequest, chat: ChatReading | None, grammar: str, checks: GrammarChecks
+    ) -> str:
         """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
-        form, forced, budget = self._tokenizer.output_format, asked.forced_tools, asked.thinking_token_budget
+        form, forced, budget = self._format(asked), asked.forced_tools, asked.thinking_token_budget
         rules = AnswerGrammar(self._tokenizer.controls)
         thinking, call = (None, None) if form is None else (form.thinking, form.call)
         if forced and grammar:
@@ -147,17 +203,11 @@ class JobMaker:
                 "thinking_token_budget: the mark that ends thoughts is no token of this model",
                 param="thinking_token_budget",
             )
-        if forced and form is not None and call is None:
-            raise RequestError(
-                f"tool_choice: how calls of the format {form.name!r} begin and end is not known, so none can be "
-                "enforced: use auto, or have the server's model.response_template name one of our formats",
-                param="tool_choice",
-            )
         offered = [] if call is None else asked.allowed_tools
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
         calls, functions = "", list[Function]()
         if call is not None and (forced or is_strict or (grammar and offered)):
-            functions = [await self._function(asked, tool, call) for tool in forced or offered]
+            functions = [await self._function(asked, tool, call, checks) for tool in forced or offered]
             is_free = not forced and not grammar
             calls = rules.of_calls(call, functions, is_parallel=asked.is_parallel, is_free=is_free)
         if forced:
@@ -173,14 +223,13 @@ class JobMaker:
         else:
             return grammar
         assert chat is not None  # there is a form
-        opened = chat.language.opened_by(chat.prompt)
-        is_open = chat.language.parser(chat.prompt, None).is_reasoning
-        if opened.strip() and not is_open:
+        is_open = chat.opened.is_reasoning
+        if chat.opened.opening.strip() and not is_open:
             thinking = None
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
-        return await check(self._grammars, whole, param)
+        return await checks.check(whole, param)
 
-    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax) -> Function:
+    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax, checks: GrammarChecks) -> Function:
         """A tool, as it is to be called. Of one that may be called, and is not strict, arguments are any object.
 
         Raises RequestError for a schema that can't be followed.
@@ -188,9 +237,9 @@ class JobMaker:
         name, is_strict = tool.function.name, bool(tool.function.strict)
         if not is_strict and not asked.forced_tools:
             return Function(name, {}, is_strict)
-        schema = tool.function.parameters or {}
+        schema: Mapping[str, Any] = tool.function.parameters or {}
         param = f"{asked.path_of(tool)}.parameters"
-        await check_schema(self._grammars, schema, param, lenient=not is_strict)
+        schema = await checks.schema(schema, param, lenient=not is_strict)
         if call.argument is not None and is_strict and schema and "properties" not in schema:
             raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
         return Function(name, schema, is_strict)
@@ -225,10 +274,8 @@ class JobMaker:
         return token_ids
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
-        if max(token_ids, default=0) >= self._tokenizer.vocab_size:
-            raise RequestError(
-                f"{param}: token ids must be below the vocabulary's size of {self._tokenizer.vocab_size}", param=param
-            )
+        if max(token_ids, default=0) >= (size := self._vocab_size()):
+            raise RequestError(f"{param}: token ids must be below the vocabulary's size of {size}", param=param)
 
     def _request(
         self,
@@ -292,7 +339,7 @@ class JobMaker:
         drawn = self._defaults.model_copy(update=asked_for)
         return SamplingParams(
             temperature=float(drawn.temperature),
-            top_k=min(max(0, drawn.top_k), self._tokenizer.vocab_size),
+            top_k=min(max(0, drawn.top_k), self._vocab_size()),
             top_p=max(float(drawn.top_p), _LEAST_TOP_P),
             min_p=float(drawn.min_p),
             presence_penalty=float(asked.presence_penalty or 0.0),
@@ -301,8 +348,9 @@ class JobMaker:
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
             allowed_token_ids=allowed,
             bad_words=self._bad_words(asked.bad_words or ()),
-            seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
-            logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
+            # vLLM takes -1 for none.
+            seed=(secrets.randbits(63) if asked.seed in (None, -1) else asked.seed) & _SEED_MASK,
+            logprobs=None if logprobs is None else min(logprobs, self._vocab_size()),
         )
 
 
@@ -310,6 +358,11 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
     """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
     continues = bool(asked.continue_final_message)
     messages = [message.as_template_sees() for message in asked.messages or ()]
+    said, mark = "", ""
+    if continues:
+        # Behind the message, so that it is known where that ends: its own words may stand elsewhere in the prompt, too.
+        said, mark = messages[-1]["content"], f"zq{uuid.uuid4().hex}"
+        messages[-1]["content"] = said + mark + _WHITE
     text = tokenizer.render_chat(
         messages,
         tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
@@ -319,14 +372,17 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
     )
     if not continues:
         return text
-    last = messages[-1]["content"].strip()
-    end = text.rfind(last)
-    if not last or end < 0:
-        raise RequestError(
-            "continue_final_message: the chat template does not show the last message as it is",
-            param="continue_final_message",
-        )
-    return text[: end + len(last)]
+    end = text.rfind(mark)
+    if end < 0 or messages[-1].get("tool_calls"):
+        why = "the chat template does not show the last message as it is" if end < 0 else "the last message has calls"
+        raise RequestError(f"continue_final_message: {why}", param="continue_final_message")
+    is_kept = text.startswith(_WHITE, end + len(mark))
+    cut = "" if is_kept or not said.strip() else said[len(said.rstrip()) :]
+    return text[:end].removesuffix(cut)
+
+
+_WHITE = "\t\n \t"
+"""White space behind a message that goes on: a template that cuts it off would cut off the message's own, too."""
 
 
 def _salted(salt: bytes, own: str | None) -> bytes:
@@ -377,6 +433,17 @@ def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:
     digest = hashlib.sha256(request.sampling.seed.to_bytes(8, "little") + choice.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:8], "little") & _SEED_MASK
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
+
+
+def _items_per_token(logprobs: int | None) -> int:
+    """Return the items of one drawn token: itself, its log-probability and those of its alternatives."""
+    return 1 if logprobs is None else 2 + logprobs
+
+
+def _scored_items(request: GenerateRequest) -> int:
+    """Return the items of a prompt whose tokens are scored."""
+    logprobs = None if request.reading is None else request.reading.logprobs
+    return 0 if logprobs is None else request.num_prompt_tokens * (1 + logprobs)
 
 
 def _check_alone(asked: GenerationFields) -> None:

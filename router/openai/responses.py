@@ -84,7 +84,7 @@ class FunctionCallItem(StrictModel):
     type: Literal["function_call"]
     call_id: ShortText
     name: FunctionName
-    arguments: Text  # JSON
+    arguments: Text | None  # JSON
     id: ShortText | None = None
     status: ShortText | None = None
     caller: Any = None  # the model, always

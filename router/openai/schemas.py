@@ -82,7 +82,7 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "audio": (_NO_SOUND, ()),
     "reasoning_effort": (_OF_CHATS, ("none",)),
     "thinking_token_budget": (_OF_CHATS, ()),
-    "verbosity": ("the model is not trained for it", ()),
+    "verbosity": ("the model is not trained for it", ("medium",)),  # OpenAI's default
     "use_beam_search": (_NO_BEAMS, (False,)),
     "length_penalty": (_NO_BEAMS, (1,)),
     "early_stopping": (_NO_BEAMS, (False,)),
@@ -291,15 +291,27 @@ class TextPart(StrictModel):
     text: Text
 
 
+class RefusalPart(StrictModel):
+    """A part of an assistant's message that refused something."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        """What the assistant said."""
+        return self.refusal
+
+
 class ChatMessage(StrictModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
+    content: Text | Annotated[list[TextPart | RefusalPart], Field(fail_fast=True, max_length=256)] | None = None
     name: ShortText | None = None
     tool_call_id: ShortText | None = None
     # What the official client's messages have when they are sent back as history.
-    refusal: None = None
+    refusal: Text | None = None  # in place of content
     annotations: Nothing | None = None
     audio: None = None
     function_call: CalledBefore | None = None  # as it was before there were tools; a `function` answers it
@@ -312,6 +324,7 @@ class ChatMessage(StrictModel):
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
+        content = content or self.refusal
         told = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
         reasoning = self.reasoning_content or self.reasoning
         if reasoning:
@@ -377,7 +390,7 @@ class TokenizeRequest(ToolFields, ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """POST /detokenize."""
 
-    tokens: TokenIds
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 
 
 def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:

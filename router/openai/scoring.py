@@ -42,15 +42,25 @@ def _rows(scores: PromptScores, token_ids: Sequence[int], most: int) -> Iterator
 
 
 def echoed(
-    scores: PromptScores, token_ids: Sequence[int], num_alternatives: int, tokenizer: TextTokenizer
+    scores: PromptScores, token_ids: Sequence[int], num_alternatives: int, tokenizer: TextTokenizer, echo: str
 ) -> tuple[ShownToken, ...]:
-    """A prompt's tokens as a completion shows those that it echoes. The first has no log-probability."""
+    """A prompt's tokens as a completion shows those that it echoes. The first has no log-probability.
+
+    `echo` is the text that is shown of the prompt. It has a special token's name where the client wrote it, and none
+    where the tokenizer added the token.
+    """
     text, offset = new_detokenizer(tokenizer), 0
     shown: list[ShownToken] = []
     first = SampledToken(token_ids[0])
     for sampled in (first, *(one for one, _ in _rows(scores, token_ids, num_alternatives))):
-        shown.append(ShownToken(sampled, offset))
-        offset += len(text.add(sampled.token_id))
+        if tokenizer.is_special(sampled.token_id):
+            offset += len(text.flush())  # no character goes on beyond it
+            name = tokenizer.piece(sampled.token_id).text
+            shown.append(ShownToken(sampled, offset))
+            offset += len(name) if echo.startswith(name, offset) else 0
+        else:
+            shown.append(ShownToken(sampled, offset))
+            offset += len(text.add(sampled.token_id))
     return tuple(shown)
 
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.grammars import Grammars
-from twostroke.router.openai.fields import StrictModel
+from twostroke.router.openai.fields import StrictModel, check_values
 from twostroke.router.text import grammar
 
 MAX_ALTERNATIVES = 1024  # of a choice
@@ -40,6 +39,7 @@ class ResponseFormat(StrictModel):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Schema | bool | None, Field(alias="schema")] = None  # of json_object, as other servers take it
 
 
 class StructuredOutputs(StrictModel):
@@ -82,7 +82,7 @@ _FIELDS: dict[str, _Kind] = {
 ANY_OBJECT: Schema = {"type": "object"}
 
 
-async def grammar_of(asked: StructuredFields, grammars: Grammars) -> str:
+async def grammar_of(asked: StructuredFields, checks: grammar.GrammarChecks) -> str:
     """The grammar of what is asked for; empty where nothing is.
 
     Raises RequestError naming the field, and where it is a schema the place in it, for what can't be.
@@ -98,7 +98,8 @@ async def grammar_of(asked: StructuredFields, grammars: Grammars) -> str:
             asked.response_format.json_schema and asked.response_format.json_schema.strict
         )
         compact = asked.structured_outputs is not None and bool(asked.structured_outputs.disable_any_whitespace)
-        return await grammar.check_schema(grammars, _schema(value, param), param, lenient=not strict, compact=compact)
+        schema = await checks.schema(_schema(value, param), param, lenient=not strict, compact=compact)
+        return await checks.check(grammar.of_schema(schema, lenient=not strict, compact=compact), param)
     if kind == "regex":
         made = grammar.of_regex(value)
     elif kind == "choice":
@@ -108,14 +109,14 @@ async def grammar_of(asked: StructuredFields, grammars: Grammars) -> str:
             made = await asyncio.to_thread(grammar.of_text, value)
         except RequestError as error:
             raise grammar.named(error, param) from error
-    return await grammar.check(grammars, made, param)
+    return await checks.check(made, param)
 
 
 def _wanted(asked: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:
     """(field, kind, value) of all that are given."""
     form = asked.response_format
     if form is not None and form.type == "json_object":
-        yield "response_format", "json", ANY_OBJECT
+        yield "response_format.schema", "json", ANY_OBJECT if form.schema_ is None else form.schema_
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
             raise RequestError("response_format.json_schema: is required", param="response_format.json_schema")
@@ -150,16 +151,23 @@ def _schema(value: Schema | bool | str, param: str) -> Schema:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{param}: is no JSON: {error}", param=param) from error
+        if _is_deeper(value, MAX_NESTING):
+            raise _too_deep(param)
+        check_values(value, param)
     if isinstance(value, bool):
         return {} if value else {"enum": []}
     if not isinstance(value, dict):
         raise RequestError(f"{param}: a schema is an object, true or false", param=param)
     if _is_deeper(value, MAX_NESTING):
-        raise RequestError(f"{param}: a schema may be nested {MAX_NESTING} levels deep", param=param)
+        raise _too_deep(param)
     size = len(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"))
     if size > grammar.MAX_SOURCE_BYTES:
         raise RequestError(f"{param}: takes {size} bytes: at most {grammar.MAX_SOURCE_BYTES} are taken", param=param)
     return value
+
+
+def _too_deep(param: str) -> RequestError:
+    return RequestError(f"{param}: a schema may be nested {MAX_NESTING} levels deep", param=param)
 
 
 def _is_deeper(value: Any, most: int) -> bool:

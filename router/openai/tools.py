@@ -55,7 +55,7 @@ class CalledBefore(StrictModel):
     """The function of a call in the history."""
 
     name: FunctionName
-    arguments: Text  # JSON, as the model wrote it
+    arguments: Text | None  # JSON, as the model wrote it; "" and null: none
 
     def as_call(self) -> "CallBefore":
         """The call of one that had none of its own around it."""
@@ -70,15 +70,9 @@ class CallBefore(StrictModel):
     function: CalledBefore
 
     def as_template_sees(self) -> dict[str, Any]:
-        """The call with its arguments as an object, where they are one: templates write them as they like."""
-        arguments: Any = self.function.arguments
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
-            read = None
-        if isinstance(read, dict):
-            arguments = read
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        """The call with its arguments as text: `ChatForms` gives them the form that the chat template shows."""
+        function = {"name": self.function.name, "arguments": self.function.arguments or ""}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 Calls = Annotated[list[CallBefore], Field(fail_fast=True, max_length=MAX_CALLS)]

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.router.text.bare_objects import BareObject
-from twostroke.router.text.grammar import WHITE_SPACE, of_lark
+from twostroke.router.text.grammar import WHITE_SPACE, lark_text, of_lark
 from twostroke.router.text.output_format import ArgumentSyntax, CallSyntax, ThinkingSyntax
 from twostroke.router.text.response_parser import with_types
 
 _TEXT = r"/(.|\n)*/"
-_READABLE = r"/[^\x01\x02]*/"  # where transformers' parser takes these two for marks of its own
 _NOTHING = '""'
 _CONTROL = re.compile(r"<\|\w+\|>")
 
@@ -103,13 +102,13 @@ class AnswerGrammar:
             scalar=lambda schema: _json(schema, function),
             is_strict=function.is_strict,
         )
-        return [*whole.rules(), *self._text_until(rule, quote, _READABLE)]
+        return [*whole.rules(), *self._text_until(rule, quote)]
 
-    def _text_until(self, rule: str, end: str, text: str = _TEXT) -> list[str]:
-        """The rules of any `text` with `end` behind it, which are named after `rule`."""
+    def _text_until(self, rule: str, end: str) -> list[str]:
+        """The rules of any text with `end` behind it, which are named after `rule`."""
         if any(end.startswith(token) for token in self._controls):
-            return [f"{rule}_text: {rule}_any {self._literal(end)}", f"{rule}_any: {text}"]
-        return [f"{rule}_text[lazy]: {text} {self._literal(end)}"]
+            return [f"{rule}_text: {rule}_any {self._literal(end)}", f"{rule}_any: {_TEXT}"]
+        return [f"{rule}_text[lazy]: {_TEXT} {self._literal(end)}"]
 
     def marks_calls(self, how: CallSyntax) -> bool:
         """Whether calls can be told from text by how they begin."""
@@ -146,8 +145,7 @@ class AnswerGrammar:
     def _literal(self, text: str) -> str:
         """This text as a sequence of Lark."""
         return " ".join(
-            f"<[{self._controls[part]}]>" if part in self._controls else json.dumps(part, ensure_ascii=False)
-            for part in self._parts(text)
+            f"<[{self._controls[part]}]>" if part in self._controls else lark_text(part) for part in self._parts(text)
         )
 
     def anything(self, thinking: ThinkingSyntax) -> str:

@@ -8,8 +8,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
@@ -31,6 +32,9 @@ MAX_MULTIPLES = 50_000
 
 MAX_GBNF_RULES = 256  # what reads them takes their square
 
+RELAX_S = 2.0
+"""How long it may take to find what must be left out of a lenient schema."""
+
 SEARCH_S = 0.3
 """How long it may take to find the place of a schema's fault."""
 
@@ -41,21 +45,24 @@ def of_schema(schema: Schema, *, lenient: bool = False, compact: bool = False) -
     """JSON that the schema takes; `compact` is without any white space.
 
     A `lenient` grammar leaves out what llguidance can't hold an answer to; it takes no notice of `x-guidance`, which
-    could say otherwise.
+    could say otherwise. Raises RequestError, which names no field, for numbers beyond a double.
     """
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
     # llguidance lets escaped quotes and backslashes through classes of characters that leave them out: there are none.
     is_open = '"pattern' in text and _LEAVES_OUT.search(text) is not None
-    return LLMatcher.grammar_from_json_schema(
-        text,
-        overrides={
-            "lenient": lenient,
-            "json_allowed_escapes": "nrtbf" if is_open else None,
-            "whitespace_flexible": not compact,
-            "whitespace_pattern": None if compact else WHITE_SPACE,
-        },
-    )
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            text,
+            overrides={
+                "lenient": lenient,
+                "json_allowed_escapes": "nrtbf" if is_open else None,
+                "whitespace_flexible": not compact,
+                "whitespace_pattern": None if compact else WHITE_SPACE,
+            },
+        )
+    except ValueError as error:
+        raise RequestError(f"can't be read as a schema: {str(error)[:300]}", code="invalid_grammar") from error
 
 
 def of_regex(pattern: str) -> str:
@@ -65,7 +72,12 @@ def of_regex(pattern: str) -> str:
 
 def of_choices(choices: Sequence[str]) -> str:
     """One of these texts."""
-    return of_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return of_lark("start: " + " | ".join(map(lark_text, choices)))
+
+
+def lark_text(text: str) -> str:
+    """Return a string literal of llguidance's Lark. It takes JSON's, but for a bare U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def of_lark(text: str) -> str:
@@ -87,41 +99,180 @@ def of_text(text: str) -> str:
         raise RequestError(f"can't be read as GBNF: {str(error)[:300]}", code="invalid_grammar") from error
 
 
-async def check(grammars: Grammars, grammar: str, param: str) -> str:
-    """The grammar, which can be followed. Raises RequestError naming the field `param` where it can't."""
-    try:
-        await grammars.matcher(grammar)
-    except RequestError as error:
-        raise named(error, param) from error
-    return grammar
+class GrammarChecks:
+    """Checks the grammars of one request, and collects the keywords of schemas that answers are not held to."""
 
+    def __init__(self, grammars: Grammars, salt: bytes = b""):
+        """`salt` is the client's, as it keys prefix caches."""
+        self._grammars = grammars
+        self._salt = salt
+        self.left_out: set[str] = set()
+        """Keywords of JSON Schema that a lenient schema has, and that are left out of its grammar."""
 
-async def check_schema(grammars: Grammars, schema: Schema, param: str, *, lenient: bool, compact: bool = False) -> str:
-    """As `check`, of `of_schema`. The error says where in the schema its fault is, as far as that can be found."""
-
-    async def fault(part: Schema) -> RequestError | None:
+    async def check(self, grammar: str, param: str) -> str:
+        """The grammar, which can be followed. Raises RequestError naming the field `param` where it can't."""
         try:
-            await check(grammars, of_schema(part, lenient=lenient, compact=compact), param)
+            matcher = await self._grammars.matcher(grammar, self._salt)
+        except RequestError as error:
+            raise named(error, param) from error
+        self.left_out.update(_ignored(matcher.get_grammar_warnings()))
+        return grammar
+
+    async def schema(self, schema: Schema, param: str, *, lenient: bool, compact: bool = False) -> Schema:
+        """Return the schema as answers can be held to it: of a `lenient` one, keywords that can't be are left out.
+
+        Raises RequestError naming `param`, and the place in the schema as far as it can be found.
+        """
+        if _num_states(schema) > MAX_MULTIPLES:
+            if not lenient:
+                raise RequestError(f"{param}: multipleOf: its numbers are too large together", param=param)
+            self.left_out.add("multipleOf")
+            schema = _without("multipleOf", schema)
+        fault = partial(self._fault, lenient=lenient, compact=compact)
+        found = await fault(schema, is_kept=True)  # most are followed as they are
+        if found is not None and lenient:
+            schema = await self._relaxed(schema, time.monotonic() + RELAX_S)
+            found = await fault(schema)
+        until = time.monotonic() + SEARCH_S
+        pointer = ""
+        while found is not None:
+            pointer, place = await _place(schema, found, fault, until)
+            relaxed = None if not lenient else await self._relaxed_at(schema, pointer, place, found, fault)
+            if relaxed is None or time.monotonic() >= until:
+                raise RequestError(
+                    f"{param}: {found}{f' (at #{pointer})' if pointer else ''}", param=param, code=found.code
+                )
+            schema = relaxed
+            found = await fault(schema)
+        return schema
+
+    async def _fault(
+        self, schema: Schema, *, lenient: bool, compact: bool = False, is_kept: bool = False
+    ) -> RequestError | None:
+        """What the schema is refused with. `is_kept`: an answer is likely to follow it."""
+        try:
+            try_out = self._grammars.matcher if is_kept else self._grammars.try_out
+            await try_out(of_schema(schema, lenient=lenient, compact=compact), self._salt)
         except RequestError as error:
             return error
         return None
 
-    if _num_states(schema) > MAX_MULTIPLES:
-        raise RequestError(f"{param}: multipleOf: its numbers are too large together", param=param)
-    found = await fault(schema)
-    if found is None:
-        return of_schema(schema, lenient=lenient, compact=compact)
-    # A part of which alone the same is said has the fault, or a part of it.
-    pointer, place, until = "", schema, time.monotonic() + SEARCH_S
+    async def _relaxed(self, schema: Schema, until: float) -> dict[str, Any]:
+        """The schema without the bounds and patterns that llguidance can't follow even by themselves.
+
+        After `until` nothing more is tried out: the rest stays as it is.
+        """
+        part = dict(schema)
+        if time.monotonic() >= until:
+            return part
+        bounds = {name: part[name] for name in _BOUNDS if name in part}
+        kind = {"type": part["type"]} if "type" in part else {}
+        while bounds and (told := await self._fault(kind | bounds, lenient=True)) is not None:
+            if _is_contradiction(told):
+                break
+            alone = [
+                name for name in bounds if await self._fault(kind | {name: bounds[name]}, lenient=True) is not None
+            ]
+            for name in alone or list(bounds):
+                self.left_out.add(name)
+                del bounds[name], part[name]
+        patterns = part.get("patternProperties")
+        if isinstance(patterns, Mapping):
+            kept = {
+                pattern: each
+                for pattern, each in patterns.items()
+                if await self._fault({"type": "string", "pattern": pattern}, lenient=True) is None
+            }
+            if len(kept) < len(patterns):
+                self.left_out.add("patternProperties")
+                part["patternProperties"] = kept
+        for keyword in (*_BY_NAME, *_BY_INDEX, *_SINGLE):
+            value = part.get(keyword)
+            if keyword in _BY_NAME and isinstance(value, Mapping):
+                part[keyword] = {name: await self._relaxed_part(each, until) for name, each in value.items()}
+            elif keyword in _BY_INDEX and isinstance(value, list):
+                part[keyword] = [await self._relaxed_part(each, until) for each in value]
+            elif keyword in _SINGLE and isinstance(value, Mapping):
+                part[keyword] = await self._relaxed(value, until)
+        return part
+
+    async def _relaxed_part(self, part: Any, until: float) -> Any:
+        return await self._relaxed(part, until) if isinstance(part, Mapping) else part
+
+    async def _relaxed_at(
+        self, schema: Schema, pointer: str, place: Schema, found: RequestError, fault: "_Fault"
+    ) -> Schema | None:
+        """The schema without the keyword at `pointer` that its fault is of; None where no such keyword is known."""
+        if _is_contradiction(found):
+            return None
+        for name in (*_BOUNDS, "patternProperties", "minProperties", "maxProperties"):
+            if name not in place:
+                continue
+            rest = {key: value for key, value in place.items() if key != name}
+            relaxed: Schema = _with_at(schema, pointer, rest)
+            told = await fault(relaxed)
+            if told is None or str(told) != str(found):
+                self.left_out.add(name)
+                return relaxed
+        return None
+
+
+_Fault = Callable[..., Awaitable[RequestError | None]]
+_BOUNDS = (
+    *("pattern", "format", "minLength", "maxLength"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems"),
+)
+"""Keywords without which a schema takes more values, and none less."""
+
+
+async def _place(schema: Schema, found: RequestError, fault: _Fault, until: float) -> tuple[str, Schema]:
+    """The JSON pointer, and the part of the schema, that has the fault which was `found`, or a part of it."""
+    pointer, place = "", schema
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     parts = _parts(schema)
     while time.monotonic() < until and (named_part := next(parts, None)) is not None:
         name, part = named_part
         told = await fault({**part, **shared})
-        if told is not None and str(told) == str(found):
+        if told is not None and str(told) == str(found):  # of the part alone the same is said
             pointer, place = pointer + name, part
             parts = _parts(place)
-    raise RequestError(f"{found}{f' (at #{pointer})' if pointer else ''}", param=param, code=found.code)
+    return pointer, place
+
+
+def _is_contradiction(error: RequestError) -> bool:
+    """Whether no value is of the schema: then to leave something out of it would change what it says."""
+    return str(error).startswith("Unsatisfiable")
+
+
+def _ignored(warnings: Iterable[str]) -> Iterator[str]:
+    """The keywords that llguidance tells it takes no notice of. Formats are the client's own words, and not told."""
+    for warning in warnings:
+        kind, _, rest = warning.partition(": ")
+        if kind == "Unimplemented keys":
+            yield from json.loads(rest)
+        elif kind == "Unknown format":
+            yield "format"
+        elif kind.startswith("oneOf "):
+            yield "oneOf"
+
+
+def _without(keyword: str, value: Any) -> Any:
+    """The schema without this keyword, wherever it stands."""
+    if isinstance(value, Mapping):
+        return {name: _without(keyword, one) for name, one in value.items() if name != keyword}
+    return [_without(keyword, one) for one in value] if isinstance(value, list) else value
+
+
+def _with_at(value: Any, pointer: str, part: Mapping[str, Any]) -> Any:
+    """The schema with `part` in place of what is at the JSON pointer."""
+    if not pointer:
+        return part
+    first, _, rest = pointer[1:].partition("/")
+    rest = f"/{rest}" if rest else ""
+    if isinstance(value, list):
+        return [_with_at(one, rest, part) if str(i) == first else one for i, one in enumerate(value)]
+    key = first.replace("~1", "/").replace("~0", "~")
+    return {name: _with_at(one, rest, part) if name == key else one for name, one in value.items()}
 
 
 def named(error: RequestError, param: str) -> RequestError:

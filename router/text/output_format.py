@@ -1,7 +1,8 @@
 """How a model writes what it thinks and the tools that it calls: the checkpoint's own word, or one of our files.
 
-Our files (`output_formats/`) say it in transformers' language of response templates. Which of them a model takes is
-told by the marks that its chat template writes, never by its name.
+Checkpoints say it in transformers' language of response templates, our files (`output_formats/`) by `regions`, whose
+marks are found in one pass. Which of our files a model takes is told by the marks that its chat template writes, never
+by its name.
 """
 
 import json
@@ -16,6 +17,9 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.router.text.response_parser import ResponseLanguage
 
 NONE = "none"
+GENERIC = "hermes"
+"""The format of calls where a model has none of its own: JSON between marks, which any model can be told to write."""
+
 _FOLDER = "output_formats"
 
 _ANCHORS = (
@@ -134,6 +138,16 @@ def pick_output_format(given: str | None, own: Any, origin: str, chat_template: 
     return replace(ours, name="its own", template=own, origin=origin)
 
 
+def with_calls(form: OutputFormat | None) -> OutputFormat | None:
+    """The format of a model that is not known to call tools, with calls as GENERIC has them, beside its thoughts.
+
+    None for a template of others, which has no place for more.
+    """
+    if form is None:
+        return _ours([GENERIC])
+    return _ours([GENERIC, *form.name.split("+")]) if "regions" in form.template else None
+
+
 def _told_by(chat_template: str) -> OutputFormat | None:
     calls, thinking = (
         [name for name, texts in marks if all(text in chat_template for text in texts)][:1]
@@ -159,15 +173,15 @@ def _named(given: str) -> OutputFormat:
 
 
 def _ours(names: list[str]) -> OutputFormat:
-    """One of several files: a later one's fields are tried beside those before."""
-    fields: dict[str, Any] = {}
+    """One of several files: a later one's regions are tried beside those before."""
+    regions: dict[str, Any] = {}
     call, thinking = None, None
     for name in names:
         said = json.loads(files(__package__).joinpath(_FOLDER, f"{name}.json").read_text(encoding="utf-8"))
-        fields |= said["fields"]
+        regions |= said["regions"]
         call = _call_syntax(**said["call"]) if "call" in said else call
         thinking = ThinkingSyntax(**said["thinking"]) if "thinking" in said else thinking
-    template = {"start_anchor": list(_ANCHORS), "fields": fields}
+    template = {"anchors": list(_ANCHORS), "regions": regions}
     return OutputFormat("+".join(names), template, f"{_FOLDER}/{names[0]}.json", call, thinking)
 
 

@@ -12,16 +12,21 @@ from tokenizers import Tokenizer
 
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.grammars import Vocabulary
+from twostroke.router.text.added_tokens import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    add_tokens_beside,
+)
+from twostroke.router.text.chat_forms import ChatForms
 from twostroke.router.text.chat_template import ChatTemplate
-from twostroke.router.text.output_format import OutputFormat, pick_output_format
+from twostroke.router.text.output_format import OutputFormat, pick_output_format, with_calls
 
 OFF_LOOP_CHARS = 4096
 """Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""
 
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ class TextTokenizer:
         self._chat_template = chat_template
         self.output_format = output_format
         """How the model writes what it thinks and the tools that it calls, where that is known."""
+        has_calls = output_format is not None and output_format.language.has_calls
+        self.generic_format = with_calls(None if has_calls else output_format)
+        """The format of calls for a model whose own is not known, or has no grammar."""
+        known = (output_format, self.generic_format, with_calls(None))
+        call = next(one.call for one in known if one is not None and one.call is not None)
+        self._forms = None if chat_template is None else ChatForms(chat_template, call, is_own=has_calls)
         self._special_ids = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -79,7 +90,10 @@ class TextTokenizer:
             raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        vocab_size = _vocab_size(folder, tokenizer)
         special = _special_tokens(folder)
+        beside = {name: read_json(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)}
+        add_tokens_beside(tokenizer, folder, beside)
         template = (
             _chat_template(folder, special)
             if chat_template is None
@@ -90,13 +104,16 @@ class TextTokenizer:
         form = None if template is None else pick_output_format(response_template, own, str(config), template.source)
         if form is not None:
             _ = form.language  # compiled now: a first chat would hold up all others for a second or two
-        return cls(
+        made = cls(
             tokenizer,
-            vocab_size=_vocab_size(folder, tokenizer),
-            eos_token_ids=_eos_token_ids(folder, tokenizer, special),
+            vocab_size=vocab_size,
+            eos_token_ids=_eos_token_ids(folder, tokenizer, special, vocab_size),
             chat_template=template,
             output_format=form,
         )
+        if made._forms is not None:
+            made._forms.probe()
+        return made
 
     @property
     def response_template(self) -> str | None:
@@ -145,13 +162,19 @@ class TextTokenizer:
         """Whether the token is a control token, which has no text."""
         return token_id in self._special_ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-        """The prompt of a chat, as `ChatTemplate.render`. Raises RequestError where the model has no chat template."""
-        if self._chat_template is None:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
+    ) -> str:
+        """The prompt of a chat, as `ChatTemplate.render`, in the form that the template shows.
+
+        Raises RequestError where the model has no chat template.
+        """
+        if self._chat_template is None or self._forms is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
             )
-        return self._chat_template.render(messages, **how)
+        settled, tools = self._forms.settled(messages, tools)
+        return self._chat_template.render(settled, tools=tools, **how)
 
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._special_ids:
@@ -203,6 +226,8 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty where there is no such file."""
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path} is no regular file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -217,9 +242,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens; those of special_tokens_map.json count where tokenizer_config.json has none."""
     found: dict[str, str] = {}
-    for path in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
+    for path in (folder / SPECIAL_TOKENS_MAP, folder / TOKENIZER_CONFIG):
         values = read_json(path)
-        for name in _SPECIAL_TOKENS:
+        for name in SPECIAL_TOKENS:
             value = values.get(name)
             if isinstance(value, dict):
                 value = value.get("content")
@@ -232,16 +257,18 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
-    """The model's, which may be padded beyond the tokenizer's."""
+    """The model's, which may be padded beyond the tokenizer's. Workers, which have its weights, know better."""
     known = int(tokenizer.get_vocab_size(with_added_tokens=True))
     path = folder / "config.json"
-    size = read_json(path).get("vocab_size", known)
+    raw = read_json(path)
+    text = raw.get("text_config")
+    size = raw.get("vocab_size", text.get("vocab_size", known) if isinstance(text, dict) else known)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"{path}: vocab_size must be a positive integer, found {size!r}")
     return size
 
 
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str], vocab_size: int) -> tuple[int, ...]:
     """From generation_config.json, else config.json, and always the tokenizer's own eos_token."""
     ids: list[int] = []
     for name in (GENERATION_CONFIG, "config.json"):
@@ -254,9 +281,10 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
         break
     if "eos_token" in special:
         own = tokenizer.token_to_id(special["eos_token"])
-        if own is None:
+        if own is None or own >= vocab_size:
             raise ConfigError(
-                f"{folder / 'tokenizer_config.json'}: eos_token {special['eos_token']!r} is not in tokenizer.json"
+                f"{folder / 'tokenizer_config.json'}: eos_token {special['eos_token']!r} is not in tokenizer.json, "
+                f"or is none of the model's {vocab_size} tokens"
             )
         ids = [*ids, own]
     return tuple(dict.fromkeys(ids))

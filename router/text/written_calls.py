@@ -1,6 +1,7 @@
 """Tool calls out of the JSON that a model writes, while it writes: arguments are told as they come.
 
-A call whose name is known is a call, whatever becomes of its arguments: they are handed on as they were written.
+A call whose name is known is a call, whatever becomes of its arguments: they are handed on as they were written. What
+is no JSON (`TaggedCalls`, `BareCalls`) is read when its region has ended. All of it takes the text's length, once.
 """
 
 import json
@@ -12,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
-_WHITE = " \t\r\n"
+MAX_HELD_CHARS = 2**20
+"""Characters of an object that are held until it is known what it calls; beyond them it is no call."""
+
+# Each takes a piece of text once, and never a part of it again.
+_GAP = re.compile(r"[ \t\r\n,]*+")
+_WHITE = re.compile(r"[ \t\r\n]*+")
+_IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_SPACE = re.compile(r"\s*+")
+_BARE_KEY = re.compile(r"(?<=[{,])(\w++):")
+_SCALAR = re.compile(r'[^,}\]\[{"]*+')
+_FLAT = re.compile(r'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _PLACE = re.compile(r"\{(?:content\.)?(\w+)\}")
 
 
@@ -42,6 +53,61 @@ def call_text(field: "ResponseTemplateField") -> CallText | None:
 
 
 @dataclass(frozen=True)
+class TaggedCalls:
+    """A format that writes each argument by itself, between marks."""
+
+    name: str  # the group of the region's mark that has the function's name
+    key_begin: str
+    key_end: str
+    value_begin: str  # empty: the value stands behind the key's mark, on lines of its own
+    value_end: str
+
+    def read(self, text: str) -> dict[str, str]:
+        """The arguments, as they were written. A mark that lacks its other half ends them."""
+        found: dict[str, str] = {}
+        at = 0
+        while (begin := text.find(self.key_begin, at)) >= 0:
+            begin += len(self.key_begin)
+            if (end := text.find(self.key_end, begin)) < 0:
+                break
+            key, at = text[begin:end].strip(), end + len(self.key_end)
+            if self.value_begin:
+                begin = _end(_SPACE, text, at)
+                if not text.startswith(self.value_begin, begin):
+                    continue
+                at = begin + len(self.value_begin)
+            elif "\n" in key:
+                continue
+            if (end := text.find(self.value_end, at)) < 0:
+                break
+            value, at = text[at:end], end + len(self.value_end)
+            found[key] = value if self.value_begin else value.removeprefix("\n").removesuffix("\n")
+        return found
+
+
+@dataclass(frozen=True)
+class BareCalls:
+    """A format that writes arguments as an object whose keys stand bare, and texts between marks of their own."""
+
+    name: str  # the group of the region's mark that has the function's name
+    quote: str
+
+    def read(self, text: str) -> Any:
+        """The arguments. Raises ValueError or RecursionError where they are none."""
+        parts: list[str] = []
+        at = 0
+        while (begin := text.find(self.quote, at)) >= 0:
+            end = text.find(self.quote, begin + len(self.quote))
+            if end < 0:
+                break
+            parts.append(_BARE_KEY.sub(r'"\1":', text[at:begin]))
+            parts.append(json.dumps(text[begin + len(self.quote) : end]))
+            at = end + len(self.quote)
+        parts.append(_BARE_KEY.sub(r'"\1":', text[at:]))
+        return json.loads("".join(parts))
+
+
+@dataclass(frozen=True)
 class Step:
     """One thing that a region of calls says."""
 
@@ -51,7 +117,7 @@ class Step:
 
 
 class WrittenCalls:
-    """Reads one region: an object, or a list of them. Nothing but nesting, strings and keys is looked at."""
+    """Reads one region: objects, or lists of them. Nothing but nesting, strings and keys is looked at."""
 
     def __init__(self, how: CallText, marked: Mapping[str, str | None], tools: Collection[str]):
         """`marked`: the groups of the region's mark."""
@@ -65,13 +131,24 @@ class WrittenCalls:
         self._state = "outside" if how.arguments else "bare"
         self._is_list = False
         self._object: list[str] = []  # as it was written
+        self._num_held = 0  # characters of the object
         self._depth = 0  # inside the value
-        self._is_string = self._is_escaped = False
+        self._is_string = self._is_escaped = self._has_break = False
         self._key: Any = ""
         self._value: list[str] = []
         self._name: str | None = None
         self._arguments: list[str] = []  # not told yet
         self._has_arguments = False
+
+    @property
+    def has_called(self) -> bool:
+        """True when it is surely a call."""
+        return self._has_called
+
+    @property
+    def is_inside_value(self) -> bool:
+        """True while it is inside a text, as far as it was read: no text of JSON has a line break in it."""
+        return self._is_string and not self._has_break and not self.is_none and self._state != "over"
 
     def begin(self) -> list[Step]:
         """What the mark says."""
@@ -81,21 +158,25 @@ class WrittenCalls:
 
     def add(self, text: str) -> list[Step]:
         """What `text` says."""
+        at = 0
         if self._state == "bare":
             self._argue(text if self._has_arguments else text.lstrip())
+            while at < len(text):
+                at = self._in_string(text, at) if self._is_string else self._to_string(text, at)
             return self._taken()
-        for char in text:
-            if self.is_none or self._state == "over":
-                break
-            self._object.append(char)
-            self._read(char)
+        while at < len(text) and not self.is_none and self._state != "over":
+            was_outside = self._state == "outside"
+            end = self._read(text, at)
+            if not was_outside and self._state != "outside":
+                self._hold(text[at:end])
+            at = end
         return self._taken()
 
     def end(self) -> list[Step]:
         """What is left to say at the region's end."""
         if not self._has_called:
             self.is_none = True
-        elif self._state not in ("outside", "over") and not self._has_arguments:
+        elif self._name in self._tools and not self._has_arguments:
             self._argue("{}")
         return self._taken()
 
@@ -129,74 +210,132 @@ class WrittenCalls:
         self._state = "over"
         self.is_none = not self._has_called
 
-    def _read(self, char: str) -> None:
-        """One character of JSON."""
-        match self._state:
-            case "outside":
-                self._between_objects(char)
-            case "inside":
-                if char == '"':
-                    self._state, self._value, self._is_string = "key", [char], True
-                elif char == "}":
-                    self._end_object()
-                elif char not in _WHITE + ",":
-                    self._break()
-            case "key":
-                self._value.append(char)
-                if not self._is_inside_string(char):
-                    self._key, self._state = _plain(self._value), "colon"
-            case "colon":
-                if char == ":":
-                    self._state, self._value = "value", []
-                elif char not in _WHITE:
-                    self._break()
-            case "value":
-                self._read_value(char)
-
-    def _between_objects(self, char: str) -> None:
-        if char == "{":
-            self._state, self._object, self._name, self._has_arguments = "inside", [char], None, False
-        elif char == "[" and not self._is_list:
-            self._is_list = True
-        elif char == "]" and self._is_list:
-            self._state = "over"
-        elif char not in _WHITE + ",":
+    def _hold(self, text: str) -> None:
+        """Keep the object as it is written, in case that it is told as content."""
+        self._object.append(text)
+        self._num_held += len(text)
+        if self._num_held > MAX_HELD_CHARS and self._name in self._tools:
+            self._object, self._num_held = [], 0
+        elif self._num_held > MAX_HELD_CHARS:
             self._break()
 
-    def _read_value(self, char: str) -> None:
-        if self._is_string:
-            self._keep(char)
-            if not self._is_inside_string(char) and not self._depth:
-                self._end_value()
-            return
-        if not self._depth and (char in ",}" or (char in _WHITE and not self._value)):
-            if char not in _WHITE:  # the value was a number or a word
-                self._end_value()
-                self._read(char)
-            return
-        self._is_string = char == '"'
-        self._depth += (char in "{[") - (char in "}]")
-        self._keep(char)
-        if not self._depth and char in "}]":
-            self._end_value()
+    def _to_string(self, text: str, at: int) -> int:
+        """Go on to the string that begins next."""
+        found = text.find('"', at)
+        self._is_string, self._has_break = found >= 0, False
+        return len(text) if found < 0 else found + 1
 
-    def _keep(self, char: str) -> None:
-        """A character of the value; arguments that are an object need not wait for their end."""
-        if self._key == self._how.arguments and (self._value[:1] or [char]) == ["{"]:
-            self._value = ["{"]
-            self._argue(char)
-        else:
-            self._value.append(char)
-
-    def _is_inside_string(self, char: str) -> bool:
-        """Whether the string goes on after `char`."""
+    def _in_string(self, text: str, at: int) -> int:
+        """Go on to the end of the string, behind its mark."""
+        begin = at
         if self._is_escaped:
             self._is_escaped = False
-        elif char == "\\":
-            self._is_escaped = True
-        elif char == '"':
-            self._is_string = False
-        return self._is_string
+            at += 1
+        end = _end(_IN_STRING, text, at)
+        self._has_break = self._has_break or text.find("\n", begin, end) >= 0
+        if end == len(text):
+            return end
+        self._is_escaped = text[end] == "\\"  # the last character, whose other half is to come
+        self._is_string = self._is_escaped
+        return end + 1
+
+    def _read(self, text: str, at: int) -> int:
+        """Read what stands at this position, and return where it ends."""
+        match self._state:
+            case "outside":
+                return self._between_objects(text, at)
+            case "inside":
+                end = _end(_GAP, text, at)
+                if end == len(text):
+                    return end
+                if text[end] == '"':
+                    self._state, self._value = "key", ['"']
+                    self._is_string, self._has_break = True, False
+                elif text[end] == "}":
+                    self._end_object(text[at : end + 1])
+                else:
+                    self._break()
+                return end + 1
+            case "key":
+                end = self._in_string(text, at)
+                self._value.append(text[at:end])
+                if not self._is_string:
+                    self._key, self._state = _plain(self._value), "colon"
+                return end
+            case "colon":
+                end = _end(_WHITE, text, at)
+                if end < len(text) and text[end] == ":":
+                    self._state, self._value, self._depth = "value", [], 0
+                elif end < len(text):
+                    self._break()
+                return min(end + 1, len(text))
+            case _:
+                return self._read_value(text, at)
+
+    def _between_objects(self, text: str, at: int) -> int:
+        end = _end(_GAP, text, at)
+        if end == len(text):
+            return end
+        if text[end] == "{":
+            self._state, self._name, self._has_arguments = "inside", None, False
+            self._object, self._num_held = ["{"], 1
+        elif text[end] == "[" and not self._is_list:
+            self._is_list = True
+        elif text[end] == "]" and self._is_list:
+            self._is_list = False
+        else:
+            self._break()
+        return end + 1
+
+    def _read_value(self, text: str, at: int) -> int:
+        """A value goes on, or begins, at this position."""
+        if self._is_string:
+            end = self._in_string(text, at)
+            self._keep(text[at:end])
+            if not self._is_string and not self._depth:
+                self._end_value()
+            return end
+        if self._depth:
+            return self._read_nested(text, at)
+        end = _end(_SCALAR, text, at)
+        written = text[at:end] if self._value else text[at:end].lstrip()
+        if written:
+            self._value.append(written)  # a number or a word
+        if end == len(text):
+            return end
+        if text[end] in ",}":
+            self._end_value()
+            return end
+        if text[end] == "]" or self._value:
+            self._break()
+            return end + 1
+        self._keep(text[end])
+        if text[end] == '"':
+            self._is_string, self._has_break = True, False
+        else:
+            self._depth = 1
+        return end + 1
+
+    def _read_nested(self, text: str, at: int) -> int:
+        """The inside of an object or a list goes on at this position."""
+        end = _end(_FLAT, text, at)
+        if end < len(text) and text[end] == '"':  # a string that does not end in this piece
+            self._is_string, self._has_break = True, False
+        elif end < len(text):
+            self._depth += 1 if text[end] in "{[" else -1
+        end = min(end + 1, len(text))
+        self._keep(text[at:end])
+        if not self._depth:
+            self._end_value()
+        return end
+
+    def _keep(self, text: str) -> None:
+        """A piece of the value; arguments that are an object need not wait for their end."""
+        if self._key == self._how.arguments and (self._value[:1] or [text[:1]]) == ["{"]:
+            self._value = ["{"]
+            self._argue(text)
+        else:
+            self._value.append(text)
 
     def _end_value(self) -> None:
         self._state = "inside"
@@ -206,12 +345,13 @@ class WrittenCalls:
             value = _plain(self._value)  # of a string the text is meant, of null nothing
             self._argue(value if isinstance(value, str) else "{}" if value is None else "".join(self._value))
 
-    def _end_object(self) -> None:
-        self._state = "outside" if self._is_list else "over"
+    def _end_object(self, text: str) -> None:
+        self._state = "outside"
         if self._name in self._tools:
             self._end_call()
+            self._name = None
         elif self._has_called:
-            self._steps.append(Step("".join(self._object), is_content=True))
+            self._steps.append(Step("".join(self._object) + text, is_content=True))
         else:
             self.is_none = True
         self._arguments = []
@@ -221,6 +361,12 @@ class WrittenCalls:
             self._argue("{}")
         self._flush()
         self._has_arguments = False
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the end of a match at this position; the pattern matches nothing, too."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
 
 
 def _plain(written: list[str]) -> Any:

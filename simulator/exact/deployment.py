@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -13,7 +14,7 @@ from msgspec import structs
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import Role
 from twostroke.router.generate.config import PipelineConfig
@@ -33,6 +34,7 @@ ANSWER = 7
 """The one token that simulated engines draw."""
 STANDARD = Promise()
 LIMIT_S = 1e6  # of virtual time
+_TICK_S = 1e-9
 WARM_PROMPTS, WARM_ANSWER, WARM_AT_A_TIME = (16, 400, 64, 200, 30, 128), 16, 3  # tokens, and requests
 WATCH_S = 0.1
 Watch = Callable[[str, float, float], None]
@@ -281,22 +283,25 @@ class _Deployment:
         striking = [asyncio.create_task(_strike(fault, fleet)) for fault in faults]
         self._began_s = began_s
         self._served.clear()
+        asking: list[asyncio.Task[Any]]
         if self._users is None:
-            conversations = [asyncio.create_task(self._converse(one, one.at_s, router)) for one in self._trace]
-            await asyncio.gather(*conversations)
+            asking = [asyncio.create_task(self._converse(one, one.at_s, router)) for one in self._trace]
         else:
             users = self._users
-            await asyncio.gather(*(asyncio.create_task(self._use(users, router)) for _ in range(users.count)))
+            asking = [asyncio.create_task(self._use(users, router)) for _ in range(users.count)]
+        try:
+            await asyncio.gather(*asking)
+        finally:
+            seconds = max(self._clock() - began_s, _TICK_S)
+            for task in (watching, *striking, *asking):
+                task.cancel()
+            await asyncio.gather(watching, *striking, *asking, return_exceptions=True)
+            await router.close()
+            for process in list(fleet.processes.values()):
+                await fleet.end(process)
+            await fleet.close()
         served = sorted(self._served, key=lambda one: one.at_s)
-        seconds = self._clock() - began_s
-        for task in (watching, *striking):
-            task.cancel()
-        await asyncio.gather(watching, *striking, return_exceptions=True)
         busy = [process.engine.busy_s / seconds for process in processes]
-        await router.close()
-        for process in list(fleet.processes.values()):
-            await fleet.end(process)
-        await fleet.close()
         prefill_busy = sum(busy[:prefill]) / prefill if prefill else 0.0
         return Run(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
 
@@ -358,8 +363,8 @@ class _Deployment:
             await asyncio.sleep(self._kind.http_s / 2 + self._kind.admit_s)
             await router.spawn(self._read(router, request, stages, token_s))
         except RequestError as error:
-            if error.status != 429:
-                raise
+            if error.status not in (429, 503):
+                raise ConfigError(f"a request of the workload can't be served: {error}") from error
             return replace(served, refused=True)
         finally:
             router.admission.ended(request, stages.num_output_tokens, stages.predicted, stages.tpot_s)

@@ -41,7 +41,11 @@ def test_capacity_lies_where_attainment_falls_below_the_target() -> None:
 def test_a_simulated_capacity_is_about_what_the_worker_can_do() -> None:
     plan = Plan("simulated", "m", 4096, Poisson(1.0), Fixed(512, 1), SLO(ttft_s=1.0), 10.0, vocabulary=32_000)
     seconds = SMALL.costs.prefill_s(512, 0, 512)
-    found = simulated_capacity(plan, Fleet("aggregated", Counts(0, 1), SMALL), 4.0, requests=40)
+    heard: list[float] = []
+    fleet = Fleet("aggregated", Counts(0, 1), SMALL)
+    found = simulated_capacity(plan, fleet, 4.0, requests=40, heard=lambda rate, _: heard.append(rate))
+    assert heard[0] == 4.0
+    assert min(heard) < found < max(heard), "each rate that is tried is told: a search may take minutes"
     assert 0.6 / seconds < found < 1.1 / seconds  # 40 requests alone would be over before a queue is late
 
 
@@ -104,10 +108,12 @@ def test_unmeasured_hardware_is_answered_by_simulation_alone(
     monkeypatch.setattr(capacities, "PRECISION", 0.5)
     costs = tmp_path / "costs.json"
     costs.write_bytes(msgspec.json.encode(SMALL))
-    asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--json")
+    asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05")
     modes = ("--modes", "aggregated", "disaggregated")
     assert main([*ASKED, *asked, *modes, "--output", str(tmp_path / "out")]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    captured = capsys.readouterr()
+    told = json.loads(captured.out.splitlines()[-1])
+    assert captured.err.count("requests a second: ") > 5, "what is tried is told while it is"
     assert told["basis"] == "simulation alone"
     assert told["best"] in ("aggregated", "disaggregated")
     assert told["modes"].keys() == {"aggregated", "disaggregated"}
@@ -185,7 +191,7 @@ def answer_with(
     monkeypatch.setattr(verdict, "plan_for", servers.plan_for)
     monkeypatch.setattr(verdict, "compare", servers.compare)
     monkeypatch.setattr(verdict, "learn_kind", lambda url, mode, seed: SMALL)
-    monkeypatch.setattr(verdict, "simulated_capacity", lambda *_: 3.0)
+    monkeypatch.setattr(verdict, "simulated_capacity", lambda *_, **__: 3.0)
     monkeypatch.setattr(verdict, "interrupt_once", lambda: None)
     asked = ("--slo", "ttft=1", "--rates", "1,2.5,4,6", "--json", "--output", str(tmp_path))
     code = main([*ASKED, *asked])

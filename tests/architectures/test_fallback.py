@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from tests.architectures.checkpoints import OTHERS, write_checkpoint
+from tests.architectures.checkpoints import OTHERS, OURS, write_checkpoint
 from tests.architectures.engines import make_engine, random_prompts, reference
 from twostroke.cluster.cli import main
 from twostroke.model.architectures.transformers_decoder import NormModule, replace_norms
@@ -258,3 +258,47 @@ def test_a_rank_is_said_to_hold_what_it_loads(name: str, tmp_path: Path) -> None
         if isinstance(tensor, torch.Tensor)
     }
     assert model.weight_bytes(torch.float32, "none", 2) == 4 * (backend.count + sum(kept.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        (
+            "gpt_neox",
+            {
+                "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 64, 64).tril().bool(),
+                "gpt_neox.layers.1.attention.masked_bias": torch.tensor(-1e9),
+                "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+            },
+        ),
+        (
+            "gpt2",
+            {
+                "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril().to(torch.uint8),
+                "transformer.h.1.attn.bias": torch.ones(1, 1, 64, 64).tril().bool(),
+                "transformer.h.1.attn.masked_bias": torch.tensor(-10000.0, dtype=torch.float64),
+            },
+        ),
+    ],
+)
+def test_tensors_that_nobody_reads_may_be_of_any_type(
+    name: str, extra: dict[str, torch.Tensor], tmp_path: Path, generate: Any
+) -> None:
+    write_checkpoint(tmp_path, name, OTHERS[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = random_prompts(101, (5, 40))
+    runner, _ = make_engine(tmp_path, None)
+    answers = generate(runner, prompts, 12, chunk=37, block_size=8)
+    expected = reference(tmp_path, prompts, 12)
+    assert [answer[: len(row)] for answer, row in zip(answers, expected, strict=True)] == expected
+
+
+def test_qwen2_moe_is_taken_as_transformers_saves_it(tmp_path: Path, generate: Any) -> None:
+    write_checkpoint(tmp_path, "qwen2_moe", OURS["qwen2_moe"])
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 0
+    prompts = random_prompts(101, (5, 40))
+    runner, _ = make_engine(tmp_path, "native")
+    answers = generate(runner, prompts, 12, chunk=37, block_size=8)
+    expected = reference(tmp_path, prompts, 12)
+    assert [answer[: len(row)] for answer, row in zip(answers, expected, strict=True)] == expected

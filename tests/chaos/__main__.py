@@ -25,6 +25,7 @@ from tests.chaos.clients import MODEL, Answer, SteadyLoad, answers_of_all, draw_
 from tests.chaos.faults import Chaos, Injected, Injector, NotBack, wreak
 from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
 from tests.chaos.models import NAMES, WITH_EXPERTS, model_path
+from tests.chaos.stalled_clients import StalledClients
 from tests.chaos.ties import unsteady
 from tests.chaos.verdict import Verdict, judge
 from twostroke.cluster.local.ray import ray_folder
@@ -58,7 +59,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="twostroke-chaos-") as folder:
             path = model_path(arguments.model, Path(folder))
-            verdict = asyncio.run(run(arguments, path, console, log))
+            verdict = asyncio.run(run(arguments, path, Path(folder, "keys.yaml"), console, log))
     except (ConfigError, NotUp, NotBack) as error:
         console.print(f"[red]{error}[/] (the server's words: {log}, {ray_folder()}/session_*/logs)")
         return 1
@@ -67,7 +68,7 @@ def main() -> int:
     return int(bool(verdict.failures))
 
 
-async def run(arguments: argparse.Namespace, model: str, console: Console, log: Path) -> Verdict:
+async def run(arguments: argparse.Namespace, model: str, keys_file: Path, console: Console, log: Path) -> Verdict:
     """The whole run, over the model at this path. Raises NotUp, NotBack."""
     began = time.monotonic()
 
@@ -88,21 +89,23 @@ async def run(arguments: argparse.Namespace, model: str, console: Console, log: 
         "kv_transfer": {"transport": arguments.transport},
     }
     console.print("Starting 2 prefill workers, 2 decode workers, 2 routers ...")
-    async with ServerUnderChaos(settings, log) as server:
+    async with ServerUnderChaos(settings, keys_file, log) as server:
         console.print(f"Up after {time.monotonic() - began:.1f} s. The same requests without faults first:")
-        expected = await answers_of_all(server.url, requests, arguments.clients)
+        expected = await answers_of_all(server.target, requests, arguments.clients)
         if arguments.model in WITH_EXPERTS:
             left_out = unsteady(
                 model, ((r.key, r.body["prompt"], c.tokens) for r in requests for c in expected[r.key].choices)
             )
             requests = [request for request in requests if request.key not in left_out]
             console.print(f"Left out, since rounding decides which expert computes a token: {sorted(left_out)}")
-        load = SteadyLoad(server.url, requests, arguments.clients, arguments.seed)
+        load = SteadyLoad(server.target, requests, arguments.clients, arguments.seed)
         chaos = Chaos()
         load.start()
-        injector = Injector(server, load, random.Random(arguments.seed))
+        stalled = StalledClients(server.target)
+        injector = Injector(server, load, stalled, random.Random(arguments.seed))
         await wreak(injector, chaos, 60 * arguments.minutes, arguments.seed, tell)
         await load.stop()
+        never_ended = await stalled.never_ended()
         console.print(f"{len(chaos.faults)} faults have fired; {chaos.idle} found nothing to harm.")
         if arguments.keep is not None:
             keep(arguments.keep, began, [*expected.values(), *load.answers], chaos.faults)
@@ -113,6 +116,7 @@ async def run(arguments: argparse.Namespace, model: str, console: Console, log: 
             minutes=arguments.minutes,
             leaked_blocks=await leaked_blocks(server),
             deaths=server.control.deaths,
+            never_ended=never_ended,
             slack=arguments.slack,
         )
 

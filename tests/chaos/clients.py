@@ -32,6 +32,44 @@ MOST_RECORDS = 8  # some fit into their `max_tokens`, others don't
 
 
 @dataclass(frozen=True)
+class Target:
+    """Where requests go, and the API key that they have."""
+
+    url: str
+    api_key: str
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raises OSError."""
+        parts = urlsplit(self.url)
+        return await asyncio.open_connection(parts.hostname, parts.port)
+
+    async def status_of_models(self) -> int:
+        """The status of GET /v1/models; 0 where the connection breaks, as at a router that is killed."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                reader, writer = await self.connect()
+                try:
+                    writer.write(self.head(0).replace(b"POST /v1/completions", b"GET /v1/models"))
+                    return int((await reader.readline()).split()[1])
+                finally:
+                    writer.close()
+        except (OSError, IndexError, TimeoutError):
+            return 0
+
+    def head(self, num_bytes: int) -> bytes:
+        """The head of a request for a completion whose body has so many bytes."""
+        lines = (
+            "POST /v1/completions HTTP/1.1",
+            f"Host: {urlsplit(self.url).netloc}",
+            f"Authorization: Bearer {self.api_key}",
+            "Content-Type: application/json",
+            f"Content-Length: {num_bytes}",
+            "Connection: close",
+        )
+        return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+
+
+@dataclass(frozen=True)
 class ClientRequest:
     """One request. `key` names it: equal requests are answered with equal tokens, whatever happens."""
 
@@ -136,13 +174,13 @@ class Answer:
         return self.status == 200
 
 
-async def ask(url: str, request: ClientRequest, *, leave_after: int | None = None) -> Answer:
+async def ask(target: Target, request: ClientRequest, *, leave_after: int | None = None) -> Answer:
     """Send the request and take what comes, to its end or until about `leave_after` events have come."""
     answer = Answer(request, time.monotonic(), choices=[Choice() for _ in range(request.num_choices)])
     came: list[Piece] = []
     try:
         async with asyncio.timeout(PATIENCE_S):
-            answer.left = await _receive(url, request, came, leave_after)
+            answer.left = await _receive(target, request, came, leave_after)
     except TimeoutError:
         answer.error = f"no end after {PATIENCE_S:g} s"
     except OSError as error:
@@ -155,18 +193,13 @@ async def ask(url: str, request: ClientRequest, *, leave_after: int | None = Non
     return answer
 
 
-async def _receive(url: str, request: ClientRequest, came: list[Piece], leave_after: int | None) -> bool:
+async def _receive(target: Target, request: ClientRequest, came: list[Piece], leave_after: int | None) -> bool:
     """Whether the client has left before the server hung up. Raises OSError."""
-    parts = urlsplit(url)
     payload = json.dumps(request.body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    reader, writer = await target.connect()
     num_events = 0
     try:
-        writer.write(head.encode() + payload)
+        writer.write(target.head(len(payload)) + payload)
         while data := await reader.read(65536):
             came.append((time.monotonic(), data))
             num_events += data.count(b"data: ")
@@ -217,10 +250,10 @@ PAUSE_S = (0.1, 0.9)  # between two requests of a client: steady load, and no mo
 class SteadyLoad:
     """Keeps `clients` requests under way between `start` and `stop`, and all answers in `answers`."""
 
-    def __init__(self, url: str, requests: Sequence[ClientRequest], clients: int, seed: int):
+    def __init__(self, target: Target, requests: Sequence[ClientRequest], clients: int, seed: int):
         self.answers: list[Answer] = []
         self.under_way = 0
-        self._url = url
+        self._target = target
         self._requests = requests
         self._clients = clients
         self._draw = random.Random(seed)
@@ -239,7 +272,7 @@ class SteadyLoad:
         """Send a request; returns its answer, which is among `answers` too."""
         self.under_way += 1
         try:
-            answer = await ask(self._url, self._draw.choice(self._requests), leave_after=leave_after)
+            answer = await ask(self._target, self._draw.choice(self._requests), leave_after=leave_after)
         finally:
             self.under_way -= 1
         self.answers.append(answer)
@@ -253,7 +286,7 @@ class SteadyLoad:
             await asyncio.sleep(self._draw.uniform(*PAUSE_S))
 
 
-async def answers_of_all(url: str, requests: Sequence[ClientRequest], clients: int) -> dict[int, Answer]:
+async def answers_of_all(target: Target, requests: Sequence[ClientRequest], clients: int) -> dict[int, Answer]:
     """Each request's answer, by key, with as many under way as the steady load has."""
     found: dict[int, Answer] = {}
     left = list(reversed(requests))
@@ -262,7 +295,7 @@ async def answers_of_all(url: str, requests: Sequence[ClientRequest], clients: i
     async def run() -> None:
         while left:
             request = left.pop()
-            found[request.key] = await ask(url, request)
+            found[request.key] = await ask(target, request)
             await asyncio.sleep(draw.uniform(*PAUSE_S))
 
     began = time.monotonic()

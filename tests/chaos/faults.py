@@ -9,6 +9,7 @@ every worker in use.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -16,9 +17,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.chaos.clients import SteadyLoad
-from tests.chaos.fleet import REPLICAS, ServerUnderChaos
+from tests.chaos.clients import SteadyLoad, Target
+from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_api_key, revoke_api_key
 from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
+from tests.chaos.stalled_clients import Part, StalledClients
 from tests.chaos.verdict import Injected
 from tests.rigs.processes import comes, process_state
 
@@ -39,9 +41,11 @@ class NotBack(Exception):
 class Injector:
     """Injects faults into one server under one load. `draw` decides all that is left to chance."""
 
-    def __init__(self, server: ServerUnderChaos, load: SteadyLoad, draw: random.Random):
+    def __init__(self, server: ServerUnderChaos, load: SteadyLoad, stalled: StalledClients, draw: random.Random):
         self._server = server
         self._load = load
+        self._stalled = stalled
+        self._guests = itertools.count(1)
         self._draw = draw
         # One silence at a time: what a request waits for two, one after the other, is no measure of either.
         self._silence = asyncio.Lock()
@@ -158,6 +162,37 @@ class Injector:
         accepted = sum(answer.is_accepted for answer in answers)
         return Injected("burst", "load", begin, time.monotonic(), f"{accepted} of {BURST} accepted")
 
+    async def send_halves(self, part: Part) -> Injected | None:
+        """Many clients send a part of a request, and nothing more. Proof: their connections are open.
+
+        The run's end asks whether the server has ended them.
+        """
+        begin = time.monotonic()
+        num_open = await self._stalled.send_halves(part)
+        if not num_open:
+            return None
+        return Injected(f"half {part}", "load", begin, time.monotonic(), f"{num_open} connections wait for the rest")
+
+    async def read_nothing(self) -> Injected | None:
+        """A client asks for a large answer, reads its beginning, and the rest late. Proof: that it had begun."""
+        begin = time.monotonic()
+        ended = await self._stalled.read_nothing(SEND_TIMEOUT_S + 1.0)
+        if not ended:
+            return None
+        return Injected("slow reader", "load", begin, time.monotonic(), f"its stream ended {ended}")
+
+    async def revoke_key(self) -> Injected | None:
+        """A guest's key is made, used, and revoked. Proof: it was taken before, and is refused at all routers now."""
+        name, file = f"guest-{next(self._guests)}", self._server.keys_file
+        begin = time.monotonic()
+        guest = Target(self._server.target.url, await asyncio.to_thread(new_api_key, file, name))
+        await _told(guest, 200)
+        revoked = time.monotonic()
+        await asyncio.to_thread(revoke_api_key, file, name)
+        await _told(guest, 401)
+        end = time.monotonic()
+        return Injected("revoked key", "load", begin, end, f"refused {end - revoked:.1f} s after it was revoked")
+
     async def kill_router(self) -> Injected | None:
         """kill -9. Proof: no such process is left, and there are as many routers again."""
         routers = self._server.routers()
@@ -219,6 +254,18 @@ class Injector:
             await asyncio.sleep(POLL_S)
 
 
+async def _told(guest: Target, status: int) -> None:
+    """Return when all of several requests for the list of models get this status. Raises NotBack."""
+    deadline = time.monotonic() + BACK_MOST_S
+    while True:
+        found = await asyncio.gather(*(guest.status_of_models() for _ in range(4 * REPLICAS)))
+        if set(found) == {status}:
+            return
+        if time.monotonic() > deadline:
+            raise NotBack(f"a guest's key gets {found}, not {status}, {BACK_MOST_S:g} s after it was changed")
+        await asyncio.sleep(POLL_S)
+
+
 Strike = Callable[[], Awaitable[Injected | None]]
 
 PAUSE_S = (0.2, 1.0)  # between two faults of a lane
@@ -275,6 +322,11 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
         (4, lambda: injector.order("slow link", "prefill", Slow(2.0, 0.1))),
         (5, injector.leave),
         (1, injector.burst),
+        (1, lambda: injector.send_halves("head")),
+        (1, lambda: injector.send_halves("body")),
+        (1, lambda: injector.send_halves("large body")),
+        (2, injector.read_nothing),
+        (2, injector.revoke_key),
         (1, injector.kill_router),
     ]
 

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import msgspec
 
+from tests.chaos.clients import Target
 from tests.chaos.orders import Control
 from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.config.config import read_config
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ("prefill", "decode")
 REPLICAS = 2  # of each role, and routers
 START_S = 180.0
+SEND_TIMEOUT_S = 5.0  # in which a client has to take what it is sent
 POLITE_S = 6.0
 IMPOLITE_S = 1.0
 
@@ -33,12 +35,27 @@ SETTINGS: dict[str, Any] = {
     # Room for what runs at once, and not for every prompt of the run: KV has to travel.
     "prefill": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
     "decode": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
-    "router": {"replicas": REPLICAS},
+    "router": {"replicas": REPLICAS, "body_timeout_s": 5.0, "send_timeout_s": SEND_TIMEOUT_S},
 }
 
 
 class NotUp(Exception):
     """The server did not come up, or did not get whole again; the message says where its words are."""
+
+
+def new_api_key(file: Path, name: str, *options: str) -> str:
+    """A key that `twostroke key new` adds to the file."""
+    return _key_command("new", name, "--file", str(file), *options).split("\n\n")[1].strip()
+
+
+def revoke_api_key(file: Path, name: str) -> None:
+    """As `twostroke key revoke`."""
+    _key_command("revoke", name, "--file", str(file))
+
+
+def _key_command(*arguments: str) -> str:
+    command = [sys.executable, "-m", "twostroke.cluster.cli", "key", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
@@ -50,13 +67,17 @@ class ServerOrder(msgspec.Struct, frozen=True):
 
 
 class ServerUnderChaos:
-    """A context manager: inside it the whole fleet is up at `url`. All processes below this one are the server's."""
+    """A context manager: inside it the whole fleet is up at `target`. All processes below this one are the server's.
 
-    def __init__(self, settings: dict[str, Any], log: Path):
+    `keys_file` is where the server's API keys are to lie; the one of `target` is made here.
+    """
+
+    def __init__(self, settings: dict[str, Any], keys_file: Path, log: Path):
         (self.port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.keys_file = keys_file
+        self.target = Target(f"http://127.0.0.1:{self.port}", new_api_key(keys_file, "load", "--admin"))
         self.control = Control()
-        self._settings = settings
+        self._settings = {**settings, "auth": {"keys_file": str(keys_file)}}
         self._log = log
         self._output: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,7 +108,7 @@ class ServerUnderChaos:
     async def status(self) -> dict[str, Any] | None:
         """What a router says of itself and the workers; None where none answers."""
         try:
-            return await asyncio.to_thread(fetch_status, self.url, timeout_s=5.0)
+            return await asyncio.to_thread(fetch_status, self.target.url, self.target.api_key, timeout_s=5.0)
         except ConfigError:
             return None
 

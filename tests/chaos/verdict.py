@@ -214,9 +214,11 @@ def judge(
     minutes: float,
     leaked_blocks: int,
     deaths: int,
+    never_ended: int = 0,
     slack: float = 1.0,
 ) -> Verdict:
-    """`leaked_blocks` are those owned when nothing is under way any more; `deaths` of workers that nobody killed.
+    """`leaked_blocks` are those owned when nothing is under way any more; `deaths` of workers that nobody killed;
+    `never_ended` connections that clients stalled on, and that the server still had open at the end.
 
     All times may be `slack` times their bounds: a machine that others use, too, tells of what is lost, not of seconds.
     Workers that come back later leave less to harm meanwhile, so as many fewer faults have to fire.
@@ -254,6 +256,8 @@ def judge(
         failures.append(f"{leaked_blocks} blocks are owned when idle")
     if deaths:
         failures.append(f"{deaths} workers have ended without being killed")
+    if never_ended:
+        failures.append(f"{never_ended} stalled connections were never ended")
     summary = {
         "faults": len(faults),
         **count,
@@ -268,6 +272,7 @@ def judge(
         "cut_by_router": len(cut),
         "leaked_blocks": leaked_blocks,
         "deaths": deaths,
+        "never_ended": never_ended,
         "passed": not failures,
     }
     return Verdict(rows, findings, summary, failures)

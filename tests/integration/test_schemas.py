@@ -16,7 +16,7 @@ from twostroke.model.step import Constraint, Draw, Engine, SequenceStep
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import SamplingParams
-from twostroke.router.text.grammar import check_schema
+from twostroke.router.text.grammar import GrammarChecks, of_schema
 from twostroke.router.text.tokenizer import TextTokenizer
 
 PROMPT = (5, 6, 7)
@@ -76,7 +76,9 @@ async def of_schemas(schemas: Sequence[Schema], num_seeds: int) -> Tally:
     tally = Tally()
     for number, schema in enumerate(schemas):
         try:
-            grammar = await check_schema(grammars, schema, "schema", lenient=False, compact=number % 2 == 0)
+            compact = number % 2 == 0
+            followed = await GrammarChecks(grammars).schema(schema, "schema", lenient=False, compact=compact)
+            grammar = of_schema(followed, compact=compact)
         except RequestError:
             tally.refused += 1
             continue

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from tests.integration.local_fleet import SECRET, Served, Shape, serve
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint
 from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.grammars import Grammars
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
@@ -50,11 +53,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(**shape: Any) -> AsyncIterator[Site]:
-    async with serve(BUNDLED_MODEL_DIR, Shape(**{"transport": "tcp", **shape})) as served:
+async def site(folder: Path = BUNDLED_MODEL_DIR, **shape: Any) -> AsyncIterator[Site]:
+    async with serve(folder, Shape(**{"transport": "tcp", **shape})) as served:
         service = RouterService(
             config=ServiceConfig(model_name=MODEL, expects_prefill=shape.get("transport", "tcp") is not None),
-            tokenizer=TextTokenizer.load(BUNDLED_MODEL_DIR),
+            tokenizer=TextTokenizer.load(folder),
             fleet=served.fleet,
             channels=served.channels,
             pipeline=served.pipeline,
@@ -172,8 +175,8 @@ async def test_an_answer_that_can_not_be_followed_ends_with_an_error_and_its_nei
     made, has_failed = Constraint.__init__, Constraint.has_failed
     victims: set[Constraint] = set()
 
-    def make(self: Constraint, matcher: Any, renew: Any) -> None:
-        made(self, matcher, renew)
+    def make(self: Constraint, matcher: Any, renew: Any, stop_token_ids: Any) -> None:
+        made(self, matcher, renew, stop_token_ids)
         if "FOO" in renew.args[0]:
             victims.add(self)
 
@@ -197,6 +200,51 @@ async def test_an_answer_that_can_not_be_followed_ends_with_an_error_and_its_nei
         assert refused.json()["error"]["code"] == "grammar_too_complex"
 
 
+async def test_a_bug_in_a_grammar_ends_its_request_and_its_neighbours_go_on(
+    undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Constraint.__init__
+
+    def make(self: Constraint, matcher: Any, renew: Any, stop_token_ids: Any) -> None:
+        if "FOO" in renew.args[0]:
+            raise ZeroDivisionError
+        made(self, matcher, renew, stop_token_ids)
+
+    monkeypatch.setattr(Constraint, "__init__", make)
+    async with site() as here:
+        body = {"model": MODEL, "prompt": "import os\n", "guided_regex": "(FOO){100}"}
+        answers, failed = await asyncio.gather(of_persons(here, 6), here.http.post("/v1/completions", json=body))
+        assert answers == undisturbed
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "request_failed"
+
+
+async def test_workers_wait_for_no_grammar_of_a_client_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_, release = Grammars._compile, threading.Event()
+    compiled: list[str] = []
+
+    def slow(self: Grammars, grammar: str) -> Any:
+        compiled.append(grammar)
+        if len(compiled) > 1:  # the first one is the router's
+            release.wait(20)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    async with site() as here:
+        worker = here.served.fleet.worker("decode")
+        asked = asyncio.create_task(here.ask(guided_regex="(FOO){100}"))
+        try:
+            async with asyncio.timeout(20):
+                while len(compiled) < 2 or not worker._compiling:  # noqa: ASYNC110  (nothing tells of it)
+                    await asyncio.sleep(0.005)
+                asked.cancel()
+                while worker._compiling:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        finally:
+            release.set()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
 async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> None:
     async with site(transport=None) as here:
         answer = await here.ask(guided_choice=["a"], min_tokens=50, return_token_ids=True)
@@ -209,3 +257,27 @@ async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> No
         )
         events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == "red"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}], ids=str)
+async def test_the_default_model_calls_tools_that_its_template_knows_nothing_of(choice: Any) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("rain", "sun")]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Rain in Oslo?"}], "max_tokens": 200}
+    asked |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    async with site() as here:
+        for seed in range(3):
+            answer = await here.http.post("/v1/chat/completions", json={**asked, "seed": seed})
+            assert answer.status_code == 200, answer.text
+            (one,) = answer.json()["choices"]
+            assert one["finish_reason"] == "tool_calls", one
+            (call,) = one["message"]["tool_calls"]
+            assert call["function"]["name"] in (("rain", "sun") if choice == "required" else ("rain",))
+            jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+        answer = await here.http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"})
+        assert answer.status_code == 200, answer.text

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
 from twostroke.model.load import load_engine
@@ -268,6 +270,15 @@ async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) 
         assert loaded.engine.num_broken_rows == 0
     finally:
         loaded.engine.close()
+
+
+def test_a_folder_whose_weights_are_no_numbers_is_refused_by_name(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(num_hidden_layers=2)
+    tensors = load_file(folder / SINGLE_FILE)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the logits of a first prompt are NaN or infinite: the weights are broken"):
+        load_engine(EngineConfig(folder, num_blocks=8, block_size=4, threads=1))
 
 
 @pytest.mark.parametrize(

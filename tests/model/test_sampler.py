@@ -14,7 +14,7 @@ from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
 from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
 from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler, adjust
-from twostroke.model.step import Draw, is_penalised
+from twostroke.model.step import BrokenLogits, Draw, RowFault, is_penalised
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 VOCAB = 61
@@ -387,6 +387,26 @@ def test_only_allowed_tokens_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(
+    ("forbidden", "bad_words", "drawn"),
+    [
+        ((7, 9), (), {7, 9}),
+        ((), ((7,), (9,)), {7, 9}),
+        ((7,), ((9,),), {7, 9}),
+        ((7,), (), {9}),
+        ((7, 3), ((3,),), {9}),
+    ],
+)
+def test_no_token_outside_of_the_allowed_is_drawn_whatever_else_forbids_them(
+    forbidden: tuple[int, ...], bad_words: tuple[tuple[int, ...], ...], drawn: set[int]
+) -> None:
+    sampling = SamplingParams(temperature=2.0, allowed_token_ids=(7, 9), bad_words=bad_words)
+    held = Draw(sampling, [1], 1, forbidden)
+    logits = torch.randn((1, 40), generator=torch.Generator().manual_seed(1))
+    found = {Sampler(40).sample(logits.clone(), [held], [position])[0].token_id for position in range(50)}
+    assert found == drawn
+
+
+@pytest.mark.parametrize(
     ("outputs", "banned"), [([], [3]), ([5], [3]), ([5, 6], [3, 8]), ([6, 5], [3, 6]), ([2, 5, 6], [3, 8])]
 )
 def test_a_bad_word_never_gets_its_last_token(outputs: list[int], banned: list[int]) -> None:
@@ -395,3 +415,34 @@ def test_a_bad_word_never_gets_its_last_token(outputs: list[int], banned: list[i
     adjust(logits, [0], [Draw(sampling, [5, 6, *outputs], 2)])
     assert (logits[0] == -math.inf).nonzero().flatten().tolist() == banned
     assert is_penalised(sampling)
+
+
+def test_a_row_that_can_not_be_adjusted_fails_alone(sampler: Sampler) -> None:
+    logits = random_logits(3, rows=5)
+    draws = [draw(temperature=1.0, seed=seed, logit_bias=((seed, 2.0),)) for seed in range(5)]
+    expected = sampler.sample(logits.clone(), draws, [8] * 5)
+    fault = RowFault()
+    broken = Draw(SamplingParams(logit_bias=((2**70, 1.0),)), HISTORY, 4, fault=fault)
+    found = sampler.sample(logits.clone(), [*draws[:2], broken, *draws[3:]], [8] * 5)
+    assert isinstance(fault.error, OverflowError)
+    assert found[:2] + found[3:] == expected[:2] + expected[3:]
+    with pytest.raises(OverflowError):
+        sampler.sample(logits[:1].clone(), [Draw(broken.sampling, HISTORY, 4)], [8])
+
+
+def test_allowed_tokens_that_the_model_does_not_have_allow_nothing(sampler: Sampler) -> None:
+    drawn = sampler.sample(random_logits(4), [draw(allowed_token_ids=(10**6, 7, -3))], [8])
+    assert drawn == [SampledToken(7)]
+
+
+def test_a_row_without_a_number_is_its_draws_fault(sampler: Sampler) -> None:
+    logits = random_logits(5, rows=3)
+    logits[1], logits[2, 4] = math.nan, math.nan
+    faults = [RowFault() for _ in range(3)]
+    draws = [Draw(SamplingParams(seed=row), HISTORY, 4, fault=fault) for row, fault in enumerate(faults)]
+    sampler.sample(logits.clone(), draws, [8] * 3)
+    assert [isinstance(fault.error, BrokenLogits) for fault in faults] == [False, True, False]
+    assert sampler.num_broken_rows == 2
+    of_ranks = [Draw(SamplingParams(), HISTORY, 4, fault=RowFault()) for _ in range(3)]
+    sampler.take(torch.tensor([[0, 0, 7], [0, 1, 1]]), of_ranks)
+    assert [one.fault is not None and one.fault.error is not None for one in of_ranks] == [False, True, False]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from twostroke.model.cpu.kernels.sampling import CpuSampling
 from twostroke.model.sampling.draws import TorchSampling
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
-from twostroke.model.step import Constraint, Draw
+from twostroke.model.step import Constraint, Draw, RowFault
 from twostroke.protocol.requests import SamplingParams
 
 PROMPT = [5, 6, 7]
@@ -100,6 +101,27 @@ def test_what_is_forbidden_is_in_no_mask_unless_nothing_else_is(vocabulary: LLTo
     assert allowed(fill(closed, 3, 7, size)) == {1}
 
 
+def test_a_stop_token_with_text_ends_an_answer_only_where_the_grammar_lets_it_end(
+    vocabulary: LLTokenizer, tokenizer: Tokenizer
+) -> None:
+    size = vocabulary.vocab_size
+    begun, stop, first = (tokenizer.encode(one, add_special_tokens=False).ids[0] for one in '"xa')
+    a_string = LLMatcher.grammar_from_json_schema('{"type":"string"}')
+
+    def held(grammar: str, history: list[int]) -> Draw:
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        constraint = Constraint(matcher, fails, (1, stop, size + 40))
+        return Draw(SamplingParams(), [*PROMPT, *history], len(PROMPT), constraint=constraint)
+
+    assert stop not in allowed(fill(held(a_string, [begun]), 4, begun, size)), "the string is not closed"
+    endless = LLMatcher.grammar_from_regex("x*")
+    assert {1, stop} <= allowed(fill(held(endless, [stop]), 4, stop, size))
+    only = held(LLMatcher.grammar_from_regex("axb"), [first])
+    assert allowed(fill(only, 4, first, size)) == {stop}
+    assert only.constraint is not None
+    assert only.constraint.has_failed(4), "drawing it would end the answer too early, and nothing else may follow"
+
+
 def test_masks_on_threads_are_those_of_one_after_the_other(vocabulary: LLTokenizer) -> None:
     size = vocabulary.vocab_size
 
@@ -158,6 +180,29 @@ def test_a_grammar_that_takes_too_much_is_tried_afresh_once_and_then_fails_at_it
         assert len(renewed) == number
     assert failing_at(a_constrained(compiled(250_000)), len(history)) is None
     assert len(renewed) == 2
+
+
+@pytest.mark.parametrize("num_cores", [1, 8], ids=["one by one", "at once"])
+def test_a_row_whose_mask_can_not_be_had_fails_alone(vocabulary: LLTokenizer, num_cores: int) -> None:
+    size = vocabulary.vocab_size
+    narrow, history = LLTokenizer("byte"), [*PROMPT]
+    draws = [a_draw(matcher_of(vocabulary, f"{letter}x"), history) for letter in "abcdefghij"]
+    expected = MaskFiller(size, num_cores).fill(draws, [3] * 10, [PROMPT[-1]] * 10)
+    faults = [RowFault() for _ in draws]
+    draws = [msgspec.structs.replace(draw, fault=fault) for draw, fault in zip(draws, faults, strict=True)]
+    draws[4] = Draw(
+        SamplingParams(), history, 3, constraint=Constraint(matcher_of(narrow, "ax"), fails), fault=faults[4]
+    )
+    masks = MaskFiller(size, num_cores).fill(draws, [3] * 10, [PROMPT[-1]] * 10)
+    assert masks is not None
+    assert expected is not None
+    assert [fault.error is None for fault in faults] == [row != 4 for row in range(10)]
+    assert isinstance(faults[4].error, ValueError)
+    for row in range(10):
+        assert row == 4 or np.array_equal(masks.words[row], expected.words[row])
+    assert (masks.words[4] == -1).all(), "what is drawn is thrown away"
+    with pytest.raises(ValueError, match="buffer size"):
+        fill(msgspec.structs.replace(draws[4], fault=None), 3, PROMPT[-1], size, num_cores)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 500])

@@ -1,12 +1,15 @@
 """Compiled grammars: kept, copied, and bounded in time and memory whatever a client thinks of."""
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 from llguidance import LLMatcher
+from tokenizers import AddedToken, Tokenizer
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
@@ -52,7 +55,7 @@ async def test_the_last_grammars_are_kept_and_no_more() -> None:
     grammars = Grammars(vocabulary)
     for number in range(MAX_KEPT + 5):
         await grammars.matcher(of_regex(f"a{number}"))
-    assert list(grammars._kept) == [of_regex(f"a{number}") for number in range(5, MAX_KEPT + 5)]
+    assert list(grammars._kept) == [(b"", of_regex(f"a{number}")) for number in range(5, MAX_KEPT + 5)]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,71 @@ async def test_a_tokenizer_that_can_not_be_read_is_told() -> None:
     with pytest.raises(RequestError, match="this model's tokenizer can't hold") as caught:
         await Grammars(lambda: Vocabulary("{}", 10, (1,))).matcher(of_regex("a"))
     assert caught.value.code == "grammar_unsupported"
+
+
+def with_controls() -> tuple[Tokenizer, list[int]]:
+    """Return the bundled tokenizer with an end of turn and a mark of tool calls, and their ids."""
+    tokenizer = Tokenizer.from_str(vocabulary().tokenizer)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    return tokenizer, [tokenizer.token_to_id(text) for text in ("<|im_end|>", "<tool_call>")]
+
+
+@pytest.mark.parametrize("spelt", ["<|im_end|>", "<tool_call>", "a<|im_end|>b"])
+@pytest.mark.parametrize(
+    "grammar_of",
+    [
+        lambda text: (LLMatcher.grammar_from_json_schema(json.dumps({"const": text})), f'"{text}"'),
+        lambda text: (
+            LLMatcher.grammar_from_json_schema(
+                json.dumps(
+                    {
+                        "type": "object",
+                        "properties": {text: {"const": 1}},
+                        "required": [text],
+                        "additionalProperties": False,
+                    }
+                ),
+                overrides={"whitespace_flexible": False},
+            ),
+            json.dumps({text: 1}, separators=(",", ":")),
+        ),
+        lambda text: (LLMatcher.grammar_from_regex(re.escape(text)), text),
+        lambda text: (LLMatcher.grammar_from_lark(f"start: {json.dumps(text)}"), text),
+        lambda text: (
+            LLMatcher.grammar_from_lark(f"start: part\npart: %json {json.dumps({'const': text})}"),
+            f'"{text}"',
+        ),
+    ],
+    ids=["const", "property", "regex", "lark", "nested"],
+)
+async def test_forced_text_that_spells_a_control_token_stays_text(
+    spelt: str, grammar_of: Callable[[str], tuple[str, str]]
+) -> None:
+    grammar, whole = grammar_of(spelt)
+    tokenizer, controls = with_controls()
+    size = tokenizer.get_vocab_size()
+    grammars = Grammars(lambda: Vocabulary(tokenizer.to_str(), size, (EOS, controls[0])))
+    matcher = await grammars.matcher(grammar)
+    drawn: list[int] = []
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        allowed = [one for one in range(size) if mask[one // 8] >> one % 8 & 1]
+        drawn.append(allowed[0])
+        assert matcher.consume_token(allowed[0])
+        assert len(drawn) < 100
+    assert not {EOS, *controls} & set(drawn)
+    assert tokenizer.decode(drawn, skip_special_tokens=False) == whole
+
+
+async def test_a_grammar_may_still_name_a_control_token() -> None:
+    tokenizer, (end, call) = with_controls()
+    grammars = Grammars(lambda: Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,)))
+    matcher = await grammars.matcher(f'start: <tool_call> "a" <[{end}]>')
+    for token_id in (call, *tokenizer.encode("a", add_special_tokens=False).ids, end):
+        mask = matcher.compute_bitmask()
+        assert mask[token_id // 8] >> token_id % 8 & 1
+        assert matcher.consume_token(token_id)
 
 
 # --- bombs ---
@@ -244,3 +312,54 @@ def test_no_bomb_takes_more_than_a_second_and_200_mb_nor_the_process_with_it() -
     endless = {"schema: references in a circle", "Lark: powers of terminals", "regex: 100 kB"}
     assert {name for name in bombs() if "optional parts" in name} | endless <= refused
     assert [one for one in took if "panic" in one[4]] == [], "what is too large is refused before"
+
+
+# --- clients beside each other ---
+
+
+async def test_a_client_with_many_grammars_does_not_keep_another_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_ = Grammars(vocabulary), [], Grammars._compile
+
+    def noted(self: Grammars, grammar: str) -> LLMatcher:
+        compiled.append(grammar)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", noted)
+    many = [asyncio.create_task(grammars.matcher(of_regex(f"a{number}"), b"many")) for number in range(20)]
+    await asyncio.sleep(0)
+    await grammars.matcher(of_regex("b"), b"one")
+    assert compiled.index(of_regex("b")) <= 2, "behind the one that is under way, and at most one more"
+    await asyncio.gather(*many)
+    assert len(compiled) == 21
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_ = Grammars(vocabulary), [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one) or compile_(self, one))
+    waiting = [asyncio.create_task(grammars.matcher(of_regex(f"a{number}"))) for number in range(5)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await grammars.matcher(of_regex("b"))
+    assert len(compiled) <= 2, "the one that was under way can't be interrupted"
+
+
+async def test_many_that_wait_for_one_grammar_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_ = Grammars(vocabulary), [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one) or compile_(self, one))
+    await asyncio.gather(*(grammars.matcher(of_regex("a")) for _ in range(8)))
+    assert compiled == [of_regex("a")]
+    await grammars.matcher(of_regex("a"), b"another client")
+    assert len(compiled) == 2, "how quick it is tells a client nothing of another one"
+
+
+async def test_a_refused_grammar_gives_the_turn_on() -> None:
+    grammars = Grammars(vocabulary)
+    for salt in (b"", b"x"):
+        with pytest.raises(RequestError):
+            await grammars.matcher(of_regex("("), salt)
+        with pytest.raises(RequestError):
+            await grammars.try_out(of_regex("("), salt)
+    await grammars.try_out(of_regex("a"))
+    assert not grammars._kept

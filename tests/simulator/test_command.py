@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
 from twostroke.simulator.kinds import SMALL, kind_of
 
@@ -79,3 +80,64 @@ class _nothing:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--rate", "0.01", "--seconds", "10"), "no request comes in that time"),
+        (("--requests", "9", "--kv-tokens", "1"), "--kv-tokens 1: less than a block of 16 tokens"),
+        (("--requests", "9", "--kv-tokens", "64"), "can't be served: 200 prompt tokens and max_tokens 20 exceed"),
+        (
+            ("--requests", "9", "--kv-tokens", "64", "--events", "coarse"),
+            "a request of 220 tokens has no room in a worker's 64",
+        ),
+        (("--requests", "9", "--warm-up", "1e9"), "--warm-up 1e+09: the last request comes after"),
+        (("--requests", "9", "--warm-up", "1e9", "--events", "coarse"), "--warm-up 1e+09: the last request"),
+    ],
+)
+def test_what_nothing_can_be_said_of_is_told_in_one_line(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ASKED, "--fleet", "prefill=1,decode=1", *arguments]) == 2
+    assert told in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--warm-up", "nan"),
+        ("--warm-up", "-5"),
+        ("--max-context", "1"),
+        ("--fleet", "prefill=1,decode=99999999999"),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused_as_arguments(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*ASKED, *arguments])
+    assert f"argument {arguments[0]}: {arguments[1]}: give" in capsys.readouterr().err
+
+
+def test_while_the_only_decode_worker_is_down_requests_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    faults = tmp_path / "faults.json"
+    faults.write_text(json.dumps([{"at_s": 0.5 + number / 10, "role": "decode"} for number in range(4)]))
+    told = simulated(capsys, "--fleet", "prefill=1,decode=1", "--requests", "30", "--faults", str(faults))
+    assert told["requests"] == 30
+    assert 0 < int(str(told["refused"])) < 30
+
+
+def test_a_trace_of_requests_without_tokens_is_served_as_of_one_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "zero.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 0, "output_length": 0, "hash_ids": []}\n')
+    asked = ["simulate", "--workload", str(trace), "--rate", "4", "--json", "--requests", "3"]
+    assert main([*asked, "--fleet", "prefill=1,decode=1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 3
+    trace.write_text('{"timestamp": 0, "input_length": 12345678901234567890, "output_length": 5, "hash_ids": []}\n')
+    assert main([*asked, "--fleet", "prefill=1,decode=1"]) == 2
+    assert "zero.jsonl, line 1: Expected `int` <= 1000000000" in one_line(capsys)

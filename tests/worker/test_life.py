@@ -15,7 +15,7 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.simulator.exact.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import StepsUnderWay, WorkerLife
+from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepsUnderWay, WorkerLife
 
 
 class Scene:
@@ -24,7 +24,7 @@ class Scene:
     def __init__(self, step_s: float, is_ahead: Callable[[int], bool] = lambda _: False):
         self.ended: list[float] = []
         self.told: list[str] = []
-        self.failure: Exception | None = None  # of the steps that end from now on
+        self.failure: BaseException | None = None  # of the steps that end from now on
         self._step_s = step_s
         clock = asyncio.get_running_loop().time
         self.life = WorkerLife(
@@ -135,5 +135,37 @@ def test_a_steps_time_is_its_own_without_what_it_waited_behind_another():
         await asyncio.sleep(10.0)
         await steps.begin("d", batch)
         assert (await steps.first_ended()).seconds == pytest.approx(2.0), "the engine had nothing to do before"
+
+    play(script)
+
+
+def test_a_model_is_broken_once_many_requests_in_a_row_have_no_sound_logits():
+    health = LogitHealth()
+    names = [f"r{number}" for number in range(MOST_BROKEN_REQUESTS)]
+    broken = 0
+    for _ in range(1000):
+        broken += 1
+        assert health.step_ended(broken, ["r0"]) is None, "one request may have caused its own"
+    for name in names[1:-1]:
+        broken += 1
+        assert health.step_ended(broken, [name]) is None
+    assert health.step_ended(broken + 1, ["a", "b"]) is None, "one of the two has sound logits"
+    assert health.step_ended(broken + 1, []) is None
+    assert "NaN or infinite" in (health.step_ended(broken + 1 + len(names), names) or "")
+
+
+def test_a_step_loop_that_a_panic_ends_has_died_and_says_so():
+    class Panic(BaseException):
+        """As Rust's, which is no Exception."""
+
+    async def script() -> None:
+        scene = Scene(1.0)
+        scene.failure = Panic("llguidance")
+        scene.life.start()
+        await asyncio.sleep(2.0)
+        assert "Panic" in scene.told[0]
+        with pytest.raises(WorkerLost, match="Panic"):
+            scene.life.check_health()
+        await scene.life.stop()
 
     play(script)

@@ -1,13 +1,17 @@
 """A worker of either role: how it takes requests, tells its numbers, drains, stops, and dies of its engine."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.worker.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, of_both_roles
+from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
-from twostroke.protocol.requests import Peer, Promise, mint_ticket
+from twostroke.protocol.requests import Peer, Promise, SampledToken, mint_ticket
+from twostroke.worker.life import MOST_BROKEN_REQUESTS
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
@@ -247,3 +251,21 @@ async def test_a_draining_worker_tells_its_routers_at_once(rig: Rig) -> None:
     assert [stats.is_draining for stats in rig.numbers[told:]] == [True]
     await running
     await draining
+
+
+@of_both_roles()
+async def test_a_worker_whose_logits_are_broken_request_after_request_is_unhealthy_and_says_why(rig: Rig) -> None:
+    step = rig.engine.step
+
+    async def broken(batch: Sequence[SequenceStep], *rest: Any) -> list[SampledToken | None]:
+        rig.engine.num_broken_rows += sum(one.draw is not None for one in batch)
+        return await step(batch, *rest)
+
+    rig.engine.step = broken
+    for number in range(MOST_BROKEN_REQUESTS - 1):
+        await rig.ask(a_request(10 + number, f"r{number}"))
+        rig.worker.check_health()
+    await asyncio.gather(begin(rig.ask(a_request(9, "last"))), return_exceptions=True)
+    await a_moment()
+    with pytest.raises(WorkerLost, match="all logits of the last 16 requests were NaN or infinite"):
+        rig.worker.check_health()

@@ -118,5 +118,16 @@ def _temperature(fields: ConfigFields, config: ModelConfig) -> float:
     return 1.0 if factor <= 1 else 0.1 * scaling.number("mscale_all_dim") * math.log(factor) + 1.0
 
 
-DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", model_type="deepseek_v2", read_config=read_v2_config)
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", model_type="deepseek_v3", read_config=read_v3_config)
+DEEPSEEK_V2 = Family(
+    "DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    read_config=read_v2_config,
+    always={"scoring_func": ("softmax",)},
+)
+DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    read_config=read_v3_config,
+    other_types=("kimi_k2",),
+    always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)

@@ -4,6 +4,7 @@ Everything that would make us compute something else than transformers is refuse
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
@@ -24,6 +25,11 @@ from twostroke.protocol.errors import ConfigError
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
+MOST_LAYERS, MOST_EXPERTS = 1000, 4096
+"""More than any model has: a file that says more is damaged, and its tensors' names alone would fill the memory."""
+_MOST_INTEGER = 2**53
+_MOST_NUMBER = sys.float_info.max
+
 _ROPE_TYPES = get_args(RopeType)
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -35,6 +41,9 @@ class Family:
     architecture: str  # what `architectures` names
     model_type: str  # for files that have no `architectures`
     read_config: "Callable[[ConfigFields], ModelConfig]"
+    other_types: tuple[str, ...] = ()  # that files of this architecture may have as their model_type
+    # Fields that need not be read: the values that say what the family does anyway.
+    always: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,10 @@ def with_experts(config: ModelConfig, experts: ExpertsSpec, dense_layers: Iterab
 
 def read_routing(fields: "ConfigFields", number: str, *, experts: int, top_k: int, normalises: bool = False) -> Routing:
     """Softmax over all experts, as many as the field `number` says. Raises ConfigError."""
-    count, chosen = fields.integer(number, default=experts), fields.integer("num_experts_per_tok", default=top_k)
+    count, chosen = (
+        fields.integer(number, default=experts, most=MOST_EXPERTS),
+        fields.integer("num_experts_per_tok", default=top_k),
+    )
     if chosen > count:
         raise fields.error("num_experts_per_tok", f"{chosen} are more than {number}, which is {count}")
     return Routing(count, chosen, normalises=normalises)
@@ -147,7 +159,7 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         raise fields.error(defaults.activation_field, what)
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
     rope, local_rope = _read_ropes(fields, max_position, head_dim, defaults)
-    num_layers, windows = fields.integer("num_hidden_layers"), defaults.windows
+    num_layers, windows = fields.integer("num_hidden_layers", most=MOST_LAYERS), defaults.windows
     has_window = [False] * num_layers if windows is None else _window_layers(fields, num_layers, windows)
     window = 0 if windows is None else _read_window(fields, max_position, windows)
     return ModelConfig(
@@ -172,11 +184,12 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
 
 def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) -> int:
     """Tokens; 0 where no context is longer, or nothing has one."""
+    if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
+        fields.is_set("sliding_window")  # whatever it says: transformers writes 0
+        return 0
     tokens = fields.integer("sliding_window", default=max_position)
     if not fields.is_given("sliding_window"):
         tokens = windows.tokens
-    if windows.are_switched and not fields.boolean("use_sliding_window", default=False):
-        tokens = 0
     if tokens == 1:
         raise fields.error("sliding_window", "1 leaves a token itself alone: windows of 2 and more are supported")
     return tokens if tokens < max_position else 0
@@ -298,23 +311,42 @@ def _yarn_attention_factor(rope: "ConfigFields", factor: float) -> float:
     return rope.number("attention_factor", default=default)
 
 
-class ConfigFields:
-    """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field."""
+def shown(value: object) -> str:
+    """A value of a file, in an error: its beginning."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < _MOST_INTEGER else "a number of many digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = ""):
+
+class ConfigFields:
+    """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field.
+
+    It remembers which fields were asked for.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "", asked: set[str] | None = None):
+        """`asked` are the fields that were asked for, by their paths, of the whole file."""
         self._raw = raw
         self._source = source
         self._prefix = prefix
+        self._asked: set[str] = set() if asked is None else asked
 
     def error(self, name: str, what: str) -> ConfigError:
         return ConfigError(f"{self._source}: {self._prefix}{name}: {what}")
 
+    def unread(self) -> list[str]:
+        """Fields that are there, and that nobody has asked for."""
+        return [name for name in self._raw if f"{self._prefix}{name}" not in self._asked]
+
+    def value(self, name: str) -> Any:
+        """Whatever the field has, without asking for it; None where it is not there."""
+        return self._raw.get(name)
+
     def object(self, name: str) -> "ConfigFields":
         """The fields of an object within this one; none where it is not set."""
-        value = self._raw.get(name) or {}
+        value = self._ask(name) or {}
         if not isinstance(value, dict):
             raise self.error(name, f"expected an object, found {type(value).__name__}")
-        return ConfigFields(cast("dict[str, Any]", value), self._source, prefix=f"{self._prefix}{name}.")
+        return ConfigFields(cast("dict[str, Any]", value), self._source, f"{self._prefix}{name}.", self._asked)
 
     def objects(self, name: str) -> "list[ConfigFields]":
         """The objects within an object, by whatever names."""
@@ -326,48 +358,51 @@ class ConfigFields:
         return any(isinstance(value, dict) for value in self._raw.values())
 
     def is_set(self, name: str) -> bool:
-        return self._raw.get(name) is not None
+        return self._ask(name) is not None
 
     def is_given(self, name: str) -> bool:
         """Whether it stands there, be it as null."""
+        self._ask(name)
         return name in self._raw
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
         """These fields, and those of `defaults` that are left out."""
-        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix)
+        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._asked)
 
     def is_minus_one(self, name: str) -> bool:
         """As files write "all of it"."""
-        return self._raw.get(name) == -1
+        return bool(self._ask(name) == -1)
 
     def has(self, name: str) -> bool:
         """Whether it is set, and not empty."""
-        return bool(self._raw.get(name))
+        return bool(self._ask(name))
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: int, most: int = _MOST_INTEGER) -> int:
         """An integer that is not negative."""
         value = self._get(name, default)
-        return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default, most)
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, most: int = _MOST_INTEGER) -> int:
         """A positive integer."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, f"expected a positive integer, found {value!r}")
+            raise self.error(name, f"expected a positive integer, found {shown(value)}")
+        if value > most:
+            raise self.error(name, f"{shown(value)} is more than any model has: at most {most} are taken")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(name, f"expected a positive number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
+            raise self.error(name, f"expected a positive number, found {shown(value)}")
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """So many positive finite numbers."""
         values = self._get(name, None)
         are_numbers = isinstance(values, list) and all(
-            isinstance(value, int | float) and 0 < value < math.inf for value in values
+            isinstance(value, int | float) and 0 < value <= _MOST_NUMBER for value in values
         )
         if not are_numbers or len(values) != count:
             raise self.error(name, f"expected a list of {count} positive numbers")
@@ -405,8 +440,12 @@ class ConfigFields:
             raise self.error(name, f"expected a string, found {value!r}")
         return value
 
+    def _ask(self, name: str) -> Any:
+        self._asked.add(f"{self._prefix}{name}")
+        return self._raw.get(name)
+
     def _get(self, name: str, default: Any) -> Any:
-        value = self._raw.get(name)
+        value = self._ask(name)
         if value is None:  # transformers writes null for "not set"
             value = default
         if value is None:

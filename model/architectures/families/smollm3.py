@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -18,7 +19,8 @@ def read_config(fields: ConfigFields) -> ModelConfig:
     bias = fields.boolean("attention_bias", default=False)
     mlp_bias = fields.boolean("mlp_bias", default=False)
     spec = decoder_spec("SmolLM3", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
-    interval, num_layers = fields.integer("no_rope_layer_interval", default=4), fields.integer("num_hidden_layers")
+    interval = fields.integer("no_rope_layer_interval", default=4)
+    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     rotates = fields.flags("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
     windows = Windows(are_switched=True, has_one=lambda layer: not rotates[layer])
     defaults = Defaults(rope_theta=2_000_000.0, max_position=32_768, is_tied=True, windows=windows)

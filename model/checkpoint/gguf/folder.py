@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from twostroke.model.architectures.families.family import INTERLEAVED
-from twostroke.model.checkpoint.gguf.format import FILE, ROPE_FACTORS, Gguf, GgufTensor, read_gguf
+from twostroke.model.checkpoint.gguf.format import FILE, ROPE_FACTORS, Gguf, GgufTensor, check_kinds, read_gguf
 from twostroke.protocol.errors import ConfigError
 
 _WRITTEN_AS = 3  # changes with what `folder_of` writes
@@ -53,6 +53,7 @@ def folder_of(path: Path, cache: Path) -> Path:
     if folder.is_dir():
         return folder
     file = read_gguf(path)
+    check_kinds(file.metadata, path)
     config = _config_of(file, path)
     try:
         tokenizer = _given_tokenizer(given, file) if given.is_file() else _tokenizer(file.metadata, path)
@@ -113,16 +114,20 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is one of several files of a model: join them with llama.cpp's gguf-split --merge")
 
     def said(name: str) -> Any:
-        return metadata.get(f"{kind}.{name}")
+        """A number for each layer is one number where all are equal."""
+        value = metadata.get(f"{kind}.{name}")
+        if isinstance(value, list) and len(value) == metadata.get(f"{kind}.block_count") and len(set(value)) == 1:
+            return value[0]
+        return value
 
-    def number(name: str) -> Any:
-        value = said(name)
+    def number(name: str, default: Any = None) -> Any:
+        value = default if said(name) is None else said(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(f"{path}: {kind}.{name}: expected a positive number, found {value!r}")
         return value
 
     heads = number("attention.head_count")
-    head_dim = number("attention.key_length") if said("attention.key_length") else number("embedding_length") // heads
+    head_dim = number("attention.key_length", max(1, number("embedding_length") // heads))
     return {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
@@ -131,13 +136,13 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
         "intermediate_size": number("feed_forward_length"),
         "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": said("attention.head_count_kv") or heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_theta": said("rope.freq_base") or 10_000.0, **_scaling(said, tensors, path)},
+        "rope_parameters": {"rope_theta": number("rope.freq_base", 10_000.0), **_scaling(said, tensors, path)},
         INTERLEAVED: kind in _INTERLEAVING,
-        "partial_rotary_factor": (said("rope.dimension_count") or head_dim) / head_dim,
+        "partial_rotary_factor": number("rope.dimension_count", head_dim) / head_dim,
         "sliding_window": said("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),

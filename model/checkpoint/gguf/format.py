@@ -6,6 +6,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import functools
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,30 @@ def read_gguf(path: Path) -> Gguf:
         return _read_once(path, status.st_size, status.st_mtime_ns)
     except (OSError, ValueError, OverflowError, struct.error) as error:
         raise ConfigError(f"{path} can't be read as GGUF: {error}") from error
+
+
+_INTEGERS = re.compile(r"tokenizer\.ggml\.\w+_token_id|split\.count|\w+\.(block_count|context_length|vocab_size)")
+_TEXTS = re.compile(
+    r"general\.architecture|tokenizer\.ggml\.(model|pre)|tokenizer\.chat_template|\w+\.rope\.scaling\.type"
+)
+_LISTS = {"tokenizer.ggml.tokens": str, "tokenizer.ggml.merges": str, "tokenizer.ggml.token_type": int}
+_REALS = re.compile(r"\w+\.rope\.(scaling\.(factor|attn_factor)|scale_linear)|general\.sampling\.\w+")
+
+
+def check_kinds(metadata: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError for a field that is read, and has a value of another kind than it must have."""
+    for name, value in metadata.items():
+        expected = ""
+        if _INTEGERS.fullmatch(name) and type(value) is not int:
+            expected = "an integer"
+        elif _TEXTS.fullmatch(name) and not isinstance(value, str):
+            expected = "text"
+        elif _REALS.fullmatch(name) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            expected = "a number"
+        elif (kind := _LISTS.get(name)) and not (isinstance(value, list) and all(type(one) is kind for one in value)):
+            expected = f"a list of {'texts' if kind is str else 'integers'}"
+        if expected:
+            raise ConfigError(f"{path}: {name}: expected {expected}, found {type(value).__name__}")
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,6 +1,7 @@
 """`twostroke check`: what a model takes, from its config.json alone."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,72 @@ def test_of_experts_the_parameters_that_a_token_takes_are_told(
     assert (told["way"], told["parameters"], told["active_parameters"]) == ("native", parameters, active)
     main(["check", str(tmp_path), "--gpu", "h200", "--dtype", "bfloat16"])
     assert f"of which a token takes {active / 1e6:,.1f} M" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_hidden_layers": 10**9},
+        {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 10**9},
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 10**9},
+        {
+            "head_dim": 64,
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "n_routed_experts": 10**9,
+        },
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "first_k_dense_replace": 10**9},
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_nextn_predict_layers": 10**9},
+        {"architectures": ["PhiForCausalLM"], "model_type": "phi", "num_hidden_layers": 10**9},
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 10**9},
+        {"max_position_embeddings": 10**400},
+        {"rms_norm_eps": 10**400},
+        {"hidden_size": "x" * 100_000},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_numbers_that_no_model_has_are_refused_at_once_by_name(
+    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B | {"head_dim": 128} | fields)
+    assert (code, told["way"]) == (2, "refused")
+    assert f"config.json: {list(fields)[-1]}: " in told["reason"]
+    assert len(told["reason"]) < 1000
+
+
+def test_what_is_nested_too_deep_or_would_be_waited_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert main(["check", str(tmp_path)]) == 2
+    assert "config.json can't be read as JSON: maximum recursion depth" in capsys.readouterr().out
+    deep = tmp_path / "deep.yaml"
+    deep.write_text("model: " + "{a: " * 3000 + "}" * 3000)
+    assert main(["config", "check", str(deep)]) == 2
+    assert "deep.yaml: is nested too deep" in capsys.readouterr().err
+    (tmp_path / "config.json").unlink()
+    for name in ("config.json", "some.gguf"):
+        os.mkfifo(tmp_path / name)
+    assert main(["check", str(tmp_path)]) == 2
+    assert "config.json is no regular file" in capsys.readouterr().out
+    assert main(["check", str(tmp_path / "some.gguf")]) == 2
+    assert "no GGUF file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stages", ["-1", "0", "many"])
+def test_stages_are_at_least_one(stages: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "bundled", "--pipeline-parallel", stages])
+    assert "argument --pipeline-parallel: " in capsys.readouterr().err
+
+
+def test_the_command_that_serves_has_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "serving.yaml"
+    config.write_text("decode: {max_batch: 4}\n")
+    asked = ("--tensor-parallel", "2", "--pipeline-parallel", "2", "--dtype", "float32", "--config", str(config))
+    assert main(["check", "bundled", *asked]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    assert command == [
+        *("twostroke", "serve", "--model", "bundled", "--config", str(config), "--dtype", "float32"),
+        *("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
+    ]

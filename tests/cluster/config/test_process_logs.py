@@ -1,5 +1,6 @@
 """What our packages log reaches the file of the process, in the format that is configured."""
 
+import builtins
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -81,3 +83,22 @@ def test_the_loggers_that_the_page_names_are_there() -> None:
     modules = {one or other for one, other in named}
     assert len(modules) >= 2
     assert [name for name in modules if find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_traceback_reads_as_python_writes_it_where_serve_has_replaced_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Literal["text", "json"]
+) -> None:
+    from ray.serve._private.logging_utils import redirected_print
+
+    log_to(tmp_path / "log", LoggingConfig(format=form), {})
+    monkeypatch.setattr(builtins, "print", redirected_print)
+    try:
+        raise ValueError("what was wrong")
+    except ValueError:
+        logging.getLogger("twostroke.router").exception("it failed")
+    line, *frames = (tmp_path / "log").read_text().splitlines()
+    told = json.loads(line)["exception"].splitlines() if form == "json" else [frame[4:] for frame in frames]
+    assert told[0] == "Traceback (most recent call last):"
+    assert told[-1] == "ValueError: what was wrong"
+    assert '    raise ValueError("what was wrong")' in told

@@ -206,7 +206,14 @@ def test_of_latents_a_token_takes_what_the_papers_count(layers: int, name: str, 
     what 128 heads' keys and values would take."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     dense = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "num_attention_heads": 128}
-    raw = {**TINY, **sizes, **dense, "num_key_value_heads": 128, "architectures": [f"{name}ForCausalLM"]}
+    raw = {
+        **TINY,
+        **sizes,
+        **dense,
+        "num_key_value_heads": 128,
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": None,
+    }
     config = parse_model_config(raw, "test")
     assert kv_block_bytes(config, 1, 2) == kv_block_bytes(config, 1, 2, 8) == of_token
     layout = KVLayout("", "bfloat16", layers, config.num_kv_heads, config.head_dim, 16, kinds=config.kv_kinds)

@@ -95,7 +95,6 @@ W, F = "sliding_attention", "full_attention"
         ("Mistral", {"sliding_window": 128}, (128,) * 4),
         ("Mistral", {"sliding_window": None}, ()),
         ("Mistral", {}, (4096,) * 4),  # transformers' own default
-        ("Mistral", {"sliding_window": 128, "layer_types": [F] * 4}, (128,) * 4),  # it reads no types
         ("Mistral", {"sliding_window": 8192}, ()),  # no context is longer
         ("Ministral", {"sliding_window": 128, "layer_types": [W, F, F, W]}, (128, 0, 0, 128)),
         ("Qwen2", {"sliding_window": 128}, ()),
@@ -105,7 +104,6 @@ W, F = "sliding_attention", "full_attention"
         ("Phi3", {}, ()),
         ("Phi3", {"sliding_window": 2047}, (2047,) * 4),
         ("SmolLM3", {"sliding_window": 9, "use_sliding_window": True, "no_rope_layer_interval": 2}, (0, 9, 0, 9)),
-        ("Llama", {"sliding_window": 128}, ()),  # not a field of its
         ("Gemma2", {"sliding_window": 64}, (64, 0, 64, 0)),
         ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 3}, (64, 64, 0, 64)),
         ("Gemma3", {"sliding_window": 64, "layer_types": [F, F, F, W]}, (0, 0, 0, 64)),

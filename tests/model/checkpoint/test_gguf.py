@@ -1,6 +1,7 @@
 """A GGUF file serves as the folder that it was made of would."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,9 @@ def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2)).reshape(rows.shape)
 
 
-def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
+def write_gguf(
+    folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType, heads_by_layer: bool = False
+) -> None:
     """The folder's model as a file, and its own weights as they come back from that."""
     raw = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, architecture)
@@ -97,7 +100,8 @@ def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizati
     writer.add_embedding_length(raw["hidden_size"])
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
+    kv_heads = raw["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads] * raw["num_hidden_layers"] if heads_by_layer else kv_heads)
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(raw["rope_theta"])
     if "head_dim" in raw:
@@ -146,7 +150,7 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
     generate: Any,
 ) -> None:
     folder = write_checkpoint(architectures=[f"{name}ForCausalLM"], **SIZES, **fields)
-    write_gguf(folder, tmp_path / "some.gguf", architecture, kind)
+    write_gguf(folder, tmp_path / "some.gguf", architecture, kind, heads_by_layer=architecture == "qwen2")
     unpacked = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
     assert folder_of(tmp_path / "some.gguf", tmp_path / "cache") == unpacked, "it is kept"
     assert unpacked.name == "some"
@@ -287,4 +291,24 @@ def test_another_architecture_is_refused_by_name(kind: str, tmp_path: Path) -> N
     finish(writer)
     refused = rf"general\.architecture: '{kind}' is not supported, only llama.* are: take the model's safetensors"
     with pytest.raises(ConfigError, match=refused):
+        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("attention.head_count", "four", "llama.attention.head_count: expected a positive number, found 'four'"),
+        ("block_count", "two", "llama.block_count: expected an integer, found str"),
+        ("attention.head_count_kv", "two", "llama.attention.head_count_kv: expected a positive number, found 'two'"),
+        ("rope.freq_base", "high", "llama.rope.freq_base: expected a positive number, found 'high'"),
+        ("rope.dimension_count", "all", "llama.rope.dimension_count: expected a positive number, found 'all'"),
+        ("rope.scaling.factor", "twice", "llama.rope.scaling.factor: expected a number, found str"),
+        ("rope.scaling.type", 7, "llama.rope.scaling.type: expected text, found int"),
+        ("general.architecture", 7, "general.architecture: expected text, found int"),
+        ("general.sampling.temp", "hot", "general.sampling.temp: expected a number, found str"),
+    ],
+)
+def test_metadata_of_a_wrong_kind_is_refused_by_name(field: str, value: Any, told: str, tmp_path: Path) -> None:
+    write_metadata(tmp_path / "some.gguf", bundled_tokenizer(), **{field: value})
+    with pytest.raises(ConfigError, match=re.escape(told)):
         folder_of(tmp_path / "some.gguf", tmp_path / "cache")

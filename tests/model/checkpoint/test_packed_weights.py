@@ -141,10 +141,27 @@ def gptq(bits: int, symmetric: bool = True, desc_act: bool = False, zero_shift: 
     return pack
 
 
+def with_more(pack: Pack, **more: Callable[[dict[str, Tensor]], Tensor]) -> Pack:
+    """Of each weight further tensors, made of its others."""
+
+    def also(weight: Tensor) -> Packed:
+        parts, meant = pack(weight)
+        return parts | {name: make(parts) for name, make in more.items()}, meant
+
+    return also
+
+
 def compressed(layout: str, **arguments: Any) -> tuple[dict[str, Any], Callable[[], Pack]]:
     group = {"targets": ["Linear"], "weights": arguments, "input_activations": None}
     said = {"quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"]}
     return {**said, "config_groups": {"group_0": group}}, lambda: by_library(layout, **arguments)
+
+
+def with_zero_points(
+    form: tuple[dict[str, Any], Callable[[], Pack]], zeros: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Any], Callable[[], Pack]]:
+    said, pack = form
+    return said, lambda: with_more(pack(), weight_zero_point=lambda parts: zeros(parts["weight_scale"]))
 
 
 def told(method: str, **fields: Any) -> dict[str, Any]:
@@ -170,6 +187,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[], Pack]]] = {
         told("gptq", **GPTQ | {"sym": False, "desc_act": True}),
         lambda: gptq(4, symmetric=False, desc_act=True),
     ),
+    "GPTQ whose g_idx is of zeros": (
+        told("gptq", **GPTQ),
+        lambda: with_more(gptq(4), g_idx=lambda parts: torch.zeros_like(parts["g_idx"])),
+    ),
+    "packed int4, symmetric with zero points": with_zero_points(
+        compressed("pack-quantized", **INT4, symmetric=True),
+        lambda scale: torch.full((scale.shape[0] // 8, scale.shape[1]), -0x77777778, dtype=torch.int32),
+    ),
+    "int8 by row, symmetric with zero points": with_zero_points(
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
+        lambda scale: torch.zeros(scale.shape, dtype=torch.int8),
+    ),
+    "float by tensor, symmetric with zero points": with_zero_points(
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor", symmetric=True),
+        lambda scale: torch.zeros(scale.shape).to(E4M3),
+    ),
     "packed int4": compressed("pack-quantized", **INT4, symmetric=True),
     "packed int4 with zero points": compressed("pack-quantized", **INT4, symmetric=False),
     "packed int8": compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
@@ -178,7 +211,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[], Pack]]] = {
     "float by row": compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True),
     "float by tensor": compressed("float-quantized", num_bits=8, type="float", strategy="tensor", symmetric=True),
 }
-SEEDS = {"FP8 by tensor": 1, "FP8 by blocks": 1, "float by tensor": 1}
+SEEDS = {"FP8 by tensor": 1, "FP8 by blocks": 1, "float by tensor": 1, "float by tensor, symmetric with zero points": 1}
 """Chosen for their margins; 0 for the others."""
 
 
@@ -422,3 +455,60 @@ def test_the_digest_covers_every_part_of_a_weight(tmp_path: Path, write_checkpoi
         save_file(tensors | {name: changed}, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
         digests.add(Checkpoint(tmp_path, load_model_config(tmp_path)).digest())
     assert len(digests) == 4
+
+
+def test_zero_points_of_a_symmetric_weight_that_are_not_zero_are_refused_by_name(
+    tmp_path: Path, write_checkpoint: Any
+) -> None:
+    told, pack = with_zero_points(
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
+        lambda scale: torch.ones(scale.shape, dtype=torch.int8),
+    )
+    quantised(write_checkpoint(**SIZES), told, pack(), tmp_path)
+    with pytest.raises(ConfigError, match=r"weight_zero_point: quantization_config says symmetric, and it is not zero"):
+        Checkpoint(tmp_path, load_model_config(tmp_path))
+
+
+def test_what_a_checkpoint_is_quantised_by_may_stand_in_a_file_of_its_own(
+    tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    folder = write_checkpoint(**SIZES)
+    told, pack = FORMATS["GPTQ"]
+    quantised(folder, told, pack(), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    own = {name: value for name, value in raw.pop("quantization_config").items() if name != "quant_method"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(own))
+    prompts = random_prompts(96, 1, LENGTHS)
+    expected, margins = reference(folder, prompts)
+    assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+
+
+@pytest.mark.parametrize("scales", ["one a layer", "one a head", "in FP8's own words"])
+def test_scales_of_kv_are_no_hindrance_where_kv_is_not_in_fp8(
+    scales: str, tmp_path: Path, write_checkpoint: Any, generate: Any
+) -> None:
+    folder = write_checkpoint(seed=SEEDS["FP8 by tensor"], **SIZES)
+    told, pack = FORMATS["FP8 by tensor"]
+    quantised(folder, told, pack(), tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    for layer in range(2):
+        attention = f"model.layers.{layer}.self_attn"
+        if scales == "one a layer":
+            tensors[f"{attention}.kv_scale"] = torch.tensor([0.5])
+        elif scales == "one a head":
+            tensors |= {f"{attention}.{kind}_scale": torch.tensor([0.5, 0.25]) for kind in "kv"}
+        else:
+            tensors |= {f"{attention}.{kind}_scale": torch.tensor(-1.0) for kind in "kv"}
+    save_file(tensors, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    prompts = random_prompts(96, 1, LENGTHS)
+    expected, _ = reference(folder, prompts)
+    assert generate(runner(tmp_path, SingleRank()), prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
+    checkpoint = Checkpoint(tmp_path, load_model_config(tmp_path))
+    assert len(checkpoint.digest()) == 16
+    if scales == "one a layer":
+        assert checkpoint.kv_scales(0) == (0.5, 0.5)
+    else:
+        with pytest.raises(ConfigError, match="is to be one positive number"):
+            checkpoint.kv_scales(0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -58,8 +59,12 @@ def test_tensors_keep_the_checkpoints_dtype(dtype: torch.dtype, write_checkpoint
 
 def test_buffers_and_tied_heads_of_older_checkpoints_are_let_pass(write_checkpoint: Any) -> None:
     folder = write_checkpoint(tie_word_embeddings=True)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}
-    rewrite(folder, lambda tensors: tensors.update(extra))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    rewrite(folder, change)
     assert "lm_head.weight" not in open_checkpoint(folder).shapes
 
 
@@ -126,3 +131,29 @@ def test_a_damaged_file_is_named(write_checkpoint: Any) -> None:
     (folder / SINGLE_FILE).write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError, match=rf"{SINGLE_FILE} can't be read as safetensors"):
         open_checkpoint(folder)
+
+
+def test_the_whole_file_is_read_where_an_index_of_older_shards_lies_beside_it(write_checkpoint: Any) -> None:
+    folder, older = write_checkpoint(seed=1), write_checkpoint(seed=2, shards=2)
+    expected = open_checkpoint(folder).digest()
+    for path in older.glob("model*.safetensors*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    assert open_checkpoint(folder).digest() == expected, "as transformers does"
+    for path in older.glob("model*-of-*.safetensors"):
+        (folder / path.name).unlink()
+    assert open_checkpoint(folder).digest() == expected
+    theirs = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
+    assert torch.equal(open_checkpoint(folder).tensor("model.embed_tokens.weight"), theirs)
+
+
+def test_numbers_that_json_has_no_words_for_are_read_as_transformers_writes_them(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"rope_theta": {"__float__": "5e4"}}))
+    assert load_model_config(folder).rope.theta == 5e4
+    (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": {"__float__": "Infinity"}}))
+    with pytest.raises(ConfigError, match="rms_norm_eps: expected a positive number, found inf"):
+        load_model_config(folder)
+    (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": {"__float__": "many"}}))
+    with pytest.raises(ConfigError, match=r"config\.json can't be read as JSON: .*many"):
+        load_model_config(folder)

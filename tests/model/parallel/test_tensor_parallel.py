@@ -270,7 +270,7 @@ class LaunchingSampler(Sampler):
     def launch(self, logits: torch.Tensor, *_: Any) -> Any:
         return TokensOnDevice(logits.argmax(1), self.may_end)
 
-    def take(self, drawn: torch.Tensor) -> Any:
+    def take(self, drawn: torch.Tensor, *_: Any) -> Any:
         return TokensOnDevice(drawn[0], self.may_end)
 
 

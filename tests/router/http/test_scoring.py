@@ -128,3 +128,28 @@ async def test_a_prompt_is_scored_again_where_its_worker_dies(site_of, until):
         answer = await complete(site, prompt=[3, 40, 41], max_tokens=0, echo=True, logprobs=0)
         assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
         assert sum(site.rig[one].dead for one in ("p0", "p1")) == 1
+
+
+async def test_offsets_of_an_echoed_prompt_count_the_special_tokens_that_its_text_has(site_of, tokenizer):
+    special = next(one for one in range(tokenizer.vocab_size) if tokenizer.is_special(one))
+    name = tokenizer.token(special)
+    async with site_of(0, 1) as site:
+
+        async def echoed(**asked):
+            asked = {"max_tokens": 2, "echo": True, "logprobs": 0, "ignore_eos": True} | asked
+            (choice,) = (await complete(site, **asked))["choices"]
+            return choice["text"], choice["logprobs"]
+
+        for asked in (
+            {"prompt": f"a{name}{name}import"},
+            {"prompt": [special, 40, special], "skip_special_tokens": False},
+        ):
+            text, told = await echoed(**asked)
+            assert name in text
+            for token, begin, end in zip(told["tokens"], told["text_offset"], told["text_offset"][1:], strict=False):
+                assert text[begin:end] in (token, ""), "the tokenizer may have added one, which the text lacks"
+            assert sum(text[at:].startswith(name) for at in set(told["text_offset"])) == 2
+        text, told = await echoed(prompt=[special, 40, special, 41])
+        assert name not in text
+        first, second = told["text_offset"][:2]
+        assert first == second == 0

@@ -78,3 +78,29 @@ async def test_the_workers_are_told_what_may_be_drawn_and_who_shares_prefixes(si
 async def test_what_can_not_be_is_refused_by_name(site_of, asked, param):
     async with site_of(0, 1) as site:
         assert (await choices(site, status=400, **asked))["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("n", {"n": 9}),
+        ("n", {"prompt": ["a"] * 9}),
+        ("logprobs", {"logprobs": 7, "max_tokens": 12}),
+        ("prompt_logprobs", {"prompt_logprobs": 9, "prompt": [5] * 10, "max_tokens": 1}),
+        ("prompt_logprobs", {"prompt_logprobs": 4, "prompt": [[5] * 10, [6] * 10], "max_tokens": 1}),
+        ("prompt_logprobs", {"echo": True, "logprobs": 10, "prompt": [5] * 10, "max_tokens": 0}),
+    ],
+)
+async def test_choices_times_tokens_times_logprobs_have_a_bound(site_of, param, asked):
+    async with site_of(0, 1, max_response_items=100) as site:
+        refused = await choices(site, 400, **asked)
+        assert refused["error"]["param"] == param
+        assert "router.max_response_items" in refused["error"]["message"]
+        assert site.rig["d0"].seen == []
+        if not (asked.get("prompt_logprobs") or asked.get("echo")):
+            response = await site.http.post(
+                "/v1/completions", json={"model": "fake", **PROMPT, **asked, "stream": True}
+            )
+            assert response.status_code == 200, "a stream holds nothing of what it has sent"
+        (fits,) = await choices(site, logprobs=6)
+        assert fits["text"]

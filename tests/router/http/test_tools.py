@@ -245,7 +245,7 @@ LARGE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf":
         ({"ignore_eos": True}, "ignore_eos"),
         ({"bad_words": ["a"]}, "bad_words"),
         (
-            {"tools": [RAIN, {"type": "function", "function": {"name": "n", "parameters": LARGE}}]},
+            {"tools": [RAIN, {"type": "function", "function": {"name": "n", "parameters": LARGE, "strict": True}}]},
             "tools.1.function.parameters",
         ),
     ],
@@ -270,12 +270,56 @@ def follows(speaker, grammar, text):
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-async def test_tools_are_refused_where_nobody_knows_how_the_model_calls_them(site_of):
-    async with site_of(0, 1) as site:
-        asked = {"messages": [{"role": "user", "content": "?"}], "tools": [RAIN]}
-        answer = await site.http.post("/v1/chat/completions", json=asked)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "tools"
+PLAIN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "rain"}}], ids=str)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_model_whose_template_knows_no_tools_is_told_of_them_and_calls_them(site_of, choice, streams):
+    speaker = TextTokenizer.load(MODEL_FOLDER, PLAIN)
+    assert speaker.response_template is None
+    async with site_of(1, 1, listen=True, speaks=speaker) as site:
+        plays(site, speaker, CALL)
+        called = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Bergen"}'}}
+        history = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Rain in Bergen?"},
+            {"role": "assistant", "content": "I look.", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c1", "content": "yes"},
+            {"role": "user", "content": "And in Oslo?"},
+        ]
+        async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+            answer = await ask(client, streams=streams, messages=history, tools=[RAIN], tool_choice=choice)
+        assert answer.finish_reason == "tool_calls"
+        assert [json.loads(call.function.arguments) for call in answer.message.tool_calls] == [{"city": "Oslo"}]
+        seen = site.rig["p0"].seen[0]
+        prompt = speaker.decode(seen.token_ids)
+        assert prompt.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions.")
+        assert '{"name": "rain", "description": "Whether it rains."' in prompt
+        assert 'I look.\n<tool_call>\n{"name": "rain", "arguments": {"city": "Bergen"}}\n</tool_call>' in prompt
+        assert "<|im_start|>tool\nyes" in prompt
+        assert bool(seen.grammar) == (choice != "auto")
+        if choice != "auto":
+            assert follows(speaker, seen.grammar, CALL)
+            assert not follows(speaker, seen.grammar, "It rains.")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_without_parallel_calls_an_answer_is_over_with_its_first(site, client, speaker, streams):
+    plays(site, speaker, f"{THOUGHT}I look.\n{CALL}\n{CALL}And so on, for long.")
+    choice = await ask(client, streams=streams, tools=[RAIN], parallel_tool_calls=False)
+    assert choice.finish_reason == "tool_calls"
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Oslo"}]
+    assert choice.message.content == "I look."
+    asked = {"model": "fake", "max_tokens": 99, "messages": [{"role": "user", "content": "?"}]}
+    asked |= {"tools": [{"name": "rain", "input_schema": RAIN["function"]["parameters"]}]}
+    asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = (await site.http.post("/v1/messages", json=asked)).json()
+    assert [block["type"] for block in answer["content"]].count("tool_use") == 1
+    assert answer["stop_reason"] == "tool_use"
 
 
 async def test_an_answer_goes_on_from_the_last_message(site, client, speaker):

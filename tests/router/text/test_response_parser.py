@@ -29,6 +29,8 @@ TRANSCRIPTS = [
     ("hermes", "", "The <tool_call> mark", ("The <tool_call> mark", "", [])),
     ("hermes", "", '<tool_call>{"name": "snow", "arguments": {}}</tool_call>', ('<tool_call>{"name": "snow", "arguments": {}}</tool_call>', "", [])),
     ("hermes", "", "<tool_call>[1, 2</tool_call> so", ("<tool_call>[1, 2</tool_call> so", "", [])),
+    ("hermes", "", f"<tool_call>{OBJECT}\n{SUN}</tool_call>", ("", "", ["rain", "sun"])),
+    ("llama3", "", f'{OBJECT.replace("arguments", "parameters")}\n{SUN.replace("arguments", "parameters")}', ("", "", ["rain", "sun"])),
     ("qwen3_coder", "", '<tool_call>\n<function=rain>\n<parameter=city>\nOslo "{x}" ☂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>', ("", "", ["rain"])),
     ("glm4+think", "", '<think>Hm.</think>\n<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo "{x}" ☂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>', ("", "Hm.", ["rain"])),
     ("mistral", "", f"[TOOL_CALLS] [{OBJECT}, {SUN}]", ("", "", ["rain", "sun"])),
@@ -109,11 +111,13 @@ def mutated(text, draw):
 WORD = "@@kept@@"
 
 
-def check_mutations(count, seed):
-    """Read as many mutated answers whole and in three pieces: nothing is raised, all say the same, no word is lost."""
+def check_mutations(count, seed, name=None):
+    """Read as many mutated answers whole, in three pieces and by characters: nothing is raised, all say the same, no
+    word is lost, and no mark is searched for again and again."""
     draw = random.Random(seed)
+    transcripts = [one for one in TRANSCRIPTS if name in (None, one[0])]
     for _ in range(count):
-        name, opening, text, _ = draw.choice(TRANSCRIPTS)
+        name, opening, text, _ = draw.choice(transcripts)
         text = mutated(text, draw)
         at = draw.randrange(len(text) + 1)
         text = text[:at] + WORD + text[at:]
@@ -123,13 +127,114 @@ def check_mutations(count, seed):
         cuts = sorted(draw.randrange(len(text) + 1) for _ in range(2))
         pieces = [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]
         assert read(name, opening, pieces) == whole, f"{name}: {text!r}"
+        assert read(name, opening, [*text]) == whole, f"{name}: {text!r}"
+        parser = format_of(name).language.parser(opening, TOOLS)
+        parser.add(text)
+        parser.finish()
+        # Each of a format's marks, once, and once again from where it may have begun.
+        assert parser._scanner.num_searched < 16 * len(text) + 8192, f"{name}: {text!r}"
 
 
-def test_mutated_answers_are_read_without_an_error_and_wherever_they_are_cut():
-    check_mutations(5_000, seed=14)
+NAMES = sorted({name for name, *_ in TRANSCRIPTS})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mutated_answers_are_read_without_an_error_and_wherever_they_are_cut(name):
+    check_mutations(250, seed=14, name=name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_thousand_mutated_answers_of_each_format_are_read_wherever_they_are_cut(name):
+    check_mutations(10_000, seed=100, name=name)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("part", range(20))
-def test_a_million_mutated_answers_are_read_without_an_error(part):
-    check_mutations(50_000, seed=100 + part)
+def test_a_hundred_thousand_mutated_answers_are_read_without_an_error(part):
+    check_mutations(5_000, seed=200 + part)
+
+
+def test_a_closing_mark_within_a_text_is_a_part_of_the_text():
+    said = 'Write "</tool_call>" behind it; {x}.'
+    call = json.dumps({"name": "rain", "arguments": {"city": said}})
+    for pieces in ([f"<tool_call>{call}</tool_call>Done."], [*f"<tool_call>{call}</tool_call>Done."]):
+        content, _, calls = read("hermes", "", pieces)
+        assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == (
+            "Done.",
+            [("rain", {"city": said})],
+        )
+    broken = '<tool_call>\n{"name": "rain", "arguments": {"city": "Oslo}}\n</tool_call>\nIt is dry.'
+    assert read("hermes", "", [broken])[0] == "It is dry.", "no text of JSON has a line break in it"
+    parser = format_of("hermes").language.parser("", TOOLS)
+    parser.add('<tool_call>{"name": "rain", "arguments": {"city": "Oslo}}')
+    parser.add("</tool_call>", is_control=True)
+    assert parser.add("It is dry.").content == "It is dry."
+
+
+def test_a_call_that_the_prompt_has_begun_is_told_whole():
+    content, _, calls = read("hermes", '<tool_call>{"name": "rain", "argum', ['ents": {"city": "Oslo"}}</tool_call>'])
+    assert (content, calls) == ("", [("rain", '{"city": "Oslo"}')])
+    content, _, calls = read("hermes", '<tool_call>{"name": "snow", "argum', ['ents": {}}</tool_call>'])
+    assert (content, calls) == ('ents": {}}</tool_call>', []), "what the client wrote is not told again"
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
+def test_where_one_call_is_allowed_the_answer_is_over_with_it(name, opening, text, expected):
+    for pieces in ([text], [*text]):
+        parser = format_of(name).language.parser(f"<|im_start|>assistant\n{opening}", TOOLS, is_parallel=False)
+        told = [*map(parser.add, pieces), parser.finish()]
+        names = [call.name for one in told for call in one.calls if call.name]
+        assert names == expected[2][:1]
+        assert parser.is_over or len(expected[2]) < 2
+        assert all(
+            json.loads("".join(call.arguments for one in told for call in one.calls)) == ARGUMENTS for _ in names
+        )
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
+def test_copies_of_a_parser_go_on_by_themselves(name, opening, text, expected):
+    whole = read(name, opening, [text])
+    for at in range(0, len(text), 7):
+        first = format_of(name).language.parser(f"<|im_start|>assistant\n{opening}{text[:at]}", TOOLS)
+        second = first.copy()
+        for parser in (first, second):
+            told = [*map(parser.add, text[at:]), parser.finish()]
+            names = [call.name for one in told for call in one.calls if call.name]
+            assert names == [name for name, _ in whole[2]], text[:at]
+            assert whole[0].rstrip().endswith("".join(one.content for one in told).strip())
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "said"),
+    [
+        ("glm4", "<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>", "a</tool_call>b"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=rain>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>",
+            "a</function>\n</tool_call></function></tool_call>b",
+        ),
+        (
+            "gemma",
+            "<start_function_call>call:rain{{city:<escape>{}<escape>}}<end_function_call>",
+            "a<end_function_call>",
+        ),
+        ("gemma4", '<|tool_call>call:rain{{city:<|"|>{}<|"|>}}<tool_call|>', "<tool_call|>"),
+    ],
+)
+def test_a_closing_mark_within_a_value_is_a_part_of_the_value(name, call, said):
+    text = call.format(said) + call.format("Oslo") + "Done."
+    for pieces in ([text], [*text]):
+        content, _, calls = read(name, "", pieces)
+        assert (content, [json.loads(arguments)["city"] for _, arguments in calls]) == ("Done.", [said, "Oslo"])
+    broken = call.replace("</arg_value>", "").replace("\n</parameter>", "")
+    if broken == call:  # its marks are the same at both ends
+        return
+    text = broken.format("Oslo") + call.format("Bergen") + "Done."
+    for pieces in ([text], [*text]):  # a value that has lost its end takes no other call with it
+        content, _, calls = read(name, "", pieces)
+        assert (content, [json.loads(arguments) for _, arguments in calls]) == ("Done.", [{}, {"city": "Bergen"}])
+    parser = format_of(name).language.parser("", TOOLS)
+    told = [parser.add(broken.format("Oslo")), parser.add("x" * 20_000), parser.finish()]
+    assert [call.name for one in told for call in one.calls] == ["rain"]
+    assert "".join(one.content for one in told) == "x" * 20_000

@@ -1,0 +1,453 @@
+"""Odd requests as strangers sent them to servers of this kind, each with what is right to answer.
+
+A case needs a live server and nothing else of it: no API key, no worker's log. `variations` of a case change what must
+make no difference: the endpoint, whether the answer is a stream, who wrote the text.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+
+Check = Callable[["Response"], str | None]
+"""What is wrong with a response; None: nothing."""
+
+MOST_S = 20.0  # for an answer of a few tokens, beside whatever else the server does
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a request got back."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    took_s: float
+
+    @property
+    def json(self) -> Any:
+        """The body. Raises ValueError where it is no JSON."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object; empty where there is none."""
+        try:
+            told = self.json
+        except ValueError:
+            return {}
+        error = told.get("error") if isinstance(told, dict) else None
+        return error if isinstance(error, dict) else {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. `body` is sent as it is where it is bytes, else as JSON."""
+
+    name: str
+    path: str
+    body: Any
+    check: Check
+    headers: Mapping[str, str] = field(default_factory=dict)
+    method: str = "POST"
+
+
+# --- what is right ---
+
+
+def answered(response: Response) -> str | None:
+    """200, with an answer."""
+    return None if response.status == 200 else f"status {response.status}: {response.body[:200]!r}"
+
+
+def refused(*params: str, status: int = 400) -> Check:
+    """A 4xx that names one of these fields."""
+
+    def check(response: Response) -> str | None:
+        if response.status != status:
+            return f"status {response.status}, not {status}: {response.body[:200]!r}"
+        told = f"{response.error.get('param')} {response.error.get('message')}"
+        return None if not params or any(param in told for param in params) else f"no field named: {told}"
+
+    return check
+
+
+def no_bug(response: Response) -> str | None:
+    """Anything but a 5xx."""
+    return None if response.status < 500 else f"status {response.status}: {response.body[:200]!r}"
+
+
+def held(is_right: Callable[[str], bool]) -> Check:
+    """An answer that ends by `stop` is right; one that was cut off may be anything."""
+
+    def check(response: Response) -> str | None:
+        if problem := answered(response):
+            return problem
+        choice = response.json["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+        if choice["finish_reason"] == "stop" and not is_right(text):
+            return f"ended by stop with {text!r}"
+        return None
+
+    return check
+
+
+def of_schema(schema: Any) -> Check:
+    """As `held`, to JSON of a schema."""
+
+    def is_right(text: str) -> bool:
+        try:
+            jsonschema.validate(json.loads(text), schema)
+        except (ValueError, jsonschema.ValidationError):
+            return False
+        return True
+
+    return held(is_right)
+
+
+def called(name: str) -> Check:
+    """The first call is of this function, with an object as arguments, unless the answer was cut off."""
+
+    def check(response: Response) -> str | None:
+        if problem := answered(response):
+            return problem
+        choice = response.json["choices"][0]
+        if choice["finish_reason"] == "length":
+            return None
+        calls = choice["message"].get("tool_calls") or []
+        if not calls or calls[0]["function"]["name"] != name:
+            return f"no call of {name}: {choice['message']}"
+        return None if isinstance(json.loads(calls[0]["function"]["arguments"]), dict) else "arguments are no object"
+
+    return check
+
+
+# --- the requests ---
+
+USER = {"role": "user", "content": "Name three rivers."}
+COMPLETION = {"prompt": "import os\n", "max_tokens": 8, "seed": 1}
+CHAT = {"messages": [USER], "max_tokens": 8, "seed": 1}
+RESPONSE = {"input": "Name three rivers.", "max_output_tokens": 16}
+MESSAGE = {"messages": [USER], "max_tokens": 8}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+            "required": ["place"],
+            "additionalProperties": False,
+        },
+    },
+}
+CONTROLS = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|end|>", "</s>", "<|eot_id|>", "<tool_call>", "</think>")
+UNWRITABLE = ("1e999", "-1e999", "NaN", "Infinity", '"\\ud800"', '{"\\udfff": 1}', '[["\\udc00x"]]')
+TEMPLATELESS = "no_chat_template"
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for group in (_numbers, _sizes, _held, _lenient, _tools, _history, _others_fields, _marks, _transport, _small):
+        yield from group()
+
+
+def _post(name: str, path: str, body: Any, check: Check, **headers: str) -> Case:
+    return Case(name, path, body, check, {key.replace("_", "-"): value for key, value in headers.items()})
+
+
+def _numbers() -> Iterator[Case]:
+    """Values that Python reads and JSON can't write."""
+    schema_form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "@"}}}
+    places = {
+        "/v1/completions": {
+            "guided_json": COMPLETION | {"guided_json": {"const": "@"}},
+            "structured_outputs": COMPLETION | {"structured_outputs": {"json": {"enum": ["@"]}}},
+            "temperature": COMPLETION | {"temperature": "@"},
+            "logit_bias": COMPLETION | {"logit_bias": {"5": "@"}},
+            "metadata": COMPLETION | {"metadata": {"a": "@"}},
+        },
+        "/v1/chat/completions": {
+            "response_format": CHAT | {"response_format": schema_form},
+            "tools": CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "@"}}}]},
+            "documents": CHAT | {"documents": [{"text": "@"}]},
+            "chat_template_kwargs": CHAT | {"chat_template_kwargs": {"a": "@"}},
+        },
+        "/v1/responses": {
+            "text": RESPONSE | {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"x": "@"}}}}
+        },
+        "/v1/messages": {"tools": MESSAGE | {"tools": [{"name": "f", "input_schema": {"type": "object", "x": "@"}}]}},
+    }
+    for path, fields in places.items():
+        for (param, body), value in itertools.product(fields.items(), UNWRITABLE):
+            sent = json.dumps(body).replace('"@"', value).encode()
+            yield Case(f"{value} in {param}", path, sent, refused(param))
+    for digits in (30, 400, 4000):
+        sent = json.dumps(COMPLETION | {"guided_json": {"const": "@"}}).replace('"@"', "7" * digits).encode()
+        yield Case(f"a number of {digits} digits", "/v1/completions", sent, no_bug)
+
+
+def _sizes() -> Iterator[Case]:
+    """Products of what is bounded one by one."""
+    for n, tokens, logprobs in ((64, 4000, 20), (64, 8000, 5), (32, 8000, 20)):
+        body = COMPLETION | {"n": n, "max_tokens": tokens, "logprobs": logprobs, "prompt": "a"}
+        yield _post(f"{n} x {tokens} x {logprobs}", "/v1/completions", body, refused("logprobs", "max_tokens"))
+        chat = CHAT | {"n": n, "max_tokens": tokens, "logprobs": True, "top_logprobs": logprobs}
+        yield _post(
+            f"{n} x {tokens} x {logprobs} in a chat", "/v1/chat/completions", chat, refused("logprobs", "max_tokens")
+        )
+    prompts = [[5] * 1000] * 64
+    body = COMPLETION | {"prompt": prompts, "prompt_logprobs": 20, "max_tokens": 0}
+    yield _post("64 prompts scored", "/v1/completions", body, refused("prompt_logprobs"))
+    yield _post(
+        "64 prompts echoed",
+        "/v1/completions",
+        COMPLETION | {"prompt": prompts, "echo": True, "logprobs": 20},
+        refused("logprobs"),
+    )
+    for n in (65, 10**6, 2**70):
+        yield _post(f"n = {n}", "/v1/completions", COMPLETION | {"n": n}, refused("n"))
+    deep: Any = "a"
+    for _ in range(300):
+        deep = [deep]
+    yield _post("300 levels", "/v1/chat/completions", CHAT | {"metadata": deep}, refused())
+    yield _post("2 MB of brackets", "/v1/completions", b'{"prompt":' + b"[" * 2_000_000, refused())
+    yield _post("9 MB", "/v1/completions", b'{"prompt": "' + b"a" * 9_000_000 + b'"}', refused(status=413))
+
+
+def _held() -> Iterator[Case]:
+    """Answers that end by `stop` are what was asked for, though their text spells control tokens."""
+    long = {"max_tokens": 60, "temperature": 0}
+    for text in CONTROLS:
+        schemas = (
+            {"const": text},
+            {"enum": [text, text * 2]},
+            {"type": "object", "properties": {text: {"const": 1}}, "required": [text], "additionalProperties": False},
+            {"type": "array", "items": {"const": f"a{text}b"}, "minItems": 1, "maxItems": 1},
+        )
+        for number, schema in enumerate(schemas):
+            form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+            yield _post(
+                f"{text} in schema {number}",
+                "/v1/completions",
+                COMPLETION | long | {"guided_json": schema},
+                of_schema(schema),
+            )
+            yield _post(
+                f"{text} in schema {number} of a chat",
+                "/v1/chat/completions",
+                CHAT | long | {"response_format": form},
+                of_schema(schema),
+            )
+        choices = [f"{text}!", f"?{text}"]
+        yield _post(
+            f"{text} as a choice",
+            "/v1/completions",
+            COMPLETION | long | {"guided_choice": choices},
+            held(lambda said, choices=choices: said in choices),
+        )
+        pattern = re.escape(text)
+        yield _post(
+            f"{text} as a pattern",
+            "/v1/completions",
+            COMPLETION | long | {"guided_regex": f"a{pattern}b"},
+            held(lambda said, text=text: said == f"a{text}b"),
+        )
+    for char in ("\x7f", "\x80", "\u2028", "\ufeff", "\U0001f600", "\x01", '"', "\\"):
+        yield _post(
+            f"choice {char!r}",
+            "/v1/completions",
+            COMPLETION | long | {"guided_choice": [f"a{char}"]},
+            held(lambda said, char=char: said == f"a{char}"),
+        )
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    yield _post(
+        "json_object with a schema",
+        "/v1/chat/completions",
+        CHAT | long | {"response_format": {"type": "json_object", "schema": schema}},
+        of_schema(schema),
+    )
+
+
+def _lenient() -> Iterator[Case]:
+    """Schemas as pydantic and zod write them, without `strict`."""
+    parts: dict[str, Any] = {
+        "decimal": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+        "email": {
+            "type": "string",
+            "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9]\.)+$",
+        },
+        "word": {"type": "string", "pattern": r"\bfoo\b", "maxLength": 9},
+        "back": {"type": "string", "pattern": r"^(a)\1$"},
+        "int64": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        "uint64": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+        "double": {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        "pattern properties": {"type": "object", "patternProperties": {"^(?!_)": {"type": "integer"}}},
+        "unique": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}, "maxItems": 2},
+    }
+    for name, part in parts.items():
+        whole = {"type": "object", "properties": {"a": part}, "required": ["a"]}
+        for is_chat, strict in itertools.product((True, False), (False, None)):
+            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": whole, "strict": strict}}
+            base, path = (CHAT, "/v1/chat/completions") if is_chat else (COMPLETION, "/v1/completions")
+            yield _post(f"{name}, strict: {strict}", path, base | {"response_format": form}, answered)
+        tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
+        yield _post(
+            f"{name} of a tool", "/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"}, answered
+        )
+
+
+def _tools() -> Iterator[Case]:
+    """Calls, forced and free, of any model."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        yield _post(
+            f"tool_choice {choice}",
+            "/v1/chat/completions",
+            CHAT | {"tools": [TOOL], "tool_choice": choice, "max_tokens": 200},
+            called("weather"),
+        )
+    for choice in ("auto", "none", None):
+        yield _post(
+            f"tool_choice {choice}", "/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": choice}, answered
+        )
+    yield _post(
+        "not parallel", "/v1/chat/completions", CHAT | {"tools": [TOOL], "parallel_tool_calls": False}, answered
+    )
+    anthropic = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+    for kind in ("auto", "any"):
+        body = MESSAGE | {"tools": [anthropic], "tool_choice": {"type": kind, "disable_parallel_tool_use": True}}
+        yield _post(f"Messages' tool_choice {kind}", "/v1/messages", body, answered)
+    yield _post("functions", "/v1/chat/completions", CHAT | {"functions": [TOOL["function"]]}, answered)
+
+
+def _history() -> Iterator[Case]:
+    """Earlier turns as clients send them back."""
+    for arguments in ("", None, "{", '{"place": "Ro', "null", "[]", "{}", '{"place": "Rome"}'):
+        call = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abc123def", "content": "sun"},
+            USER,
+        ]
+        yield _post(
+            f"arguments {arguments!r}", "/v1/chat/completions", CHAT | {"messages": messages, "tools": [TOOL]}, answered
+        )
+    for role in ("developer", "system"):
+        yield _post(
+            role, "/v1/chat/completions", CHAT | {"messages": [{"role": role, "content": "Be kind."}, USER]}, answered
+        )
+    for said in ({"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}):
+        yield _post(
+            "a refusal",
+            "/v1/chat/completions",
+            CHAT | {"messages": [USER, {"role": "assistant", **said}, USER]},
+            answered,
+        )
+    for text in (">", "end", "assistant", "def f():\n    ", " ", "", "\n", "It rains"):
+        messages = [USER, {"role": "assistant", "content": text}]
+        body = CHAT | {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        yield _post(f"continues {text!r}", "/v1/chat/completions", body, answered)
+        yield _post(f"continues {text!r}", "/v1/messages", MESSAGE | {"messages": messages}, answered)
+
+
+def _marks() -> Iterator[Case]:
+    """Beginnings of answers that are made of a format's marks: the server reads them in no time."""
+    marks = (
+        "<tool_call>",
+        "<tool_call>f\n<arg_key>",
+        "<parameter=a>\n",
+        "<function=f>\n",
+        "<think>",
+        "[TOOL_CALLS]",
+        '{"name": "f", ',
+    )
+    for mark, rest in itertools.product(marks, (" " * 3000 + "x", "\n" * 3000)):
+        messages = [USER, {"role": "assistant", "content": mark + rest}]
+        body = CHAT | {"messages": messages, "continue_final_message": True, "tools": [TOOL], "max_tokens": 4}
+        yield _post(f"{mark} and {len(rest)} of {rest[:1]!r}", "/v1/chat/completions", body, no_bug)
+    for mark in marks:
+        messages = [USER, {"role": "assistant", "content": mark * 200}]
+        yield _post(f"{mark} 200 times", "/v1/messages", MESSAGE | {"messages": messages}, no_bug)
+
+
+def _others_fields() -> Iterator[Case]:
+    """Fields with the values that other servers' clients send."""
+    for more in (
+        {"verbosity": "medium"},
+        {"seed": -1},
+        {"user": "u"},
+        {"store": False},
+        {"prediction": None},
+        {"top_k": -1},
+        {"stop": ""},
+        {"stop": []},
+        {"response_format": {"type": "text"}},
+        {"logit_bias": {}},
+        {"n": 2},
+    ):
+        yield _post(str(more), "/v1/chat/completions", CHAT | more, answered)
+    for wrong, param in (
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "0"}, "temperature"),
+        ({"stop": [5]}, "stop"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias"),
+        ({"stream": "yes"}, "stream"),
+    ):
+        yield _post(str(wrong), "/v1/chat/completions", CHAT | wrong, refused(param))
+    yield _post("another model", "/v1/completions", COMPLETION | {"model": "gpt-4"}, refused("model", status=404))
+
+
+def _transport() -> Iterator[Case]:
+    """What surrounds the body."""
+    body = json.dumps(COMPLETION).encode()
+    for encoding in ("gzip", "deflate", "br", "zstd"):
+        yield _post(
+            f"{encoding} body",
+            "/v1/completions",
+            body,
+            refused("Content-Encoding", status=415),
+            content_encoding=encoding,
+        )
+    for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json; charset=utf-16"):
+        yield _post(kind, "/v1/completions", body, answered, content_type=kind)
+    for host in ("evil.example", "evil.example:8000"):
+        yield _post(f"Host: {host}", "/v1/completions", body, refused("Host", status=403), host=host)
+    for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
+        yield _post(f"Origin: {origin}", "/v1/completions", body, refused("Origin", status=403), origin=origin)
+    for sent in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "a"} x'):
+        yield _post(f"body {sent!r}", "/v1/completions", sent, refused())
+
+
+def _small() -> Iterator[Case]:
+    """Endpoints beside the answers."""
+    yield _post(
+        "no tokens", "/detokenize", {"tokens": []}, lambda got: None if got.json == {"prompt": ""} else str(got.body)
+    )
+    yield _post("a token that is none", "/detokenize", {"tokens": [2**30]}, refused("tokens"))
+    yield _post(
+        "a long message",
+        "/v1/messages/count_tokens",
+        {"messages": [{"role": "user", "content": "import os\n" * 9000}]},
+        lambda got: None if got.status == 200 and got.json["input_tokens"] > 9000 else str(got.body[:200]),
+    )
+    yield _post(
+        "allowed and bad",
+        "/v1/completions",
+        COMPLETION
+        | {"allowed_token_ids": [40, 41], "min_tokens": 8, "stop_token_ids": [40, 41], "return_token_ids": True},
+        lambda got: None if set(got.json["choices"][0]["token_ids"]) <= {40, 41} else str(got.body[:200]),
+    )
+    for path in ("/v1/models", "/health", "/ready", "/version"):
+        yield Case(f"GET {path}", path, b"", answered, method="GET")
