@@ -6,6 +6,7 @@ Connections are bounded in number, so one that nothing moves on must end. Heads 
 
 import asyncio
 import logging
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -41,32 +42,27 @@ class Deadlines:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, self._body_s)
+        body, answer = _Body(receive, self._body_s), _Answer(send, self._send_s)
         headers = Headers(scope=scope)
         waits_to_send = headers.get("expect", "").lower() == "100-continue"
-        stalled = False
 
         async def send_in_time(message: Message) -> None:
-            nonlocal stalled
             if message["type"] == "http.response.start" and not body.is_whole:
                 if not waits_to_send:
                     await body.discard()
                 if not body.is_whole:
                     MutableHeaders(scope=message)["connection"] = "close"
-            try:
-                async with asyncio.timeout(self._send_s):
-                    await send(message)
-            except TimeoutError:
-                stalled = True
-                raise _ClientStalled from None
+            await answer.send(message)
 
         try:
             await self._app(scope, body.receive, send_in_time)
         except Exception:
-            if not stalled:
+            if not answer.is_stalled:
                 raise
             exchange_of(HTTPConnection(scope)).code = "client_stalled"
             _log.info("a client took nothing of its answer for %g s, and is given up", self._send_s)
+        finally:
+            answer.close()
 
 
 class _ClientStalled(Exception):
@@ -105,3 +101,43 @@ class _Body:
                 await self.receive()
         except RequestError:
             return  # the client has taken too long
+
+
+class _Answer:
+    """An answer as it is sent, piece by piece. One timer looks after all pieces: a stream has thousands a second."""
+
+    def __init__(self, send: Send, timeout_s: float):
+        self.is_stalled = False
+        self._send = send
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the piece was sent that the client has not taken yet
+        self._sender: asyncio.Task[Any] | None = None
+        self._num_cancels = 0  # of the sender, by others
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    async def send(self, message: Message) -> None:
+        """Raises _ClientStalled where the client does not take it in time."""
+        self._sender, self._since = asyncio.current_task(), self._loop.time()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if self.is_stalled and self._sender is not None and self._sender.uncancel() <= self._num_cancels:
+                raise _ClientStalled from None
+            raise
+        finally:
+            self._since = None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since < self._timeout_s:
+            self._timer = self._loop.call_at(since + self._timeout_s, self._look)
+        elif self._sender is not None:
+            self.is_stalled = True
+            self._num_cancels = self._sender.cancelling()
+            self._sender.cancel()

@@ -157,3 +157,16 @@ async def test_a_client_that_takes_its_time_within_the_deadline_gets_all_of_it(s
         await until(lambda: not site.service.missing())
         client = await Slow(body, more=False).ask(site.app)
     assert b"[DONE]" in b"".join(message.get("body", b"") for message in client.taken)
+
+
+async def test_whoever_cancels_a_request_that_waits_to_send_is_not_mistaken_for_the_deadline(site_of, until):
+    body = json.dumps({**json.loads(BODY), "stream": True}).encode()
+    async with site_of(1, 1, send_timeout_s=60.0) as site:
+        await until(lambda: not site.service.missing())
+        client = Client(body, more=False, takes=2)
+        request = asyncio.create_task(client.ask(site.app))
+        await until(lambda: len(client.taken) == 2)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert site.service.gate.num_choices == 0
