@@ -414,6 +414,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         """See a new call to its end. Being cancelled aborts it."""
         self._calls[call.request.request_id] = call
         grammars = self._equipment.grammars
+        compiling: asyncio.Task[None] | None = None
         if call.request.grammar and grammars is not None:
             call.job.awaits_grammar = True
             compiling = asyncio.create_task(self._compile(call, grammars), name=f"grammar of {call.request.request_id}")
@@ -426,6 +427,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         except asyncio.CancelledError:
             self._abort(call, "the request was cancelled")
             raise
+        finally:
+            if compiling is not None:  # nobody waits for it any more
+                compiling.cancel()
 
     def _expect(self, call: CallT, pull: Ticket | None) -> None:
         """Wait for what others offer to a new call."""

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
@@ -129,7 +130,10 @@ class EmbeddingFormat(WholeFormat):
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         data = [
-            {"object": "embedding", "index": delta.index, "embedding": self._written(delta.embedding)}
+            # Written one by one: as Python's numbers all of them together would take several times their text.
+            msgspec.Raw(
+                encode_json({"object": "embedding", "index": delta.index, "embedding": self._written(delta.embedding)})
+            )
             for (delta,) in choices
         ]
         told = {name: number for name, number in usage.items() if name != "completion_tokens"}

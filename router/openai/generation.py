@@ -242,7 +242,7 @@ class _ChatText:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer has the only call that it may have."""
+        """True when the answer has the only call that it may have."""
         return self._parser.is_over
 
     @property

@@ -180,7 +180,7 @@ class JobMaker:
         return ChatReading(opened, asked.include_reasoning is not False)
 
     def _format(self, asked: ChatRequest) -> OutputFormat | None:
-        """How the answer is written: by the model's own format, but for calls that are not known of it."""
+        """Return the format of the answer: the model's own, or the generic one for calls that its own does not tell."""
         form = self._tokenizer.output_format
         if not asked.allowed_tools:
             return form

@@ -8,7 +8,7 @@ shown is put where the template shows it.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
@@ -28,21 +28,23 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template takes the calls of earlier turns."""
+    """The form in which a template takes the calls of earlier turns."""
 
     has_text_arguments: bool  # else they are an object
-    has_null_content: bool  # where the message says nothing; else it is empty
-    is_apart: bool  # what is said beside calls is a message of its own
+    has_null_content: bool  # content is null where the message says nothing; else it is empty
+    is_apart: bool  # text beside calls is a message of its own
+    is_single: bool = False  # each call is a message of its own
 
 
 class ChatForms:
-    """What one template shows, and conversations in that form."""
+    """Puts conversations into the form that one template shows."""
 
     def __init__(self, template: ChatTemplate, call: CallSyntax, *, is_own: bool):
         """`call`: how calls are written where the template does not write them. `is_own`: it is the model's own way."""
         self._template = template
         self._call = call
         self._is_own = is_own
+        self._takes: dict[tuple[str, str], bool] = {}  # two rules one after the other, by their roles
 
     def settled(
         self, messages: Sequence[Message], tools: Sequence[Message] | None
@@ -66,21 +68,22 @@ class ChatForms:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How calls of earlier turns are shown; None: in no way."""
+        """The form in which calls of earlier turns are shown; None where they are not."""
         for is_null, is_text in product((False, True), (False, True)):
             form = CallForm(is_text, is_null, is_apart=False)
             shown = self._shows_call(form, says="")
             if not shown:
                 continue
-            if self._shows_call(form, says=_SAID):
-                return form
-            apart = CallForm(is_text, is_null, is_apart=True)  # unless turns have to alternate
-            return apart if self._shows_call(apart, says=_SAID) >= shown else form
+            apart = replace(form, is_apart=True)
+            if not self._shows_call(form, says=_SAID) and self._shows_call(apart, says=_SAID) >= shown:
+                form = apart  # unless turns have to alternate
+            single = replace(form, is_single=True)
+            return single if not self._shows_two(form) and self._shows_two(single) else form
         return None
 
     @cached_property
     def takes_cut_arguments(self) -> bool:
-        """Whether arguments that are no JSON are shown as they were written."""
+        """True where arguments that are no JSON are shown as they were written."""
         form = self.call_form
         if form is None:
             return True
@@ -89,7 +92,7 @@ class ChatForms:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template has a place for tools."""
+        """True where the template has a place for tools."""
         parameters = {
             "type": "object",
             "properties": {_KEY: {"type": "string", "description": _SAID}},
@@ -101,7 +104,7 @@ class ChatForms:
 
     @cached_property
     def shows_results(self) -> bool:
-        """Whether messages of tools are shown."""
+        """True where messages of tools are shown."""
         turn = [_of("assistant", _SAID)]
         if self.call_form is not None:
             turn = self._called({"role": "assistant", "content": "", "tool_calls": [_call(f'{{"{_KEY}": 1}}')]})
@@ -114,7 +117,7 @@ class ChatForms:
 
     @cached_property
     def _shows_rules(self) -> bool:
-        """Whether system messages are shown, or refused with a reason."""
+        """True where system messages are shown, or refused with a reason."""
         text = self._rendered([_of("system", _RULE), _USER])
         return not text or _RULE in text
 
@@ -123,10 +126,17 @@ class ChatForms:
         return self._shows(_of("system", _RULE), _USER)
 
     def _takes_two(self, first: str, second: str) -> bool:
-        return self._shows(_of(first, _RULE), _of(second, _OTHER_RULE), _USER)
+        """True where two rules of these roles are shown one after the other."""
+        if (first, second) not in self._takes:
+            shown = self._shows(_of(first, _RULE), _of(second, _OTHER_RULE), _USER)
+            self._takes[first, second] = shown
+        return self._takes[first, second]
 
     def _takes_later(self, role: str) -> bool:
-        return self._shows(_USER, _of("assistant", _SAID), _of(role, _RULE), _USER)
+        """True where a rule of this role is shown behind other messages."""
+        if ("", role) not in self._takes:
+            self._takes["", role] = self._shows(_USER, _of("assistant", _SAID), _of(role, _RULE), _USER)
+        return self._takes["", role]
 
     def _with_roles(self, messages: Sequence[Message]) -> list[Message]:
         """The messages, with what developers and the system say where the template shows it."""
@@ -159,7 +169,7 @@ class ChatForms:
         return _before_first_user(messages, text)
 
     def _description(self, tools: Sequence[Message]) -> str:
-        """What the model is told of tools where the template says nothing of them."""
+        """Describe the tools, for templates that say nothing of them."""
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         example = self._written([("NAME", {"PARAMETER": "VALUE"})])
         return (
@@ -194,17 +204,20 @@ class ChatForms:
         content = f"{message['content']}\n{written}" if message["content"] else written
         return [{**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}]
 
-    def _called(self, message: Message) -> list[Message]:
+    def _called(self, message: Message, form: CallForm | None = None) -> list[Message]:
         """A message with its calls in the form that is shown."""
-        form = self.call_form
+        form = form or self.call_form
         if form is None or not message.get("tool_calls"):
             return [message]
         calls = [self._arguments(one, form) for one in message["tool_calls"]]
+        turns = [[one] for one in calls] if form.is_single else [calls]
         said = message["content"]
+        first: list[Message] = []
         if said and form.is_apart:
-            first = {name: value for name, value in message.items() if name != "tool_calls"}
-            return [first, {"role": "assistant", "content": _nothing(form), "tool_calls": calls}]
-        return [{**message, "content": said or _nothing(form), "tool_calls": calls}]
+            first = [{name: value for name, value in message.items() if name != "tool_calls"}]
+        else:
+            first = [{**message, "content": said or _nothing(form), "tool_calls": turns.pop(0)}]
+        return first + [{"role": "assistant", "content": _nothing(form), "tool_calls": one} for one in turns]
 
     def _arguments(self, call: Message, form: CallForm) -> Message:
         """The call with its arguments in the form that is shown. What was cut off is no object, and `{}` where it can't
@@ -239,6 +252,12 @@ class ChatForms:
             and not any(one in text for one in wrong)
             and text.count("None") <= self._num_nones  # else null is shown as a word
         }
+
+    def _shows_two(self, form: CallForm) -> bool:
+        """True where two calls of one message are shown."""
+        calls = [_call(f'{{"{_KEY}": "{word}"}}') for word in (_VALUE, _SAID)]
+        turn = self._called({"role": "assistant", "content": "", "tool_calls": calls}, form)
+        return any(_VALUE in text and _SAID in text for text in map(self._rendered, _around(*turn)))
 
     @cached_property
     def _num_nones(self) -> int:

@@ -71,7 +71,7 @@ class ChatTemplate:
                 }
             )
         # A template is a program: whatever it raises over these messages is about them.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+        except Exception as error:
             reason = str(error)[:200]
             raise RequestError(
                 f"the model's chat template refuses these messages: {reason}", param="messages"

@@ -1,4 +1,4 @@
-"""Where the regions of an answer begin and end, found in one pass, however the answer is cut into pieces.
+"""The scanner that finds the regions of an answer in one pass, however the answer is cut into pieces.
 
 A mark is searched for from a position that never goes back. Text that may yet become one is held, MAX_MARK_CHARS at
 most: a longer mark is none. Patterns of our own formats begin with a literal text and repeat nothing that could be
@@ -32,7 +32,7 @@ _CUT_AT = 2048  # characters that were told; cutting them off each time would co
 class Mark:
     """Text that opens or closes a region."""
 
-    pattern: Any  # of the module `regex`
+    pattern: Any  # a pattern of the module `regex`
     can_grow: bool = True  # a match at the end of the text may become longer
     is_first: bool = False  # it counts only where nothing but white space stands before it
     search_s: float | None = None  # seconds that a search may take; None: it takes the text's length, whatever it says
@@ -54,7 +54,7 @@ class ValueMarks:
 
     begin: str
     end: str
-    broken_by: tuple[str, ...]  # what stands in no value: one that it stands in has lost its end
+    broken_by: tuple[str, ...]  # texts that stand in no value: a value that has one has lost its end
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Event:
     kind: Literal["text", "open", "close"]
     region: str  # empty: text that no region has a place for
     text: str
-    groups: Mapping[str, str | None] = field(default_factory=dict)  # of the mark that opens
+    groups: Mapping[str, str | None] = field(default_factory=dict)  # those of the mark that opens
 
 
 class RegionScanner:
@@ -152,7 +152,7 @@ class RegionScanner:
 
     def __init__(self, regions: Regions):
         self.is_inside_value = False
-        """Whether the open region, as far as its text was told, is inside a value, which marks may be a part of."""
+        """True while the open region, as far as its text was told, is inside a value, which may contain marks."""
         self.num_searched = 0
         """Characters that patterns were tried on, each as often as it was."""
         self._regions = regions
@@ -164,9 +164,9 @@ class RegionScanner:
         self._next: dict[int, tuple[int, bool]] = {}  # by id of a mark: where it may begin, or how far it does not
         self._slow: set[int] = set()  # ids of marks that took too long
         self._is_blank = True  # nothing but white space so far
-        self._controls: list[int] = []  # where control tokens begin, in `_text`
-        self._last_empty = -1  # where a region was opened by a mark without text
-        self._in_value = False  # of the open region, as far as `_value_at`
+        self._controls: list[int] = []  # beginnings of control tokens, in `_text`
+        self._last_empty = -1  # the last position where a mark without text opened a region
+        self._in_value = False  # the open region is in a value, as far as `_value_at`
         self._value_at = 0
         self._watch()
 
@@ -233,7 +233,7 @@ class RegionScanner:
                 yield from self._marked(*longest)
 
     def _text_until(self, region: Region, begin: int, end: int, ends: bool) -> int | None:
-        """How far the text goes on that a mark is in: `begin` where the mark counts. None: more text decides."""
+        """Return the end of the text that a mark is part of: `begin` where it counts, None where more text decides."""
         if region is not self._open:
             if begin == end and begin == self._last_empty:
                 return begin + 1  # regions would open and close here for ever
@@ -246,7 +246,7 @@ class RegionScanner:
         return begin + 1 if self.is_inside_value else begin
 
     def _value_until(self, values: ValueMarks, begin: int, ends: bool) -> int | None:
-        """How far the value goes on that this position is in, as `_text_until` has it."""
+        """Return the end of the value that this position is in, as `_text_until` does."""
         self._follow_values(values, begin)
         if not self._in_value:
             return begin
@@ -290,7 +290,7 @@ class RegionScanner:
             yield Event("text", "" if self._open is None else self._open.name, text)
 
     def _nearest(self, mark: Mark, ends: bool) -> int:
-        """Where the mark may begin next; the text's length: nowhere in the text so far."""
+        """Return the next position at which the mark may begin; the text's length where there is none yet."""
         begin, is_found = self._next.get(id(mark), (0, False))
         if id(mark) in self._slow or (begin >= self._from and (is_found or begin == len(self._text))):
             return len(self._text) if id(mark) in self._slow else begin

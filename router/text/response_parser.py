@@ -31,7 +31,7 @@ ENDS = "ends"  # likewise: what stands between all else
 MAX_REGION_CHARS = 2**20
 """Characters of a call that is read when it has ended; a longer one is content."""
 
-MAX_TEXTS = 1024  # of a call in another's format: transformers puts each in its place by going through all
+MAX_TEXTS = 1024  # texts of one call in another's format: transformers takes the square of their number
 MAX_CHOICES = 16  # of an argument's type, for it to be cast where they are referred to
 REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
@@ -137,7 +137,7 @@ class _Piece:
     text: str
     is_control: bool = False
     is_opening: bool = False
-    at: int = 0  # what stands before was told
+    at: int = 0  # all before it was told
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ class ResponseParser:
         self._scanner = RegionScanner(language.regions if tools is not None else language.without_calls)
         self._pieces: deque[_Piece] = deque()
         self._region = ""  # the region that is being written; empty: none, or content
-        self._held: list[_Stretch] = []  # of a region that may be a call or not
+        self._held: list[_Stretch] = []  # the region so far, which may be a call or not
         self._num_held = 0  # characters
-        self._groups: Mapping[str, str | None] = {}  # of the region's mark
-        self._calls: WrittenCalls | None = None  # of the region; None: it is told as content, or read at its end
+        self._groups: Mapping[str, str | None] = {}  # those of the region's mark
+        self._calls: WrittenCalls | None = None  # None: the region is told as content, or read at its end
         self._is_read_at_end = False
         self._num_calls = 0
         self._out = _Out()
@@ -192,7 +192,7 @@ class ResponseParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the format tells what is thought."""
+        """True where the format tells what is thought."""
         return self._language.has_reasoning
 
     @property
@@ -390,7 +390,7 @@ def _read_field(how: Any, body: str, groups: Mapping[str, str | None]) -> Any:
 
 
 class _Out:
-    """What is to be told next, in pieces: texts that grow piece by piece would be copied each time."""
+    """Collects text to be told next, in pieces: texts that grow piece by piece would be copied each time."""
 
     def __init__(self) -> None:
         self.content: list[str] = []

@@ -58,7 +58,7 @@ class TextTokenizer:
         """How the model writes what it thinks and the tools that it calls, where that is known."""
         has_calls = output_format is not None and output_format.language.has_calls
         self.generic_format = with_calls(None if has_calls else output_format)
-        """How calls are written by a model of which that is not known, or of whose calls no grammar is known."""
+        """The format of calls for a model whose own is not known, or has no grammar."""
         known = (output_format, self.generic_format, with_calls(None))
         call = next(one.call for one in known if one is not None and one.call is not None)
         self._forms = None if chat_template is None else ChatForms(chat_template, call, is_own=has_calls)

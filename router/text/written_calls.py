@@ -142,12 +142,12 @@ class WrittenCalls:
 
     @property
     def has_called(self) -> bool:
-        """Whether it is surely a call."""
+        """True when it is surely a call."""
         return self._has_called
 
     @property
     def is_inside_value(self) -> bool:
-        """Whether it is inside a text, as far as it was read: no text of JSON has a line break in it."""
+        """True while it is inside a text, as far as it was read: no text of JSON has a line break in it."""
         return self._is_string and not self._has_break and not self.is_none and self._state != "over"
 
     def begin(self) -> list[Step]:
@@ -364,7 +364,7 @@ class WrittenCalls:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a pattern ends that matches nothing, too."""
+    """Return the end of a match at this position; the pattern matches nothing, too."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 

@@ -16,8 +16,7 @@ from twostroke.cluster.deployments.haproxy import REQUEST_S
 Part = Literal["head", "body", "large body"]
 
 COUNT = 24  # connections at once
-CLIENT_SILENT_S = 60.0  # `timeout client` of Serve's HAProxy: a client whose request was answered before its end
-ENDED_S = max(REQUEST_S, CLIENT_SILENT_S) + 15.0  # from a connection's opening to its end, at most
+ENDED_S = REQUEST_S + 15.0  # from a connection's opening to its end, at most
 LARGE_BYTES = 65536  # more than a buffer of HAProxy, so that the router has the beginning
 _SCORED_PROMPTS, _PROMPT_TOKENS = 3, 900  # 2 MB of log-probabilities
 
@@ -50,11 +49,15 @@ class StalledClients:
         return True
 
     async def _ends(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the server ends the connection in time."""
+        """Whether the server refuses the request, or ends the connection, in time.
+
+        After the router's refusal of a body HAProxy waits another minute for a client that is silent.
+        """
         try:
             async with asyncio.timeout(ENDED_S):
-                while await reader.read(65536):
-                    pass
+                while data := await reader.read(65536):
+                    if data.startswith(b"HTTP/1.1 408"):
+                        return True
         except TimeoutError:
             return False
         except ConnectionError:

@@ -416,9 +416,11 @@ def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: P
     shell, option, script = command
     assert "'[r]ay start'" in script
     starter = tmp_path / "starter-of-a-test"
-    starter.write_text("#!/bin/sh\ntrap 'exit 0' TERM\nwhile true; do sleep 0.05; done\n", encoding="utf-8")
+    starter.write_text("#!/bin/sh\ntrap 'exit 0' TERM\necho ready\nwhile true; do sleep 0.05; done\n", encoding="utf-8")
     starter.chmod(0o700)
-    with subprocess.Popen([str(starter)]) as running:
+    with subprocess.Popen([str(starter)], stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"ready\n"  # before, nothing catches the signal
         subprocess.run([shell, option, script.replace("[r]ay start", f"[s]{starter.name[1:]}")], check=True, timeout=30)
         assert running.wait(10) == 0
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.integration.local_fleet import SECRET, Served, Shape, serve
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint
 from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.grammars import Grammars
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
@@ -215,6 +217,32 @@ async def test_a_bug_in_a_grammar_ends_its_request_and_its_neighbours_go_on(
         assert answers == undisturbed
         assert failed.status_code == 500
         assert failed.json()["error"]["code"] == "request_failed"
+
+
+async def test_workers_wait_for_no_grammar_of_a_client_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_, release = Grammars._compile, threading.Event()
+    compiled: list[str] = []
+
+    def slow(self: Grammars, grammar: str) -> Any:
+        compiled.append(grammar)
+        if len(compiled) > 1:  # the first one is the router's
+            release.wait(20)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    async with site() as here:
+        worker = here.served.fleet.worker("decode")
+        asked = asyncio.create_task(here.ask(guided_regex="(FOO){100}"))
+        try:
+            async with asyncio.timeout(20):
+                while len(compiled) < 2 or not worker._compiling:  # noqa: ASYNC110  (nothing tells of it)
+                    await asyncio.sleep(0.005)
+                asked.cancel()
+                while worker._compiling:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        finally:
+            release.set()
+        await asyncio.gather(asked, return_exceptions=True)
 
 
 async def test_no_more_than_the_end_is_drawn_where_nothing_else_may_come() -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What becomes of calls, rules and tools in chat templates. The templates have the shapes of public ones, and no more."""
+"""Calls, rules and tools in chat templates. The templates have the shapes of public ones, and no more."""
 
 import json
 
@@ -69,11 +69,11 @@ FAMILIES = {
     "deepseek_v31": (DEEPSEEK_V31, f"<｜tool▁call▁begin｜>rain<｜tool▁sep｜>{AS_JSON}<｜tool▁call▁end｜>"),
     "mistral": (MISTRAL.replace("CALLS", "[TOOL_CALLS] [{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}]</s>"), f"[TOOL_CALLS] [{NAMED}]</s>"),
     "mistral_args": (MISTRAL.replace("CALLS", "{{ m.content }}{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}{% endfor %}"), f"[TOOL_CALLS]rain[ARGS]{AS_JSON}"),
-    "llama3": ("<|start_header_id|>" + turns('{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'), f'{{"name": "rain", "parameters": {AS_JSON}}}'),
+    "llama3": ("{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{% endfor %}<|start_header_id|>" + turns('{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'), f'{{"name": "rain", "parameters": {AS_JSON}}}'),
     "granite": (turns("<|tool_call|>[{{ call | tojson }}]"), f"<|tool_call|>[{NAMED}]"),
     "glm4": (turns("<tool_call>{{ call.name }}\n{% for k, v in call.arguments | items %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"), "<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"),
     "qwen3_coder": (turns("<tool_call>\n<function={{ call.name }}>\n{% for k in call.arguments %}<parameter={{ k }}>\n{{ call.arguments[k] }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"), "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n"),
-    "gemma": (turns("<start_function_call>call:{{ call.name }}{% raw %}{{% endraw %}{% for k, v in call.arguments | items %}{{ k }}:{% if v is string %}<escape>{{ v }}<escape>{% else %}{{ v }}{% endif %}{{ ',' if not loop.last }}{% endfor %}}<end_function_call>"), "call:rain{city:<escape>Oslo<escape>,days:2}<end_function_call>"),
+    "gemma": (turns("<start_function_call>call:{{ call.name }}{% raw %}{{% endraw %}{% for k, v in call.arguments | dictsort %}{{ k }}:{% if v is string %}<escape>{{ v }}<escape>{% else %}{{ v }}{% endif %}{{ ',' if not loop.last }}{% endfor %}}<end_function_call>"), "call:rain{city:<escape>Oslo<escape>,days:2}<end_function_call>"),
     "gemma4": (turns("<|tool_call>call:{{ call.name }}{% raw %}{{% endraw %}{% for k, v in call.arguments | items %}{{ k }}:{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}{{ v }}{% endif %}{{ ',' if not loop.last }}{% endfor %}}<tool_call|>"), 'call:rain{city:<|"|>Oslo<|"|>,days:2}<tool_call|>'),
     "harmony": (turns("<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>", "['system', 'developer', 'user', 'assistant', 'tool']"), f"to=functions.rain<|channel|>commentary json<|message|>{AS_JSON}<|call|>"),
     "text alone": (turns("<call>{{ call.name + ' ' + call.arguments }}</call>"), f"<call>rain {AS_JSON}</call>"),
@@ -120,6 +120,18 @@ def test_a_call_of_an_earlier_turn_is_shown_as_the_model_writes_it(family, says,
     assert at[2:] == sorted(at[2:]), prompt
     assert "None" not in prompt
     assert "Whether it rains." in prompt or tools is None
+
+
+@pytest.mark.parametrize("says", ["", "I look it up."])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_calls_of_one_turn_are_shown(family, says):
+    two = called(says=says)
+    two["tool_calls"] += called('{"city": "Bergen"}')["tool_calls"]
+    prompt = rendered(family, [ASKED, two, RESULT, {**RESULT, "content": "It is dry."}])
+    at = [prompt.find(part) for part in ("Rain in Oslo?", "Bergen", "It pours.", "It is dry.")]
+    assert -1 not in at, prompt
+    assert at == sorted(at), prompt
+    assert FAMILIES[family][1] in prompt or family == "mistral"
 
 
 @pytest.mark.parametrize("arguments", ["", "null", " ", '{"city": "Os', "[1]"])
@@ -193,3 +205,13 @@ def test_json_in_a_rule_about_tools_is_whole():
     prompt = rendered("no calls, as SmolLM2", [ASKED], TOOLS)
     (line,) = [line for line in prompt.splitlines() if line.startswith('{"name": "rain"')]
     assert json.loads(line) == TOOLS[0]["function"]
+
+
+def test_a_template_is_asked_once_however_many_rules_a_chat_has(monkeypatch):
+    template, forms = forms_of("hermes: Qwen3")
+    forms.settled([RULE, OTHER, ASKED, RULE, MORE], TOOLS)
+    renders = []
+    monkeypatch.setattr(template, "render", lambda *_, **__: renders.append(1))
+    told, _ = forms.settled([RULE, OTHER] * 1000 + [ASKED, RULE, OTHER, MORE], TOOLS)
+    assert len(told) == 2004
+    assert not renders

@@ -52,6 +52,7 @@ def test_transformers_renders_the_same():
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages[0].content + 5 }}",
         "{{ 1 / 0 }}",
+        "{{ messages[0].content | dictsort }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}",
         "{{ range(10**9) | list }}",
