@@ -4,6 +4,7 @@ Known by name, or read from the file that `twostroke bench costs` writes.
 """
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -14,19 +15,22 @@ from twostroke.worker.step_costs import StepContent
 
 BLOCK_TOKENS = 16
 
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
 
 class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of worker, of either role."""
 
     name: str
     costs: StepCosts  # in the file a list, in the order of its fields
-    kv_bytes: float  # of a token, all layers
-    kv_tokens: int  # of a worker's cache
-    link_bytes_per_s: float
-    step_tokens: int
-    max_batch: int
+    kv_bytes: AboveZero  # of a token, all layers
+    kv_tokens: Annotated[int, msgspec.Meta(ge=BLOCK_TOKENS)]  # of a worker's cache
+    link_bytes_per_s: AboveZero
+    step_tokens: AtLeastOne
+    max_batch: AtLeastOne
     source: str  # where the figures come from
-    num_layers: int = 32  # of a prompt's KV the last layer's part can't travel while the prompt is computed
+    num_layers: AtLeastOne = 32  # of a prompt's KV the last layer's part can't travel while the prompt is computed
     beside: StepCosts | None = None  # while another worker of the same machine computes; None: it has its own
     http_s: float = 0.0  # to the server and back, of a first token
     admit_s: float = 0.0  # reading, tokenising, choosing the path
@@ -100,7 +104,7 @@ def kind_of(name: str) -> Kind:
     if name in KINDS:
         return KINDS[name]
     try:
-        return msgspec.json.decode(Path(name).read_bytes(), type=Kind)
+        kind = msgspec.json.decode(Path(name).read_bytes(), type=Kind)
     except OSError as error:
         known = ", ".join(KINDS)
         raise ConfigError(
@@ -108,3 +112,7 @@ def kind_of(name: str) -> Kind:
         ) from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--costs {name}: {error}") from error
+    for field, costs in (("costs", kind.costs), ("beside", kind.beside)):
+        if costs is not None and min(msgspec.structs.astuple(costs)) < 0:
+            raise ConfigError(f"--costs {name}: {field}: seconds below 0: measure anew by `twostroke bench costs`")
+    return kind

@@ -1,6 +1,7 @@
 """`twostroke simulate` as people call it."""
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
+from twostroke.protocol.errors import ConfigError
 from twostroke.simulator.kinds import SMALL, kind_of
 
 FIGURES = {
@@ -141,3 +143,22 @@ def test_a_trace_of_requests_without_tokens_is_served_as_of_one_each(
     trace.write_text('{"timestamp": 0, "input_length": 12345678901234567890, "output_length": 5, "hash_ids": []}\n')
     assert main([*asked, "--fleet", "prefill=1,decode=1"]) == 2
     assert "zero.jsonl, line 1: Expected `int` <= 1000000000" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"kv_bytes": 0}, "`float` > 0.0 - at `$.kv_bytes`"),
+        ({"kv_tokens": -5}, "`int` >= 16 - at `$.kv_tokens`"),
+        ({"link_bytes_per_s": -1}, "`float` > 0.0 - at `$.link_bytes_per_s`"),
+        ({"step_tokens": 0}, "`int` >= 1 - at `$.step_tokens`"),
+        ({"max_batch": 0}, "`int` >= 1 - at `$.max_batch`"),
+        ({"num_layers": 0}, "`int` >= 1 - at `$.num_layers`"),
+        ({"costs": [-1, 0, 0, 0, 0]}, "costs: seconds below 0"),
+    ],
+)
+def test_costs_that_no_worker_has_are_refused_by_name(change: dict[str, object], told: str, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(msgspec.to_builtins(SMALL) | change))
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        kind_of(str(costs))
