@@ -183,7 +183,7 @@ async def test_a_large_body_is_not_held_while_it_comes(site_of):
 
 
 async def test_a_50_mb_body_is_refused_over_a_socket(site_of):
-    async with site_of(0, 1, listen=True) as site, httpx.AsyncClient(base_url=site.url) as http:
+    async with site_of(0, 1, listen=True) as site, httpx.AsyncClient(base_url=site.url, timeout=60) as http:
         response = await http.post("/v1/completions", content=b"x" * 50_000_000)
         assert response.status_code == 413
         check_error(response, "body")
