@@ -128,6 +128,16 @@ class GrammarChecks:
                 raise RequestError(f"{param}: multipleOf: its numbers are too large together", param=param)
             self.left_out.add("multipleOf")
             schema = _without("multipleOf", schema)
+        numbers = _Numbers()
+        schema = numbers.held(schema)
+        if numbers.faults and not lenient:
+            raise RequestError(
+                f"{param}: {numbers.faults[0]}: integers beyond 2^53 that a double lacks, and numbers below -2^63, "
+                "can't be followed",
+                param=param,
+                code="invalid_grammar",
+            )
+        self.left_out.update(fault.rpartition("/")[2] for fault in numbers.faults)
         fault = partial(self._fault, lenient=lenient, compact=compact)
         found = await fault(schema, is_kept=True)  # most are followed as they are
         if found is not None and lenient:
@@ -249,11 +259,73 @@ def _ignored(warnings: Iterable[str]) -> Iterator[str]:
     for warning in warnings:
         kind, _, rest = warning.partition(": ")
         if kind == "Unimplemented keys":
-            yield from json.loads(rest)
+            yield from re.findall(r'"(\w+)"', rest)
         elif kind == "Unknown format":
             yield "format"
         elif kind.startswith("oneOf "):
             yield "oneOf"
+
+
+class _Numbers:
+    """Makes the numbers of a schema ones that llguidance reads rightly: it takes them for doubles, and ends the process
+    where both bounds of an integer are about -2^63."""
+
+    _LEAST = -(2.0**63) + 1024  # the double above -2^63
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        """JSON pointers of the keywords that were left out, since they can't be followed."""
+
+    def held(self, schema: Schema, pointer: str = "#") -> dict[str, Any]:
+        """The schema without such keywords. Bounds beyond 2^53 are moved inward to the next double."""
+        held: dict[str, Any] = {}
+        for name, value in schema.items():
+            here = f"{pointer}/{name}"
+            if name in ("const", "enum"):
+                is_right = self._is_exact(value)
+            elif name in _LOWER or name in _UPPER:
+                is_right = not _is_number(value) or value >= self._LEAST
+            else:
+                is_right = True
+            if not is_right:
+                self.faults.append(here)
+            elif name in _LOWER + _UPPER and isinstance(value, int) and abs(value) > 2**53:
+                held[name] = _inward(value, is_lower=name in _LOWER)
+            elif name in _MAPS and isinstance(value, Mapping):
+                held[name] = {key: self._part(part, f"{here}/{key}") for key, part in value.items()}
+            elif name in ("const", "enum"):
+                held[name] = value
+            elif isinstance(value, list):
+                held[name] = [self._part(part, f"{here}/{index}") for index, part in enumerate(value)]
+            else:
+                held[name] = self._part(value, here)
+        return held
+
+    def _part(self, part: Any, pointer: str) -> Any:
+        return self.held(part, pointer) if isinstance(part, Mapping) else part
+
+    def _is_exact(self, value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return all(map(self._is_exact, value.values()))
+        if isinstance(value, list):
+            return all(map(self._is_exact, value))
+        if not _is_number(value):
+            return True
+        return abs(value) < 2**1023 and int(float(value)) == int(value) and value >= self._LEAST
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _inward(bound: int, *, is_lower: bool) -> int | float:
+    """The double next to a bound, on its inner side."""
+    if abs(bound) >= 2**1023:
+        return bound
+    near = float(bound)
+    if int(near) != bound and (int(near) < bound) == is_lower:
+        near = math.nextafter(near, math.inf if is_lower else -math.inf)
+    return int(near)
 
 
 def _without(keyword: str, value: Any) -> Any:
@@ -302,7 +374,10 @@ def _num_states(schema: Schema) -> float:
     return math.lcm(*[int(number.scaleb(scale)) for number in numbers]) * len(numbers) * (1 + num_refs)
 
 
+_LOWER = ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
 _DEFINITIONS = ("$defs", "definitions")
+_MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
 _BY_NAME = (*_DEFINITIONS, "properties", "patternProperties")
 _BY_INDEX = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")

@@ -5,6 +5,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
@@ -61,6 +62,71 @@ async def test_what_can_not_be_held_is_left_out_of_a_schema_that_is_not_strict(g
         await GrammarChecks(grammars).schema(schema, "schema", lenient=False)
 
 
+LEAST = -(2**63)
+ENDS_THE_PROCESS = [
+    {"const": LEAST},
+    {"enum": [1, LEAST + 1]},
+    {"const": {"a": [LEAST]}},
+    {"type": "integer", "enum": [-9.3e18]},
+    {"type": "integer", "minimum": LEAST, "maximum": LEAST},
+    {"type": "integer", "minimum": -1e300, "maximum": LEAST + 10},
+    {"type": "object", "properties": {"const": {"const": LEAST}}, "required": ["const"]},
+    {"type": "array", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"const": LEAST}}},
+    {"allOf": [{"type": "integer", "minimum": LEAST}, {"maximum": LEAST}]},
+]
+
+
+@pytest.mark.parametrize("schema", ENDS_THE_PROCESS, ids=json.dumps)
+async def test_numbers_that_end_llguidances_process_never_reach_it(grammars: Grammars, schema: dict[str, Any]) -> None:
+    """Where they do, this process ends, too."""
+    with pytest.raises(RequestError, match=r"^schema: #/.*below -2\^63"):
+        await GrammarChecks(grammars).schema(schema, "schema", lenient=False)
+    checks = GrammarChecks(grammars)
+    followed = await checks.schema(schema, "schema", lenient=True)
+    assert checks.left_out <= {"const", "enum", "minimum", "maximum"}
+    assert checks.left_out
+    await checks.check(of_schema(followed, lenient=True), "schema")
+
+
+def follows(grammars: Grammars, matcher: LLMatcher, text: str) -> bool:
+    tokenizer = grammars._tokenizer
+    assert tokenizer is not None
+    ids = [tokenizer.tokenize_bytes(bytes([byte]))[0] for byte in text.encode()]
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 123456789012345678, -(2**60) - 1, 2**63 - 1])
+async def test_an_integer_that_no_double_is_does_not_become_another_one(grammars: Grammars, number: int) -> None:
+    for schema in ({"const": number}, {"type": "integer", "enum": [number]}):
+        with pytest.raises(RequestError, match=r"2\^53"):
+            await GrammarChecks(grammars).schema(schema, "schema", lenient=False)
+    for bounds in ({"minimum": number}, {"maximum": number}):
+        schema = {"type": "integer", **bounds}
+        try:
+            followed = await GrammarChecks(grammars).schema(schema, "schema", lenient=False)
+        except RequestError:  # llguidance can't make a range of it
+            continue
+        grammar = of_schema(followed)
+        for said in range(number - 3, number + 4):
+            if follows(grammars, await grammars.matcher(grammar), str(said)):
+                jsonschema.validate(said, schema)
+
+
+async def test_numbers_that_doubles_are_stay_as_they_are(grammars: Grammars) -> None:
+    schema = {"enum": [0.1, -5, 2**60, 1.5, True], "properties": {"minimum": {"minimum": 0.5, "maximum": 2**53}}}
+    checks = GrammarChecks(grammars)
+    assert await checks.schema(schema, "schema", lenient=True) == schema
+    assert checks.left_out == set()
+
+
+async def test_what_is_left_out_in_several_places_is_told_once(grammars: Grammars) -> None:
+    many = {"type": "array", "items": {"type": "string", "format": "a"}, "uniqueItems": True, "not": {"type": "object"}}
+    schema = {"type": "object", "properties": {name: {**many, "if": {}, "then": {}} for name in "abc"}}
+    checks = GrammarChecks(grammars)
+    await checks.check(of_schema(await checks.schema(schema, "schema", lenient=True), lenient=True), "schema")
+    assert checks.left_out == {"uniqueItems", "not", "format", "if", "then"}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -81,5 +147,5 @@ async def test_what_no_value_satisfies_is_refused_though_it_is_not_strict(
 async def test_a_schema_that_can_be_held_is_followed_as_it_is(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 2**62}}}
     checks = GrammarChecks(grammars)
-    assert await checks.schema(schema, "schema", lenient=True) is schema
+    assert await checks.schema(schema, "schema", lenient=True) == schema
     assert checks.left_out == set()
