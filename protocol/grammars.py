@@ -11,11 +11,12 @@ import asyncio
 import json
 import re
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -42,6 +43,14 @@ LIMITS = LLParserLimits(
 )
 
 
+class _Key(NamedTuple):
+    """What a compiled grammar is kept for."""
+
+    client: bytes
+    salt: bytes
+    grammar: str
+
+
 class Vocabulary(msgspec.Struct, frozen=True):
     """The tokens that a model draws from."""
 
@@ -53,8 +62,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
 class Grammars:
     """Compiles grammars for one model, on a thread of its own, and keeps the last ones.
 
-    Clients are known by their cache salts. Each has its turn, however many grammars another one waits for. Nothing that
-    was compiled for one is given to another: by how long it takes that one could tell that the grammar was there.
+    Each client has its turn, however many grammars another one waits for. Nothing that was compiled for one cache salt
+    is given to another: by how long it takes that one could tell that the grammar was there.
 
     Nothing is read before the first one is asked for: servers without such requests pay nothing.
     """
@@ -63,42 +72,46 @@ class Grammars:
         """`vocabulary` is called on the thread, once."""
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
-        self._kept: dict[tuple[bytes, str], LLMatcher] = {}  # at their beginnings; the thread alone changes it
+        self._kept: dict[_Key, LLMatcher] = {}  # at their beginnings; the thread alone changes it
         self._turns = _Turns()
         # One: a grammar may take a second of a core, and those who have none must not feel it.
         self._thread: ThreadPoolExecutor | None = None
 
-    async def matcher(self, grammar: str, salt: bytes = b"") -> LLMatcher:
-        """A matcher at the grammar's beginning, the caller's own.
+    async def matcher(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> LLMatcher:
+        """A matcher at the grammar's beginning, the caller's own. `client` has one turn, whatever its salts.
 
         What it learns of regular expressions it shares with others of the grammar and the client. That is bounded, so
         it may fail of what they have learnt: then there is `renewed`. Raises RequestError, which names no field, where
         the grammar is wrong or too much, or the tokenizer unfit.
         """
-        key = (salt, grammar)
+        key = _Key(client, salt, grammar)
         kept = self._kept.get(key)
         if kept is None:
-            kept = await self._in_turn(salt, lambda: self._kept.get(key) or self._keep(key))
+            kept = await self._in_turn(client, lambda: self._kept.get(key) or self._keep(key))
         return kept.deep_copy()
 
-    async def try_out(self, grammar: str, salt: bytes = b"") -> None:
+    async def try_out(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> None:
         """Raise what `matcher` raises of a grammar that no answer will follow: it is not kept."""
-        await self._in_turn(salt, lambda: self._compile(grammar))
+        await self._in_turn(client, lambda: self._compile(grammar))
 
-    def renewed(self, grammar: str, salt: bytes = b"") -> LLMatcher:
+    def renewed(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> LLMatcher:
         """As `matcher`, and it has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
-        return self._submit(lambda: self._keep((salt, grammar))).result().deep_copy()
+        return self._submit(lambda: self._keep(_Key(client, salt, grammar))).result().deep_copy()
 
-    async def _in_turn(self, salt: bytes, make: Callable[[], LLMatcher]) -> LLMatcher:
+    async def _in_turn(self, client: bytes, make: Callable[[], LLMatcher]) -> LLMatcher:
         """Run `make` on the thread. The client's turn lasts until that has ended, though the client may have gone."""
-        await self._turns.take(salt)
+        await self._turns.take(client)
         loop = asyncio.get_running_loop()
 
         def give(_: object) -> None:
             with suppress(RuntimeError):  # the loop has ended, and nobody waits for a turn
                 loop.call_soon_threadsafe(self._turns.give)
 
-        task = self._submit(make)
+        try:
+            task = self._submit(make)
+        except BaseException:  # such as of a thread that could not begin
+            self._turns.give()
+            raise
         task.add_done_callback(give)
         return await asyncio.wrap_future(task)
 
@@ -107,11 +120,12 @@ class Grammars:
             self._thread = _thread_with_stack(STACK_BYTES)
         return self._thread.submit(make)
 
-    def _keep(self, key: tuple[bytes, str]) -> LLMatcher:
+    def _keep(self, key: "_Key") -> LLMatcher:
         self._kept.pop(key, None)
-        self._kept[key] = compiled = self._compile(key[1])
-        if len(self._kept) > MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._kept[key] = compiled = self._compile(key.grammar)
+        if len(self._kept) > MAX_KEPT:  # whoever has the most loses the oldest
+            ((most, _),) = Counter(kept.client for kept in self._kept).most_common(1)
+            del self._kept[next(kept for kept in self._kept if kept.client == most)]
         return compiled
 
     def _compile(self, grammar: str) -> LLMatcher:

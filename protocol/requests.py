@@ -89,6 +89,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     # Where something is read off the prompt one worker of either role serves the request alone, without a transfer, and
     # `max_tokens` is 1, or 0: then no token is reported.
     reading: ReadingParams | None = None
+    client: bytes = b""  # who asks: where clients take turns, each has its own, whatever its `cache_salt`
 
     @property
     def num_output_tokens_given(self) -> int:

@@ -440,7 +440,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Let a call take its turn once its grammar is ready."""
         job = call.job
         try:
-            asked = (call.request.grammar, call.request.cache_salt)
+            asked = (call.request.grammar, call.request.cache_salt, call.request.client)
             matcher = await grammars.matcher(*asked)
             job.sequence.constraint = Constraint(
                 matcher, partial(grammars.renewed, *asked), call.request.stop_token_ids

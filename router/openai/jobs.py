@@ -104,7 +104,9 @@ class JobMaker:
 
     async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
-        checks = GrammarChecks(self._grammars, terms.cache_salt)
+        checks = GrammarChecks(
+            self._grammars, salt=_salted(terms.cache_salt, asked.cache_salt), client=terms.cache_salt
+        )
         grammar = await grammar_of(asked, checks)
         jobs = await (
             self._of_chat(asked, terms, grammar, checks)
@@ -321,6 +323,7 @@ class JobMaker:
             cache_salt=_salted(terms.cache_salt, asked.cache_salt),
             grammar=grammar,
             promise=terms.promise,
+            client=terms.cache_salt,
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

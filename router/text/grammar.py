@@ -102,17 +102,18 @@ def of_text(text: str) -> str:
 class GrammarChecks:
     """Checks the grammars of one request, and collects the keywords of schemas that answers are not held to."""
 
-    def __init__(self, grammars: Grammars, salt: bytes = b""):
-        """`salt` is the client's, as it keys prefix caches."""
+    def __init__(self, grammars: Grammars, *, salt: bytes = b"", client: bytes = b""):
+        """`salt` and `client` as in the request to workers."""
         self._grammars = grammars
         self._salt = salt
+        self._client = client
         self.left_out: set[str] = set()
         """Keywords of JSON Schema that a lenient schema has, and that are left out of its grammar."""
 
     async def check(self, grammar: str, param: str) -> str:
         """The grammar, which can be followed. Raises RequestError naming the field `param` where it can't."""
         try:
-            matcher = await self._grammars.matcher(grammar, self._salt)
+            matcher = await self._grammars.matcher(grammar, self._salt, self._client)
         except RequestError as error:
             raise named(error, param) from error
         self.left_out.update(_ignored(matcher.get_grammar_warnings()))
@@ -162,7 +163,7 @@ class GrammarChecks:
         """What the schema is refused with. `is_kept`: an answer is likely to follow it."""
         try:
             try_out = self._grammars.matcher if is_kept else self._grammars.try_out
-            await try_out(of_schema(schema, lenient=lenient, compact=compact), self._salt)
+            await try_out(of_schema(schema, lenient=lenient, compact=compact), self._salt, self._client)
         except RequestError as error:
             return error
         return None

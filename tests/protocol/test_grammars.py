@@ -55,7 +55,7 @@ async def test_the_last_grammars_are_kept_and_no_more() -> None:
     grammars = Grammars(vocabulary)
     for number in range(MAX_KEPT + 5):
         await grammars.matcher(of_regex(f"a{number}"))
-    assert list(grammars._kept) == [(b"", of_regex(f"a{number}")) for number in range(5, MAX_KEPT + 5)]
+    assert list(grammars._kept) == [(b"", b"", of_regex(f"a{number}")) for number in range(5, MAX_KEPT + 5)]
 
 
 @pytest.mark.parametrize(
@@ -325,9 +325,12 @@ async def test_a_client_with_many_grammars_does_not_keep_another_one_waiting(mon
         return compile_(self, grammar)
 
     monkeypatch.setattr(Grammars, "_compile", noted)
-    many = [asyncio.create_task(grammars.matcher(of_regex(f"a{number}"), b"many")) for number in range(20)]
+    many = [
+        asyncio.create_task(grammars.matcher(of_regex(f"a{number}"), f"salt {number}".encode(), b"many"))
+        for number in range(20)
+    ]
     await asyncio.sleep(0)
-    await grammars.matcher(of_regex("b"), b"one")
+    await grammars.matcher(of_regex("b"), b"", b"one")
     assert compiled.index(of_regex("b")) <= 2, "behind the one that is under way, and at most one more"
     await asyncio.gather(*many)
     assert len(compiled) == 21
@@ -352,6 +355,25 @@ async def test_many_that_wait_for_one_grammar_have_it_compiled_once(monkeypatch:
     assert compiled == [of_regex("a")]
     await grammars.matcher(of_regex("a"), b"another client")
     assert len(compiled) == 2, "how quick it is tells a client nothing of another one"
+
+
+async def test_a_client_with_many_grammars_pushes_out_its_own_alone() -> None:
+    grammars = Grammars(vocabulary)
+    await grammars.matcher(of_regex("b"), b"", b"one")
+    for number in range(MAX_KEPT + 5):
+        await grammars.matcher(of_regex(f"a{number}"), b"", b"many")
+    assert (b"one", b"", of_regex("b")) in grammars._kept
+    assert len(grammars._kept) == MAX_KEPT
+
+
+async def test_a_thread_that_can_not_begin_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(vocabulary)
+    with monkeypatch.context() as patched:
+        patched.setattr(Grammars, "_submit", lambda self, make: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await grammars.matcher(of_regex("a"))
+    async with asyncio.timeout(10):
+        await grammars.matcher(of_regex("a"))
 
 
 async def test_a_refused_grammar_gives_the_turn_on() -> None:

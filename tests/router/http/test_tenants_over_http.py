@@ -73,6 +73,11 @@ async def test_tenants_prefixes_are_salted_apart(site_of) -> None:
         salts = [request.cache_salt for request in site.rig["d0"].seen]
         assert salts[0] == salts[2] != salts[1]
         assert b"" not in salts
+        for own in ("a", "b"):
+            await site.http.post("/v1/completions", json=ASK | {"cache_salt": own}, headers=bearer(KEY))
+        *_, one, other = site.rig["d0"].seen
+        assert one.cache_salt != other.cache_salt
+        assert one.client == other.client == site.rig["d0"].seen[0].client, "whatever its salts, it has one turn"
 
 
 async def test_unused_tokens_come_back_and_others_are_refused_when_they_are_used_up(site_of) -> None:
