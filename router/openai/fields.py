@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from twostroke.protocol.errors import RequestError
+from twostroke.router.text.written_calls import is_unicode
 
 
 class FieldError(ValueError):
@@ -23,7 +24,7 @@ def check_values(value: Any, param: str) -> None:
     Raises RequestError naming the member; `param` is where the value is from.
     """
     if isinstance(value, str):
-        if not _is_unicode(value):
+        if not is_unicode(value):
             raise RequestError(f"{param}: must be valid Unicode: it has a lone surrogate", param=param)
     elif isinstance(value, float):
         if not math.isfinite(value):
@@ -33,22 +34,14 @@ def check_values(value: Any, param: str) -> None:
             check_values(member, f"{param}.{index}")
     elif isinstance(value, dict):
         for name, member in value.items():
-            shown = name if _is_unicode(name) else "(not Unicode)"
+            shown = name if is_unicode(name) else "(not Unicode)"
             check_values(name, f"{param}.{shown}")
             check_values(member, f"{param}.{shown[:64]}")
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _valid(text: str) -> str:
     """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
-    if not _is_unicode(text):
+    if not is_unicode(text):
         raise ValueError("must be valid Unicode: it has a lone surrogate")
     return text
 

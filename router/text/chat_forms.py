@@ -288,9 +288,13 @@ def _result() -> Message:
 
 
 def _object(written: str) -> dict[str, Any] | None:
-    """The object that a text is in JSON; None: it is none."""
+    """The object that a text is in JSON; None: it is none, or a prompt can't show it.
+
+    Python reads numbers beyond a double (`1e999`) and halves of surrogate pairs, and neither can be written again.
+    """
     try:
         value = json.loads(written)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

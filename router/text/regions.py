@@ -1,8 +1,9 @@
 """The scanner that finds the regions of an answer in one pass, however the answer is cut into pieces.
 
 A mark is searched for from a position that never goes back. Text that may yet become one is held, MAX_MARK_CHARS at
-most: a longer mark is none. Patterns of our own formats begin with a literal text and repeat nothing that could be
-repeated in another way, so each search takes the text's length. Patterns of others may take longer: those that take
+most: a longer mark is none. Each pattern of our own formats begins with a literal text and repeats nothing that could
+be repeated in another way, so each search takes the text's length: a pattern with an optional beginning would have
+`regex` look through the rest of the text at each character. Patterns of others may take longer: those that take
 SEARCH_S make no mark any more, and what follows them belongs to the region that is open.
 """
 

@@ -19,7 +19,15 @@ import regex
 
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.text.regions import SEARCH_S, Event, Regions, RegionScanner
-from twostroke.router.text.written_calls import BareCalls, CallText, Step, TaggedCalls, WrittenCalls, call_text
+from twostroke.router.text.written_calls import (
+    BareCalls,
+    CallText,
+    Step,
+    TaggedCalls,
+    WrittenCalls,
+    call_text,
+    is_unicode,
+)
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
@@ -472,7 +480,8 @@ _TYPE_OF = {int: "integer", float: "number", bool: "boolean", NoneType: "null", 
 def _as_json(arguments: Any) -> str:
     if arguments is None:
         return "{}"
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return text if is_unicode(text) else json.dumps(arguments, allow_nan=False)  # half a surrogate pair stays escaped
 
 
 def _cast(text: str, schema: Any) -> Any:

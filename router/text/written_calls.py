@@ -343,7 +343,8 @@ class WrittenCalls:
             self._named(_plain(self._value))
         elif self._key == self._how.arguments and not self._has_arguments:
             value = _plain(self._value)  # of a string the text is meant, of null nothing
-            self._argue(value if isinstance(value, str) else "{}" if value is None else "".join(self._value))
+            is_text = isinstance(value, str) and is_unicode(value)
+            self._argue(value if is_text else "{}" if value is None else "".join(self._value))
 
     def _end_object(self, text: str) -> None:
         self._state = "outside"
@@ -361,6 +362,15 @@ class WrittenCalls:
             self._argue("{}")
         self._flush()
         self._has_arguments = False
+
+
+def is_unicode(text: str) -> bool:
+    """True where the text can be encoded: Python reads the half of a surrogate pair that JSON escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -183,6 +183,50 @@ async def test_the_template_sees_tools_and_earlier_calls(site, client, speaker):
     assert '<tool_call>{"name": "rain", "arguments": {"city": "Oslo"}}</tool_call>' in prompt
 
 
+@pytest.mark.parametrize("arguments", [r'{"city": "\ud800"}', '{"city": 1e999}'])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/responses", "function_call"])
+async def test_arguments_that_no_prompt_can_show_are_no_bug_of_the_server(site, speaker, path, arguments):
+    plays(site, speaker, "It rains.")
+    function = {"name": "rain", "arguments": arguments}
+    call = {"tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "yes"}
+    if path == "function_call":
+        path, call, result = (
+            "/v1/chat/completions",
+            {path: function},
+            {"role": "function", "name": "rain", "content": ""},
+        )
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, **call}, result]
+    body = {"model": "fake", "messages": history}
+    if path == "/v1/responses":
+        output = {"type": "function_call_output", "call_id": "c1", "output": "yes"}
+        body = {"model": "fake", "input": [history[0], {"type": "function_call", "call_id": "c1", **function}, output]}
+    answered = await site.http.post(path, json=body)
+    assert answered.status_code == 200, answered.text
+    tokens = answered.json()["tokens"] if path == "/tokenize" else site.rig["p0"].seen[0].token_ids
+    prompt = speaker.decode(tokens)
+    assert '"name": "rain"' in prompt
+    assert "Infinity" not in prompt
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_half_a_surrogate_pair_that_a_model_writes_is_no_bug_of_the_server(site, speaker, path, streams):
+    plays(site, speaker, THOUGHT + r'<tool_call>{"name": "rain", "arguments": "\ud800"}</tool_call>')
+    asked = [{"role": "user", "content": "Rain in Oslo?"}]
+    if path == "/v1/responses":
+        body = {"input": asked, "tools": [{"type": "function", **RAIN["function"]}]}
+    elif path == "/v1/messages":
+        tool = {"name": "rain", "input_schema": RAIN["function"]["parameters"]}
+        body = {"messages": asked, "tools": [tool], "max_tokens": 300}
+    else:
+        body = {"messages": asked, "tools": [RAIN]}
+    answered = await site.http.post(path, json={"model": "fake", "stream": streams, **body})
+    assert answered.status_code == 200, answered.text
+    assert r"\ud800" in answered.text
+    assert "error" not in answered.text.replace('"error":null', "")
+
+
 async def test_usage_tells_the_tokens_that_were_thought_and_effort_none_asks_for_none(site, client, speaker):
     plays(site, speaker, f"{THOUGHT}Yes.")
     asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}

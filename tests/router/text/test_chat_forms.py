@@ -149,6 +149,17 @@ def test_arguments_that_are_no_object_stand_as_they_were_or_are_none(family, arg
         assert arguments in prompt
 
 
+@pytest.mark.parametrize("value", [r'"\ud800"', r'{"\udfff": 1}', "[1e999]", "-1e999", "NaN"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_that_no_prompt_can_show_stand_as_they_were_or_are_none(family, value):
+    arguments = f'{{"city": {value}}}'
+    prompt = rendered(family, [ASKED, called(arguments), RESULT])
+    prompt.encode()
+    assert "rain" in prompt
+    # The text stands where templates show text; elsewhere nothing of it does.
+    assert arguments in prompt or not any(one in prompt for one in ("city", "Infinity", "inf", "NaN", "nan"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tools_are_told_by_the_template_or_else_by_a_rule(family):
     rules = [] if "Gemma" in family else [{"role": "system", "content": "Be brief."}]

@@ -1,6 +1,8 @@
 # ruff: noqa: E501
 """No answer takes a parser more than its length: every mark of every format, repeated, at two sizes."""
 
+import json
+import re
 import time
 from importlib.resources import files
 
@@ -73,13 +75,33 @@ def seconds(name, opening, unit, chars):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_repeated_marks_take_time_by_their_number_alone(name):
+    characters = sorted({one for mark in MARKS[name] for one in mark} | {"\t"})
     for opening in OPENINGS[name]:
-        for unit in [*LINES, *MARKS[name]]:
-            # Of what takes the square of its length, 8 times as much takes 64 times as long.
-            short = seconds(name, opening, unit, 4_000)
-            assert short < 0.1, f"{opening!r}, {unit!r}: {short} s"
-            long = seconds(name, opening, unit, 32_000)
-            assert long < 24 * short + 0.1, f"{opening!r}, {unit!r}: {short} s, {long} s"
+        for unit in [*LINES, *MARKS[name], *([] if opening else characters)]:
+            # Text that takes the square of its length takes 64 times as long where it is 8 times as long.
+            long = seconds(name, opening, unit, 2**17)
+            short = min(seconds(name, opening, unit, 2**14) for _ in range(2)) if long > 0.03 else 0
+            if long >= 24 * short + 0.03:
+                long = min(long, seconds(name, opening, unit, 2**17))
+            assert long < 24 * short + 0.03, f"{opening!r}, {unit!r}: {short} s, {long} s"
+
+
+def patterns_of(name):
+    said = json.loads(files("twostroke.router.text").joinpath("output_formats", f"{name}.json").read_text("utf-8"))
+    marks = [mark for one in said["regions"].values() for end in ("open", "close") for mark in one.get(end, ())]
+    return [mark["pattern"] for mark in marks if "pattern" in mark]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_patterns_of_formats_begin_with_a_literal_text(name):
+    """A search for another beginning tries the whole rest of the text at each of its characters."""
+    for pattern in patterns_of(name):
+        begin = re.match(r"(?:\(\?=)?(?:\\[^A-Za-z0-9]|[^\\.^$*+?{}()\[\]|])(?![*+?{])", pattern)
+        assert begin, pattern
+        plain = re.sub(r"\\.|\[[^]]*+\]", "", pattern)
+        while (inner := re.sub(r"\([^()]*+\)", "", plain)) != plain:
+            plain = inner
+        assert "|" not in plain, f"{pattern}: each choice is a pattern of its own"
 
 
 @pytest.mark.parametrize(

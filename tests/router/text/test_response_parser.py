@@ -44,7 +44,9 @@ TRANSCRIPTS = [
     ("llama3", "", f'<|python_tag|>{OBJECT.replace("arguments", "parameters")}; {SUN.replace("arguments", "parameters")}', ("", "", ["rain", "sun"])),
     ("llama3", "", 'It is {"name": "rain"}', ('It is {"name": "rain"}', "", [])),
     ("gemma", "", '<start_function_call>call:rain{city:<escape>Oslo "{x}" ☂<escape>,days:2}<end_function_call>', ("", "", ["rain"])),
+    ("gemma", "", f'<start_function_call>call:rain{{city:{json.dumps(ARGUMENTS["city"], ensure_ascii=False)},days:2}}<end_function_call>', ("", "", ["rain"])),
     ("gemma4", "", '<|channel>thought\nHm.<channel|><|tool_call>call:rain{city:<|"|>Oslo "{x}" ☂<|"|>,days:2}<tool_call|>', ("", "Hm.", ["rain"])),
+    ("gemma4", "", f'<|tool_call>call:rain{{city:{json.dumps(ARGUMENTS["city"], ensure_ascii=False)},days:2}}<tool_call|>', ("", "", ["rain"])),
     ("harmony", "", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.rain <|constrain|>json<|message|>{BODY}<|call|>", ("", "Hm.", ["rain"])),
     ("harmony", "", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.rain<|channel|>commentary json<|message|>{BODY}", ("", "Hm.", ["rain"])),
     ("harmony", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.", ("Hello.", "Hm.", [])),
@@ -70,6 +72,12 @@ def read(name, opening, pieces, tools=TOOLS):
             assert bool(call.name) == (call.index not in calls)
             name, arguments = calls.get(call.index, (call.name, ""))
             calls[call.index] = (name, arguments + call.arguments)
+        for text in (
+            parsed.content,
+            parsed.reasoning,
+            *(text for call in parsed.calls for text in (call.name, call.arguments)),
+        ):
+            text.encode()  # as it is when it is sent
     return content, reasoning, [*calls.values()]
 
 
@@ -102,7 +110,19 @@ def mutated(text, draw):
         other = draw.choice(TRANSCRIPTS)[2]
         begin = draw.randrange(len(other))
         put = draw.choice(
-            ["", "\\", '"', "{", "}", "\x01", "9" * 400, text[at : at + length] * 2, other[begin : begin + length]]
+            [
+                "",
+                "\\",
+                "\\ud800",
+                '"\\ud800"',
+                '"',
+                "{",
+                "}",
+                "\x01",
+                "9" * 400,
+                text[at : at + length] * 2,
+                other[begin : begin + length],
+            ]
         )
         text = text[:at] + put + text[at + draw.choice([0, length]) :]
     return text
@@ -153,6 +173,35 @@ def test_ten_thousand_mutated_answers_of_each_format_are_read_wherever_they_are_
 @pytest.mark.parametrize("part", range(20))
 def test_a_hundred_thousand_mutated_answers_are_read_without_an_error(part):
     check_mutations(5_000, seed=200 + part)
+
+
+@pytest.mark.parametrize(
+    "value", [r'"\ud800"', r'{"a": "\ud800"}', r'{"\udfff": 1, "a": "\ud83d\ude00"}', r'["\udc00\ud800"]']
+)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "rain", "arguments": %s}</tool_call>'),
+        ("granite", '<|tool_call|>[{"name": "rain", "arguments": %s}]'),
+        ("llama3", '{"name": "rain", "parameters": %s}'),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>rain<｜tool▁sep｜>%s<｜tool▁call▁end｜>"),
+        ("gemma", "<start_function_call>call:rain%s<end_function_call>"),
+        ("gemma", "<start_function_call>call:rain{place:%s}<end_function_call>"),
+        ("gemma4", "<|tool_call>call:rain%s<tool_call|>"),
+        ("gemma4", "<|tool_call>call:rain{place:%s}<tool_call|>"),
+        ("glm4", "<tool_call>rain\n<arg_key>place</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=rain>\n<parameter=place>\n%s\n</parameter>\n</function>\n</tool_call>"),
+    ],
+)
+def test_half_a_surrogate_pair_in_arguments_stays_escaped(name, call, value):
+    tools = {"rain": {"type": "object", "properties": {"place": {"type": ["object", "array"]}}}}
+    text = call % value
+    for pieces in ([text], [*text]):
+        content, _, calls = read(name, "", pieces, tools)
+        assert (content, [name for name, _ in calls]) == ("", ["rain"])
+        read_back = json.loads(calls[0][1])
+        value_back = read_back.get("place", read_back) if isinstance(read_back, dict) else read_back
+        assert value_back in (value, json.loads(value))
 
 
 def test_a_closing_mark_within_a_text_is_a_part_of_the_text():
