@@ -300,6 +300,10 @@ class _Numbers:
                 held[name] = [self._part(part, f"{here}/{index}") for index, part in enumerate(value)]
             else:
                 held[name] = self._part(value, here)
+        if _is_empty(held) and not _is_empty(schema):  # there is no double between its bounds
+            moved = [name for name in _LOWER + _UPPER if name in held]
+            self.faults += [f"{pointer}/{name}" for name in moved]
+            held = {name: value for name, value in held.items() if name not in moved}
         return held
 
     def _part(self, part: Any, pointer: str) -> Any:
@@ -317,6 +321,12 @@ class _Numbers:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_empty(schema: Schema) -> bool:
+    """Whether a bound is beyond one of the other side."""
+    lower, upper = ([schema[name] for name in names if _is_number(schema.get(name))] for names in (_LOWER, _UPPER))
+    return bool(lower and upper) and max(lower) > min(upper)
 
 
 def _inward(bound: int, *, is_lower: bool) -> int | float:

@@ -97,7 +97,11 @@ def follows(grammars: Grammars, matcher: LLMatcher, text: str) -> bool:
 
 @pytest.mark.parametrize("number", [2**53 + 1, 123456789012345678, -(2**60) - 1, 2**63 - 1])
 async def test_an_integer_that_no_double_is_does_not_become_another_one(grammars: Grammars, number: int) -> None:
-    for schema in ({"const": number}, {"type": "integer", "enum": [number]}):
+    only = {"type": "integer", "minimum": number, "maximum": number}
+    for schema in ({"const": number}, {"type": "integer", "enum": [number]}, only):
+        checks = GrammarChecks(grammars)
+        await checks.schema(schema, "schema", lenient=True)
+        assert checks.left_out & {"const", "enum", "minimum"}
         with pytest.raises(RequestError, match=r"2\^53"):
             await GrammarChecks(grammars).schema(schema, "schema", lenient=False)
     for bounds in ({"minimum": number}, {"maximum": number}):
