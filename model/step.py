@@ -298,7 +298,7 @@ class Engine(Protocol):
 
     @property
     def num_broken_rows(self) -> int:
-        """Rows of logits so far that held NaN or +inf: 0 with a sound model and cache."""
+        """Rows of logits so far that tokens were drawn from, with NaN or +inf: 0 with a sound model and cache."""
 
 
 def with_drawn_tokens(batch: Sequence[SequenceStep], drawn: Sequence[SampledToken | None]) -> Sequence[SequenceStep]:

@@ -141,7 +141,9 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfer_digest_failures: int = 0  # counter: chunks of KV that arrived damaged
     transfer_links_lost: int = 0  # counter: data links that broke while their connection stood
     pulled_tokens: int = 0  # counter: prompt tokens whose KV came from another worker's prefix cache
-    broken_logit_rows: int = 0  # counter: rows of logits with NaN or +inf; above 0 the model or the cache is unsound
+    broken_logit_rows: int = (
+        0  # counter: drawn rows of logits with NaN or +inf; above 0 the model or the cache is unsound
+    )
     queued: tuple[QueuedWork, ...] = ()  # by class; their tokens sum up to num_waiting_tokens
     context_tokens: int = 0  # of the requests that decode
     tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised

@@ -74,8 +74,10 @@ def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) 
     model otherwise. Raises ConfigError where it can't, or its tensors don't fit it.
     """
     from twostroke.model.served import open_model
+    from twostroke.router.text.tokenizer import given_end_tokens
 
     model = open_model(folder)
+    given_end_tokens(folder)  # routers would refuse to start
     told = _of_worker("decode", folder, model, config, arguments)
     held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)
     if config.has_prefill and (held.dtype, held.quantization) != (by_prefill.dtype, by_prefill.quantization):

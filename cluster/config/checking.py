@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from twostroke.cluster.config.config import ClusterConfig
-from twostroke.cluster.config.reading import fault_of, load_yaml
+from twostroke.cluster.config.reading import fault_of, load_yaml_and_text
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING
 
@@ -31,8 +31,8 @@ def faults_of(path: Path) -> list[Fault]:
     What settings say together is judged where each is right by itself. Raises ConfigError for a file that can't be
     read, is no YAML, or is Serve's and has no such `args`.
     """
-    raw = load_yaml(path)
-    root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    raw, text_of_file = load_yaml_and_text(path)
+    root = yaml.compose(text_of_file, yaml.SafeLoader)
     if "applications" not in raw:
         return [Fault(_line_of(root, text), text) for text in _faults(raw)]
     applications = raw["applications"] if isinstance(raw["applications"], list) else []

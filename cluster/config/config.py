@@ -193,6 +193,8 @@ def keys_of(config: ClusterConfig) -> tuple[KeyConfig, ...]:
         listed = read_settings(AuthConfig, load_yaml(path))
         if listed.keys_file is not None:
             raise ConfigError("keys_file: there is no such setting in a file of keys")
+        if "keys" not in listed.model_fields_set:  # cut short by an editor or a full disk, it must not revoke all keys
+            raise ConfigError("has no `keys`: write `keys: []` where there are none")
         return with_keys(config, listed.keys).auth.keys
     except (ConfigError, OSError) as error:
         message = str(error).removeprefix(f"{path}: ").removeprefix("auth.")

@@ -1,11 +1,11 @@
 """Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
 
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from twostroke.cluster.config.sections import BUNDLED_MODEL, ModelSection
+from twostroke.cluster.config.reading import read_text
+from twostroke.cluster.config.sections import BUNDLED_MODEL, HUB_ID, HUB_PREFIX, ModelSection, check_hub_path
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.gguf.folder import cache_folder, folder_of
 from twostroke.model.checkpoint.gguf.format import SUFFIX
@@ -16,9 +16,6 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 CONFIG_PATTERNS = ("*.json",)
 
 INSTRUCT_MODEL = "SmolLM2-135M-Instruct"
-
-HUB_PREFIX = "hub:"
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def instruct_model() -> Path | None:
@@ -36,8 +33,10 @@ def check_model_path(path: str, revision: str | None = None) -> Path | None:
     whoever has that name on the hub would be fetched and served in its place. `hub:` before an id says that it is one.
     """
     if path.startswith(HUB_PREFIX):
-        if not _HUB_ID.fullmatch(path.removeprefix(HUB_PREFIX)):
-            raise ConfigError(f"model.path: {path} names no model of the hub: {HUB_PREFIX} goes before OWNER/NAME")
+        try:
+            check_hub_path(path)
+        except ValueError as error:
+            raise ConfigError(f"model.path: {error}") from error
         return None
     folder = Path(path).expanduser()
     found = BUNDLED_MODEL_DIR if path == BUNDLED_MODEL else None
@@ -47,7 +46,7 @@ def check_model_path(path: str, revision: str | None = None) -> Path | None:
         if revision is not None:
             raise ConfigError(f"model.revision: {path} is on this machine: only models of the hub have revisions")
         return found
-    if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
+    if folder.is_absolute() or path.startswith((".", "~")) or not HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: there is no folder and no GGUF file {path}")
     if folder.parent.is_dir():
         raise ConfigError(
@@ -82,8 +81,8 @@ def chat_template_text(model: ModelSection) -> str | None:
     if given is None or _is_template(given):
         return given
     try:
-        text = Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        text = read_text(Path(given).expanduser())
+    except (OSError, ValueError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"model.chat_template: {given} can't be read: {reason}: give a file's path, or a template's text"

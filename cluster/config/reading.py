@@ -19,6 +19,7 @@ from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 
 S = TypeVar("S", bound=Section)
 
+_OPENED = (Path("/dev/fd"), Path("/proc/self/fd"))
 _ABOUT_A_FIELD = re.compile(r"\w+(?:\.\w+|\[\d+\])*: ")
 
 
@@ -85,8 +86,14 @@ def setting_paths(kind: type[Section], path: str = "") -> Iterator[str]:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none, or has a key twice."""
+    return load_yaml_and_text(path)[0]
+
+
+def load_yaml_and_text(path: Path) -> tuple[dict[str, Any], str]:
+    """As load_yaml, with the file's text: what comes through a pipe can be read only once."""
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _KeysOnce)
+        text = read_text(path)
+        raw = yaml.load(text, _KeysOnce)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
@@ -96,10 +103,22 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except Exception as error:  # a text such as 2026-02-30 raises whatever its type's constructor does
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split()) or type(error).__name__}") from error
     if raw is None:
-        return {}
+        return {}, text
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as model, prefill, decode, router, slo")
-    return raw
+    return raw, text
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises OSError or ValueError where it can't be read, and ConfigError for a named pipe or a device,
+    whose reader may wait for ever.
+
+    What the shell has opened for this process is read whatever it is: `<(command)` and /dev/stdin have a writer.
+    """
+    is_open = str(path) == "/dev/stdin" or path.parent in _OPENED
+    if not is_open and path.exists() and not path.is_file():
+        raise ConfigError("is no regular file")
+    return path.read_text(encoding="utf-8")
 
 
 class _KeysOnce(yaml.SafeLoader):

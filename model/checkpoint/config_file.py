@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from twostroke.model.architectures.families import FAMILIES
-from twostroke.model.architectures.families.family import ConfigFields, Family
+from twostroke.model.architectures.families.family import ConfigFields, Family, shown
 from twostroke.model.checkpoint.known_fields import check_unread
 from twostroke.model.checkpoint.quantization_config import read_stored_quantization
 from twostroke.model.config import ModelConfig
@@ -38,7 +38,28 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     raw = read_json_object(path)
     if raw.get("quantization_config") is None and quantization.exists():
         raw["quantization_config"] = {"quant_method": "gptq", **read_json_object(quantization)}
+    _check_types(raw, path)
     return raw
+
+
+def _check_types(raw: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError for fields that name the model or its parts, where they are of another type: some are looked
+    at by nobody else."""
+    architectures = raw.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise ConfigError(f"{path}: architectures: expected a list of names, found {shown(architectures)}")
+    kinds: tuple[tuple[str, type, str], ...] = (
+        ("model_type", str, "a name"),
+        ("torch_dtype", str, "a type's name"),
+        ("dtype", str, "a type's name"),
+        ("text_config", dict, "a JSON object"),
+    )
+    for name, kind, said in kinds:
+        value = raw.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{path}: {name}: expected {said}, found {shown(value)}")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -268,8 +268,10 @@ def has_weights(folder: Path) -> bool:
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index, whole = folder / INDEX_FILE, folder / SINGLE_FILE
-    if index.exists() and not whole.exists():  # an index beside the whole model's file is of an older copy
-        return _indexed_files(index)
+    if index.exists():
+        files = _indexed_files(index)
+        if not whole.exists():  # an index beside the whole model's file is of an older copy, whose shards may be gone
+            return _all_there(files, index)
     for single in (whole, folder / GGUF_FILE):
         if single.exists():
             return dict.fromkeys(open_file(single).names(), single)
@@ -294,6 +296,10 @@ def _indexed_files(index: Path) -> dict[str, Path]:
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise ConfigError(f"{index}: weight_map: {name}: {file!r} is no safetensors file of this folder")
         files[name] = index.parent / file
+    return files
+
+
+def _all_there(files: dict[str, Path], index: Path) -> dict[str, Path]:
     for path in sorted(set(files.values())):
         if not path.exists():
             raise ConfigError(f"{path} is missing: a shard that {index} names")
@@ -301,6 +307,8 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 
 
 def open_file(path: Path) -> TensorFile:
+    if not path.is_file():  # a FIFO would be waited for
+        raise ConfigError(f"{path} is no regular file")
     if path.name != GGUF_FILE:
         return _SafetensorsFile(path)
     from twostroke.model.checkpoint.gguf.file import GgufFile  # imports `gguf`, which takes a while

@@ -65,7 +65,7 @@ class DeviceSampler:
 
     @property
     def num_broken_rows(self) -> int:
-        """Rows so far that held NaN or +inf."""
+        """As Sampler.num_broken_rows."""
         return self.num_broken_drawn + self._with_logprobs.num_broken_rows
 
     def sample(

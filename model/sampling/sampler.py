@@ -45,7 +45,8 @@ class Sampler:
         """`kernels` are those of the logits' device; None: torch's."""
         self.vocab_size = vocab_size
         self.num_broken_rows = 0
-        """Rows so far that held NaN (never drawn) or +inf (clamped): 0 with a sound model and cache."""
+        """Rows so far that tokens were drawn from, and that held NaN (never drawn) or +inf (clamped): 0 with a sound
+        model and cache. Rows of scored prompts are not counted: a step may have many beside few draws."""
         self._kernels = TorchSampling() if kernels is None else kernels
 
     def sample(
@@ -123,12 +124,12 @@ class Sampler:
         broken = np.flatnonzero(np.isnan(maxima) | (maxima == np.inf))
         if broken.size == 0:
             return
-        self.num_broken_rows += broken.size
         rows = torch.from_numpy(broken).to(logits.device)
         largest = torch.finfo(torch.float32).max
         logits[rows] = logits[rows].nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
         tokens[broken], maxima[broken] = self._kernels.argmax(logits[rows])
         if draws:
+            self.num_broken_rows += broken.size
             note_broken(draws, [int(row) for row in broken if maxima[row] == -np.inf])
 
     def _with_logprobs(

@@ -124,11 +124,12 @@ def _hostname(host: str) -> str:
 
 
 def _is_private(name: str) -> bool:
-    """Whether public DNS can't lead here by it: an address, a name without a dot, or under a domain kept for that."""
+    """Whether public DNS can't lead here by it: an address, a name without a dot, or under a domain kept for that
+    (`svc`: a Kubernetes service's short name)."""
     if "." not in name or name.startswith("["):
         return True
     last = name.rpartition(".")[2]
-    return last.isdigit() or last in ("localhost", "local", "internal")
+    return last.isdigit() or last in ("localhost", "local", "internal", "svc")
 
 
 class Authentication:

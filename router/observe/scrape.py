@@ -76,7 +76,11 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("kv_transfer_digest_failures", "Chunks that arrived damaged.", lambda stats: stats.transfer_digest_failures),
     ("kv_transfer_links_lost", "Data links that broke under their peers.", lambda stats: stats.transfer_links_lost),
     ("kv_pulled_tokens", "Prompt tokens pulled from other workers' prefix caches.", lambda stats: stats.pulled_tokens),
-    ("broken_logit_rows", "Rows of logits with NaN or infinity.", lambda stats: stats.broken_logit_rows),
+    (
+        "broken_logit_rows",
+        "Rows of logits with NaN or infinity that tokens were drawn from.",
+        lambda stats: stats.broken_logit_rows,
+    ),
 )
 
 

@@ -268,9 +268,8 @@ def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
     return size
 
 
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str], vocab_size: int) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, and always the tokenizer's own eos_token."""
-    ids: list[int] = []
+def given_end_tokens(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json. Raises ConfigError where that is none."""
     for name in (GENERATION_CONFIG, "config.json"):
         given = read_json(folder / name).get("eos_token_id")
         if given is None:
@@ -278,7 +277,13 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
         ids = given if isinstance(given, list) else [given]
         if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
             raise ConfigError(f"{folder / name}: eos_token_id must be token ids, found {given!r}")
-        break
+        return ids
+    return []
+
+
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str], vocab_size: int) -> tuple[int, ...]:
+    """Those of the model's files, and always the tokenizer's own eos_token."""
+    ids = given_end_tokens(folder)
     if "eos_token" in special:
         own = tokenizer.token_to_id(special["eos_token"])
         if own is None or own >= vocab_size:
@@ -293,7 +298,9 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
 def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | None:
     """chat_template.jinja, else tokenizer_config.json's; of several named ones, the one named default."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if path.exists():
+        if not path.is_file():  # a FIFO would be waited for
+            raise ConfigError(f"{path} is no regular file")
         try:
             return ChatTemplate(path.read_text(encoding="utf-8"), origin=str(path), special_tokens=special)
         except (OSError, UnicodeDecodeError) as error:

@@ -446,3 +446,11 @@ def test_a_row_without_a_number_is_its_draws_fault(sampler: Sampler) -> None:
     of_ranks = [Draw(SamplingParams(), HISTORY, 4, fault=RowFault()) for _ in range(3)]
     sampler.take(torch.tensor([[0, 0, 7], [0, 1, 1]]), of_ranks)
     assert [one.fault is not None and one.fault.error is not None for one in of_ranks] == [False, True, False]
+
+
+def test_broken_rows_of_scored_prompts_are_not_counted_with_those_that_are_drawn(sampler: Sampler) -> None:
+    scored = torch.full((50, VOCAB), math.nan)
+    sampler.score(scored, np.zeros(50, np.int64), 2)
+    assert sampler.num_broken_rows == 0, "they would outnumber the sound draws beside them"
+    sampler.sample(torch.full((1, VOCAB), math.nan), [draw()], [4])
+    assert sampler.num_broken_rows == 1

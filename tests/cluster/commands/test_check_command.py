@@ -264,3 +264,45 @@ def test_the_command_that_serves_has_what_was_asked_for(tmp_path: Path, capsys: 
         *("twostroke", "serve", "--model", "bundled", "--config", str(config), "--dtype", "float32"),
         *("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("eos_token_id", -1),
+        ("eos_token_id", [[1]]),
+        ("eos_token_id", True),
+        ("architectures", "LlamaForCausalLM"),
+        ("architectures", [1]),
+        ("model_type", ["llama"]),
+        ("text_config", [1]),
+        ("torch_dtype", {"a": 1}),
+        ("dtype", 16),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(
+    field: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B | {"model_type": "llama", field: value})
+    assert (code, told["way"]) == (2, "refused")
+    assert f"config.json: {field}" in told["reason"]
+
+
+def test_the_tokens_that_end_an_answer_are_those_of_the_generation_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The router reads no more of config.json's where that file has its own."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B | {"eos_token_id": -1}, "--gpu", "h100-80gb")
+    assert (code, told["reason"]) == (0, None)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1}')
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B | {"eos_token_id": 2})
+    assert code == 2
+    assert "generation_config.json: eos_token_id must be token ids" in told["reason"]
+
+
+def test_weights_that_would_be_waited_for_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    code, told = checked(tmp_path, capsys, LLAMA_3_1_8B)
+    assert code == 2
+    assert "model.safetensors is no regular file" in told["reason"]

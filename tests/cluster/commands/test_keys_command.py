@@ -108,3 +108,15 @@ def test_a_link_to_the_file_of_keys_stays_one(tmp_path: Path, capsys: pytest.Cap
     assert main(["key", "revoke", "alice", "--file", str(link)]) == 0
     assert keys_in(file).names == set()
     assert link.is_symlink()
+
+
+def test_a_named_pipe_is_refused_in_place_of_a_file_of_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "keys.yaml"
+    os.mkfifo(pipe)
+    for command in (
+        ["key", "list", str(pipe)],
+        ["key", "revoke", "alice", "--file", str(pipe)],
+        ["config", "check", str(pipe)],
+    ):
+        assert main(command) == 2
+        assert f"{pipe}: is no regular file" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """YAML to sections: every wrong setting is named by its path."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -464,3 +465,33 @@ def test_ranges_and_single_cores_are_read(text: str, cores: tuple[int, ...]) -> 
 def test_what_is_no_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no "):
         parse_cores(text)
+
+
+def test_what_the_shell_has_opened_is_read_though_it_is_a_pipe() -> None:
+    """`--config <(envsubst < FILE)` has a writer, so that nobody waits for one."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"decode: {replicas: 3}")
+        os.close(writer)
+        assert read_config(load_yaml(Path(f"/dev/fd/{reader}"))).decode.replicas == 3
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ({"path": "hub:../x"}, "model.path"),
+        ({"path": "someone/model", "revision": "../../x"}, "model.revision"),
+        ({"path": "someone/model", "revision": "a..b"}, "model.revision"),
+        ({"path": "someone/model", "revision": "main?x"}, "model.revision"),
+    ],
+)
+def test_a_hub_id_and_a_revision_lead_nowhere_else(model: dict[str, str], setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{setting}: "):
+        read_config({"model": model})
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.2", "refs/pr/7", "0f" * 20, "feature_x-1"])
+def test_branches_tags_and_commits_are_revisions(revision: str) -> None:
+    assert read_config({"model": {"path": "hub:someone/model", "revision": revision}}).model.revision == revision

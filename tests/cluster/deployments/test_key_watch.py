@@ -70,7 +70,10 @@ async def test_a_file_in_the_same_ones_place_is_read_though_it_is_as_long(file: 
     assert tenants.names == {"own", "carol"}
 
 
-@pytest.mark.parametrize("text", ["keys: [", "keys: [{name: bob}]", "keys:\n" + line("own", "3"), None])
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "{}", "# keys", "keys:", "keys: [", "keys: [{name: bob}]", "keys:\n" + line("own", "3"), None],
+)
 async def test_a_file_that_is_wrong_or_gone_changes_nothing_and_is_told_once(
     file: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:

@@ -17,6 +17,7 @@ from twostroke.cluster.deployments.proxies import (
 )
 from twostroke.cluster.local.ray import ray_environment
 from twostroke.router.http.middleware import RequestIds
+from twostroke.router.http.service import ServiceConfig
 
 
 def ids_of_answer(given: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -85,3 +86,9 @@ def test_a_wrong_value_is_as_good_as_none() -> None:
     said = forgotten_switches(environment)
     assert said is not None
     assert "without RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=600:" in said
+
+
+def test_the_router_refuses_a_late_body_before_haproxy_gives_its_client_up() -> None:
+    """HAProxy would answer 400, which blames the request; the router's 408 says what was late."""
+    timeout_s = float(HAPROXY_SWITCHES["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
+    assert timeout_s >= ServiceConfig("m").body_timeout_s + 30

@@ -1,6 +1,7 @@
 """Checkpoints: sharded or not, and every way in which a folder does not fit."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,22 @@ def test_numbers_that_json_has_no_words_for_are_read_as_transformers_writes_them
     (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": {"__float__": "many"}}))
     with pytest.raises(ConfigError, match=r"config\.json can't be read as JSON: .*many"):
         load_model_config(folder)
+
+
+def test_a_named_pipe_in_place_of_tensors_is_refused_and_not_waited_for(write_checkpoint: Any) -> None:
+    for folder, file in (
+        (write_checkpoint(), SINGLE_FILE),
+        (write_checkpoint(shards=2), "model-00001-of-00002.safetensors"),
+    ):
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+        with pytest.raises(ConfigError, match=rf"{file} is no regular file"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", ["../../../etc/passwd", "../other.safetensors"])
+def test_an_index_beside_the_whole_file_may_name_nothing_elsewhere_either(file: str, write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(ConfigError, match=r"weight_map: model\.norm\.weight: .* is no safetensors file of this folder"):
+        open_checkpoint(folder)

@@ -8,7 +8,16 @@ from twostroke.router.http.page import FOLDER
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-PRIVATE = ("127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost", "gpu-box:8000", "box.local", "host.docker.internal")
+PRIVATE = (
+    "127.0.0.1:8000",
+    "[::1]:8000",
+    "[::1]",
+    "localhost",
+    "gpu-box:8000",
+    "box.local",
+    "host.docker.internal",
+    "x.default.svc",
+)
 
 
 async def test_the_page_comes_whole_with_a_strict_policy(site_of) -> None:
