@@ -351,7 +351,8 @@ class RouterSection(Placement, PipelineConfig):
     max_body_mib: Annotated[float, Ge(0.001), Le(1024)] = 8.0
     """A request's body; a larger one is refused with status 413."""
     body_timeout_s: Annotated[float, Gt(0), Le(3600)] = 60.0
-    """From a request's head to the end of its body; a later one is refused with status 408."""
+    """From a request's head to the end of its body; a later one is refused with status 408. Ray Serve's HAProxy gives a
+    client up that is silent for 90 s, whatever is said here."""
     send_timeout_s: Annotated[float, Gt(0), Le(3600)] = 60.0
     """A client that takes nothing of its answer for so long is given up, and its request ends as if it had left."""
     max_choices_in_flight: Count = 4096
