@@ -125,7 +125,7 @@ class BrokenLogits(ArithmeticError):
 
 
 class RowFault:
-    """Whether a step has failed at one request: the engine notes it, and goes on with the others.
+    """The error, if any, that a step met at one request: the engine notes it, and goes on with the others.
 
     The worker ends the request behind the step, whose token for it is not to be used.
     """

@@ -44,7 +44,7 @@ LIMITS = LLParserLimits(
 
 
 class _Key(NamedTuple):
-    """What a compiled grammar is kept for."""
+    """Key of a compiled grammar that is kept."""
 
     client: bytes
     salt: bytes
@@ -95,7 +95,7 @@ class Grammars:
         await self._in_turn(client, lambda: self._compile(grammar))
 
     def renewed(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> LLMatcher:
-        """As `matcher`, and it has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
+        """Return a matcher that has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
         return self._submit(lambda: self._keep(_Key(client, salt, grammar))).result().deep_copy()
 
     async def _in_turn(self, client: bytes, make: Callable[[], LLMatcher]) -> LLMatcher:

@@ -164,7 +164,7 @@ own, by a prompt whose activations overflow."""
 
 
 class LogitHealth:
-    """Whether a worker's steps still give logits that are numbers."""
+    """Watches whether a worker's steps still give logits that are numbers."""
 
     def __init__(self) -> None:
         self._num_broken_rows = 0

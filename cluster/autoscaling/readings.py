@@ -127,7 +127,7 @@ class Reading:
 
 
 class Told(NamedTuple):
-    """What a router told last."""
+    """Numbers that a router told last."""
 
     uptime_s: float
     heard_s: float  # when it was first heard, by the listener's monotonic clock

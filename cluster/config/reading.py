@@ -90,7 +90,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def load_yaml_and_text(path: Path) -> tuple[dict[str, Any], str]:
-    """As load_yaml, with the file's text: what comes through a pipe can be read only once."""
+    """Return what `load_yaml` returns, and the file's text: a pipe can be read only once."""
     try:
         text = read_text(path)
         raw = yaml.load(text, _KeysOnce)

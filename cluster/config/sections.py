@@ -52,7 +52,7 @@ BlockSize = Annotated[int, Ge(1), Le(1024)]
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,*]+)$", max_length=256)]
 """As a browser sends it: scheme, host and, unless it is the scheme's own, port; no path. `*` is any."""
 Host = Annotated[str, StringConstraints(pattern=r"^(\*|[^/\s,*:]+)$", max_length=253, to_lower=True)]
-"""As a client names it, without the port. `*` is any."""
+"""Host name of a request, without the port. `*` is any."""
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc", "nixl"]
 
 

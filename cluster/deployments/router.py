@@ -265,7 +265,7 @@ class RouterReplica:
 
 
 def _own_names() -> set[str]:
-    """What this machine is called. DNS may take its time."""
+    """Return the names of this machine. DNS may take its time."""
     return {socket.gethostname().lower(), socket.getfqdn().lower()}
 
 

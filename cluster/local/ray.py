@@ -30,7 +30,7 @@ class StartFailed(Exception):
 
 
 def ray_folder() -> Path:
-    """Where Ray keeps the sockets and logs of this user's servers: the same folder each time.
+    """Folder of the sockets and logs of this user's servers, the same each time.
 
     Ray lets everybody write to the folder that it is given, so that lies in one which is the user's alone.
     """

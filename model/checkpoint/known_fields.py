@@ -87,7 +87,7 @@ def _is_among(said: object, harmless: Collection[object]) -> bool:
 
 
 def _check_windows(fields: ConfigFields, config: ModelConfig) -> None:
-    """What is said of windows, where the family does not read it, must be what its layers have."""
+    """Check that windows in the config, where the family does not read them, are what its layers have."""
     unread = fields.unread()
     tokens = fields.value("sliding_window")
     is_switched_off = fields.value("use_sliding_window") is False

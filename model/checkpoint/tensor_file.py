@@ -76,7 +76,7 @@ _ROWS_AT_ONCE = 1024
 
 
 def equal_tensors(file: TensorFile, name: str, other_file: TensorFile, other: str) -> bool:
-    """Whether two matrices hold the same numbers. Most that differ do in their first rows, and no more is read then."""
+    """Return whether two matrices hold the same numbers. Most that differ do in their first rows: no more is read."""
     shape = file.shape(name)
     if shape != other_file.shape(other) or file.dtype(name) != other_file.dtype(other):
         return False

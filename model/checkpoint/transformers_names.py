@@ -21,7 +21,7 @@ from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
 from twostroke.protocol.errors import ConfigError
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
-"""What older files have, and is computed today: transformers ignores it, too. The last are masks."""
+"""Tensors of older files that are computed today: transformers ignores them, too. The last are masks."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class NamedTensors:
         return whole[rows, columns] if whole.dim() == 2 else whole[rows]
 
     def differ(self, name: str, other: str) -> bool:
-        """Whether both are in the files, and hold different numbers."""
+        """Return whether both are in the files, and hold different numbers."""
         if not {name, other} <= self._renamed.keys():
             return False
         first, second = self._renamed[name], self._renamed[other]

@@ -92,7 +92,7 @@ class Checkpoint:
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
-        """As given, but for a head of its own where the files have one."""
+        """Return the config, with a head of its own where the files have one."""
         self.shapes = dict(expected_shapes(config))
         self._kv_scales = self._find_kv_scales()
         self._check()

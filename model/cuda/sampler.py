@@ -65,7 +65,7 @@ class DeviceSampler:
 
     @property
     def num_broken_rows(self) -> int:
-        """As Sampler.num_broken_rows."""
+        """The count of `Sampler.num_broken_rows`."""
         return self.num_broken_drawn + self._with_logprobs.num_broken_rows
 
     def sample(

@@ -113,7 +113,7 @@ class _HeldRow:
         return True
 
     def alone(self, act: Callable[[], bool | None]) -> bool | None:
-        """What `act` returns; None where it raises, which is the row's own error."""
+        """Return what `act` returns; None where it raises, which is the row's own error."""
         try:
             return None if self.has_failed else act()
         except (MemoryError, KeyboardInterrupt, SystemExit):

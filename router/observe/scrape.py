@@ -106,7 +106,7 @@ async def no_other_routers() -> Sequence[RouterReading]:
 
 
 def other_versions_family(names: Mapping[Role, Collection[str]]) -> Metric:
-    """How many workers of each role a router leaves out, since they run another version."""
+    """Number of workers of each role that a router leaves out, since they run another version."""
     about = "Workers that a router leaves out, since they run another version than it does."
     numbers = {str(role): len(names.get(role, ())) for role in ROLES}
     return family(Gauges, "workers_of_another_version", about, ("role",), numbers)

@@ -299,7 +299,7 @@ class RefusalPart(StrictModel):
 
     @property
     def text(self) -> str:
-        """What the assistant said."""
+        """The words of the refusal."""
         return self.refusal
 
 

@@ -33,7 +33,7 @@ MAX_MULTIPLES = 50_000
 MAX_GBNF_RULES = 256  # what reads them takes their square
 
 RELAX_S = 2.0
-"""How long it may take to find what must be left out of a lenient schema."""
+"""Seconds that finding what must be left out of a lenient schema may take."""
 
 SEARCH_S = 0.3
 """How long it may take to find the place of a schema's fault."""
@@ -160,7 +160,7 @@ class GrammarChecks:
     async def _fault(
         self, schema: Schema, *, lenient: bool, compact: bool = False, is_kept: bool = False
     ) -> RequestError | None:
-        """What the schema is refused with. `is_kept`: an answer is likely to follow it."""
+        """Return the refusal of the schema, if any. `is_kept`: an answer is likely to follow it."""
         try:
             try_out = self._grammars.matcher if is_kept else self._grammars.try_out
             await try_out(of_schema(schema, lenient=lenient, compact=compact), self._salt, self._client)
@@ -251,7 +251,7 @@ async def _place(schema: Schema, found: RequestError, fault: _Fault, until: floa
 
 
 def _is_contradiction(error: RequestError) -> bool:
-    """Whether no value is of the schema: then to leave something out of it would change what it says."""
+    """Return whether no value is of the schema: to leave something out of it would change what it says."""
     return str(error).startswith("Unsatisfiable")
 
 
@@ -324,7 +324,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_empty(schema: Schema) -> bool:
-    """Whether a bound is beyond one of the other side."""
+    """Return whether a lower bound is above an upper one."""
     lower, upper = ([schema[name] for name in names if _is_number(schema.get(name))] for names in (_LOWER, _UPPER))
     return bool(lower and upper) and max(lower) > min(upper)
 
