@@ -95,7 +95,7 @@ class Grammars:
         await self._in_turn(client, lambda: self._compile(grammar))
 
     def renewed(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> LLMatcher:
-        """Return a matcher that has learnt nothing yet. Blocks the calling thread, which must not be an event loop's."""
+        """Return a matcher that has learnt nothing yet. Blocks the calling thread: not for an event loop's."""
         return self._submit(lambda: self._keep(_Key(client, salt, grammar))).result().deep_copy()
 
     async def _in_turn(self, client: bytes, make: Callable[[], LLMatcher]) -> LLMatcher:
