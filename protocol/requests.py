@@ -27,7 +27,7 @@ MAX_TOKEN_ID = 2**32 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How a token is drawn. Routers check what clients may ask for, and `check_request` what engines can do."""
+    """Parameters of one draw. Routers check what clients may ask for, and `check_request` what engines can do."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off

@@ -151,7 +151,7 @@ class Counted:
 
 
 def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str], now_s: float) -> Counted:
-    """What has arrived meanwhile is added. `routers` are all that run, also those that have told nothing lately.
+    """Add what has arrived meanwhile. `routers` are all that run, also those that have told nothing lately.
 
     `now_s` is the listener's monotonic clock. Time passes as the routers tell, each by its own clock: from the newest
     to the newest, since routers that tell out of step would add up to too much. A router is put where the others are

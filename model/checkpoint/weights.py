@@ -196,7 +196,7 @@ class Checkpoint:
         }
 
     def _with_ends(self, config: ModelConfig) -> ModelConfig:
-        """Where the config ties them, embedding and LM head are one tensor by either name, or by both. A head that
+        """Tie embedding and LM head where the config does: they are one tensor by either name, or by both. A head that
         differs was trained, and is kept, as transformers does."""
         embedding, head = f"{config.spec.embedding}.weight", f"{config.spec.lm_head}.weight"
         if not config.tie_word_embeddings or head not in self._files:

@@ -36,7 +36,7 @@ class DrawnTokens:
     _draws: Sequence[Draw]
 
     def collect(self) -> list[int]:
-        """As `wait`, and have broken rows counted, and told to their draws. To be called once."""
+        """Do what `wait` does, and have broken rows counted, and told to their draws. To be called once."""
         tokens, are_broken = self.wait(), self._on_host[1].tolist()
         if any(are_broken):
             self._sampler.num_broken_drawn += sum(are_broken)

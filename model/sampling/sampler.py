@@ -101,7 +101,7 @@ class Sampler:
         )
 
     def take(self, drawn: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
-        """Of what `largest_of_ranks` found for these draws."""
+        """Return the tokens that `largest_of_ranks` found for these draws."""
         tokens, are_broken = drawn.tolist()
         self.num_broken_rows += sum(are_broken)
         note_broken(draws, unsound_rows(tokens, are_broken))

@@ -66,17 +66,18 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer.load(Path(str(files("twostroke.model.bundled"))), chat_template=template)
 
 
-def body(field: str, value: str) -> tuple[str, bytes]:
+async def posted(site, field: str, value: str):
+    """The response to a request that has this JSON text in the field."""
     path, fields = FIELDS[field]
-    return path, json.dumps({"model": "fake"} | fields("@value@")).replace('"@value@"', value).encode()
+    content = json.dumps({"model": "fake"} | fields("@value@")).replace('"@value@"', value).encode()
+    return await site.http.post(path, content=content)
 
 
 @pytest.mark.parametrize("field", FIELDS)
 async def test_what_json_can_not_write_is_refused_by_the_name_of_its_field(site_of, chatty, field):
     async with site_of(0, 1, speaks=chatty, max_body_bytes=2**20) as site:
         for value in VALUES:
-            path, content = body(field, value)
-            response = await site.http.post(path, content=content)
+            response = await posted(site, field, value)
             assert response.status_code == 400, (value, response.text)
             error = response.json()["error"]
             assert field.split(".")[0] in (error.get("param") or error["message"]), (value, error)
@@ -86,8 +87,7 @@ async def test_what_json_can_not_write_is_refused_by_the_name_of_its_field(site_
 async def test_values_that_libraries_stumble_over_are_no_bug_of_the_server(site_of, chatty, field):
     async with site_of(0, 1, speaks=chatty, max_body_bytes=2**20) as site:
         for value in BIG:
-            path, content = body(field, value)
-            response = await site.http.post(path, content=content)
+            response = await posted(site, field, value)
             assert response.status_code in (200, 400, 501), (value, response.text)
             assert "internal" not in response.text, (value, response.text)
 
