@@ -219,7 +219,7 @@ class Constraint:
         nothing with those before it, and blocks meanwhile. `stop_token_ids` end the answer when they are drawn."""
         self.matcher = matcher
         self._stop_token_ids = stop_token_ids
-        self._renew: "Callable[[], LLMatcher] | None" = renew  # None: it has been renewed
+        self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
         self._num_outputs = 0  # that the matcher has seen
         self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
 

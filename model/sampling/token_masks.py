@@ -40,7 +40,7 @@ class MaskFiller:
         """`vocab_size` is the model's; `num_cores` None: those that the thread may use."""
         self._num_words = -(-vocab_size // 32)
         self._num_cores = num_cores or len(os.sched_getaffinity(0))
-        self._executor: "LLExecutor | None" = None  # has threads: made when there is something to do
+        self._executor: LLExecutor | None = None  # has threads: made when there is something to do
 
     def fill(self, draws: Sequence[Draw], positions: Sequence[int], last_tokens: Sequence[int]) -> TokenMasks | None:
         """Advance the constraints to `positions`, where tokens are to be drawn, and say what may be; None: anything.

@@ -126,6 +126,7 @@ C)
   [ -n "$DRY" ] || rm -rf "$WORK/cold"
   TRITON_CACHE_DIR=$WORK/cold program start_cold 70 start "$WORK/model"
   TRITON_CACHE_DIR=$WORK/cold program start_warm 40 start "$WORK/model"
+  program transfer 60 bench transfer --device cuda
   rows more "$(at_least 25 $(($(left) - 26)))" quantized,fp8,gated,packing,prefix,windows
   ;;
 T)
