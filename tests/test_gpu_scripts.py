@@ -117,11 +117,13 @@ print(json.dumps({"broken": broken, "selected": selected}))
 """
 
 
+CHOICE = ("-k", "fp8 or greedy_tokens", "--only", "fp8,gated", "--transfer")  # what part T runs
+
+
 @cache
 def steps(part: str) -> dict[str, list[str]]:
     """The commands of a part, by the names of their steps."""
-    options = ["-k", "fp8 or greedy_tokens", "--only", "fp8,gated"] if part == "T" else []
-    told = run_script(part, *options, "--dry-run")
+    told = run_script(part, *CHOICE, "--dry-run")
     return {f"{part} {name}": words for name, *words in map(shlex.split, told.stdout.splitlines())}
 
 
@@ -239,9 +241,7 @@ def test_every_step_leaves_its_facts(part: str, tmp_path: Path) -> None:
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    ran = run_script(
-        part, "-k", "fp8", "--only", "fp8,gated", PATH=path, TMPDIR=str(tmp_path), OUT=str(tmp_path / "facts")
-    )
+    ran = run_script(part, *CHOICE, PATH=path, TMPDIR=str(tmp_path), OUT=str(tmp_path / "facts"))
     assert ran.returncode == 0
     noted = [json.loads(line) for line in (tmp_path / "facts" / f"{part}.jsonl").read_text().splitlines()]
     assert [f"{part} {fact['step']}" for fact in noted] == list(steps(part))
@@ -249,6 +249,14 @@ def test_every_step_leaves_its_facts(part: str, tmp_path: Path) -> None:
     if part == "A":
         assert [fact.get("without_tma") for fact in noted] == ["", None, "1", "1"]
         assert noted[1]["not_passed"] == {"test_long_contexts[1]": "FAILED"}
+
+
+@pytest.mark.parametrize("arguments", [(), ("D",), ("A", "soon"), ("T", "60"), ("T", "-k")])
+def test_what_the_script_does_not_know_is_told_before_anything_runs(arguments: tuple[str, ...]) -> None:
+    ran = run_script(*arguments)
+    assert ran.returncode != 0
+    assert ran.stdout == ""
+    assert "usage: bash tests/gpu/first.sh A|B|C|T" in ran.stderr
 
 
 LOG = """

@@ -3,7 +3,7 @@
 #   A  does it work, and how fast are steps: packages, tests of the riskiest parts, steps of 8B's shape, their kernels
 #   B  right or wrong: all other tests (of fp16's some), a worker's share of memory, NCCL of one rank, speed of kernels
 #   C  a worker's start, cold and warm; FP8, int8 and int4, packing, windows; KV handed from one process to another
-#   T  chosen tests, chosen rows, or both, once more: T [SECONDS] -k EXPRESSION --only KINDS
+#   T  chosen tests, rows of `bench gpu`, the hand-over, or all of them, once more: -k EXPRESSION --only KINDS --transfer
 # SECONDS are what all of the part's steps may take. On an H200 (2026-11-26) A took 73, B 105 and C 104: so a quarter of
 # an hour on such a host holds all three, and T twice, with the defaults of 150, 180, 170 and 120 as upper bounds.
 # A step has a limit of its own, and one that fails, hangs or kills its process leaves the others.
@@ -11,7 +11,7 @@
 # commands are printed instead, which tests/test_gpu_scripts.py tries without a GPU.
 # Packages that the host lacks: `tests/gpu/wheels.sh build/wheels` where there is a network, carried along.
 set -uo pipefail
-usage="usage: bash tests/gpu/first.sh A|B|C|T [SECONDS] [-k EXPRESSION] [--only KINDS] [--dry-run]"
+usage="usage: bash tests/gpu/first.sh A|B|C|T [SECONDS] [-k EXPRESSION] [--only KINDS] [--transfer] [--dry-run]"
 PART=${1:?$usage}
 case $PART in
 A) BUDGET=150 ;;
@@ -21,17 +21,22 @@ T) BUDGET=120 ;;
 *) echo "$usage" >&2; exit 2 ;;
 esac
 shift
-CHOSEN_TESTS="" CHOSEN_ROWS="" DRY=""
+CHOSEN_TESTS="" CHOSEN_ROWS="" TRANSFER="" DRY=""
 while [ $# -gt 0 ]; do
   case $1 in
   -k) CHOSEN_TESTS=${2:?$usage}; shift ;;
   --only) CHOSEN_ROWS=${2:?$usage}; shift ;;
+  --transfer) TRANSFER=1 ;;
   --dry-run) DRY=1 ;;
   *[!0-9]*) echo "$usage" >&2; exit 2 ;;
   *) BUDGET=$1 ;;
   esac
   shift
 done
+if [ "$PART" = T ] && [ -z "$CHOSEN_TESTS$CHOSEN_ROWS$TRANSFER" ]; then
+  echo "T: nothing is chosen; $usage" >&2
+  exit 2
+fi
 ROOT=$(pwd)
 [ -f tests/gpu/first.sh ] || { echo "run it from the repository's root" >&2; exit 2; }
 WORK=${TMPDIR:-/tmp}/twostroke-gpu # what parts leave for each other: kernels, a model, that the TMA kernel hung
@@ -81,6 +86,9 @@ tests() { # NAME LIMIT WORKERS EXPRESSION; a test that hangs ends its own proces
 rows() { # NAME SECONDS KINDS
   program "$1" $(($2 + 22)) bench gpu --only "$3" --budget "$2"
 }
+transfer() {
+  program transfer 60 bench transfer --device cuda
+}
 
 SMOKE='long_contexts or short_chunks or captured_decode_step or splits_give or captured_steps_have or small_steps_with or launched_ahead or draws_are_captured or cuda_ipc or layers_are_announced or (chunks_are_packed and raw) or draws_nothing'
 
@@ -126,11 +134,12 @@ C)
   [ -n "$DRY" ] || rm -rf "$WORK/cold"
   TRITON_CACHE_DIR=$WORK/cold program start_cold 70 start "$WORK/model"
   TRITON_CACHE_DIR=$WORK/cold program start_warm 40 start "$WORK/model"
-  program transfer 60 bench transfer --device cuda
+  transfer
   rows more "$(at_least 25 $(($(left) - 26)))" quantized,fp8,gated,packing,prefix,windows
   ;;
 T)
   [ -n "$CHOSEN_TESTS" ] && TEST_S=60 tests chosen 100 $((WORKERS < 12 ? WORKERS : 12)) "$CHOSEN_TESTS"
+  [ -n "$TRANSFER" ] && transfer
   [ -n "$CHOSEN_ROWS" ] && rows rows "$(at_least 20 $(($(left) - 26)))" "$CHOSEN_ROWS"
   ;;
 esac
