@@ -144,8 +144,10 @@ def registered_group(name: str, store: Any, rank: int, size: int) -> Iterator[No
 
     A rendezvous of symmetric memory takes rank, size and store from the group registered under the name.
     """
-    _distributed_c10d._register_process_group(name, _distributed_c10d.ProcessGroup(store, rank, size))
+    registry: Any = _distributed_c10d
+    group = registry.ProcessGroup(store, rank, size)  # which the registry refers to weakly
+    registry._register_process_group(name, group)
     try:
         yield
     finally:
-        _distributed_c10d._unregister_process_group(name)
+        registry._unregister_process_group(name)
