@@ -24,7 +24,7 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.fp8 import of_cache
+from twostroke.model.cuda.kernels.fp8 import beside_cache, of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
@@ -285,6 +285,7 @@ def prefill_attention_kernel(
         mask=inside,
         other=0.0,
     )  # fmt: skip
+    q_tile = beside_cache(q_tile, kv_layer.dtype.element_ty)
     best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
@@ -442,6 +443,7 @@ def decode_attention_kernel(
         row_start += steps
         block_table = block_tables + sequence * table_stride
         q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
+        q_tile = beside_cache(q_tile, kv_layer.dtype.element_ty)
         last = tl.zeros([BLOCK_M], tl.int32) + context_len - 1
         best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
