@@ -1,10 +1,14 @@
 """`twostroke bench transfer`: what a request feels of its KV's transfer.
 
-Two parts, each with two real workers in processes of their own, the router's pipeline before them, no Ray:
+Two parts with two real workers each, in processes of their own, the router's pipeline before them, no Ray:
 
     hand-over  from the end of a prompt's prefill to its first decode step, with several requests at a time
     exposed    the same of one prompt alone, as a share of the prefill's time, on a link on which the whole KV takes
                half as long as the prefill
+
+And one of two processes without workers, which can be on one GPU (pull.py):
+
+    pull       bytes a second beside a plain copy, and the hand-over alone and while the target computes
 
 Moments are the engines' own: the end of the step that drew the first token, the beginning of the first decode step.
 What lies between is everything that disaggregation adds to a request: the last layers' bytes, digests, commit, the
@@ -25,13 +29,14 @@ from typing import Any
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import write_random_model
+from twostroke.benchmarks.pull import DRY, SIZES, Device, measure_pulls
 from twostroke.benchmarks.worker_process import Served, Settings, serve_workers
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.sizes import kv_block_bytes
-from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.errors import ConfigError, TransferFailed
 
 EXPOSED_TOKENS = {"exposed_1k": 1024, "exposed_8k": 8192}
 HANDOVER_TOKENS, HANDOVER_ANSWER_TOKENS = 256, 32
@@ -42,9 +47,13 @@ QUICK_ROUNDS, QUICK_REQUESTS = 1, 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=None, help="what to measure (default: all)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where KV is; on cuda: the part pull alone"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="the part pull alone, tiny and on the CPU")
     parser.add_argument("--quick", action="store_true", help="few rounds, in about a minute and a half")
     parser.add_argument("--rounds", type=positive, help="prompts a figure; medians count (default: 5; quick: 1)")
-    parser.add_argument("--requests", type=positive, help="of the hand-over part (default: 400; quick: 100)")
+    parser.add_argument("--requests", type=positive, help="of hand-overs (default: 400; quick: 100)")
     parser.add_argument(
         "--concurrency", type=positive, default=8, help="requests at a time there (default: %(default)s)"
     )
@@ -58,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else 5)
     arguments.requests = arguments.requests or (QUICK_REQUESTS if arguments.quick else 400)
-    for part in arguments.parts or PARTS:
+    parts = arguments.parts or PARTS
+    if arguments.device == "cuda" or arguments.dry_run:
+        if arguments.parts and arguments.parts != ["pull"]:
+            raise ConfigError("--parts: on a GPU, and with --dry-run, pull is the only one")
+        parts = ["pull"]
+    for part in parts:
         try:
             asyncio.run(PARTS[part](arguments, figures))
         except Exception as error:  # whatever it is, minutes of other measurements are not lost for it
@@ -103,9 +117,16 @@ async def _measure_handover(arguments: argparse.Namespace, figures: dict[str, fl
     )
 
 
+async def _measure_pulls(arguments: argparse.Namespace, figures: dict[str, float]) -> None:
+    device: Device = "cpu" if arguments.dry_run else arguments.device
+    sizes = DRY if arguments.dry_run else replace(SIZES[device], handovers=arguments.requests)
+    figures |= await measure_pulls(device, sizes)
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace, dict[str, float]], Coroutine[Any, Any, None]]] = {
     "handover": _measure_handover,
     "exposed": _measure_exposed,
+    "pull": _measure_pulls,
 }
 
 
