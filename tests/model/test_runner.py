@@ -1,5 +1,6 @@
 """From sequence steps to tensors and back: layouts, order of results, and batches that can't be right."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tests.model.conftest import make_decoder
 from twostroke.model.batch import make_layout
+from twostroke.model.cache.kv_cache import LayerAnnouncer
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
 from twostroke.model.step import Draw, SequenceStep
@@ -94,6 +96,55 @@ def test_layers_are_announced_in_order_even_when_nothing_is_drawn(model: tuple[M
     layers: list[int] = []
     assert model[0].run([SequenceStep([1, 2], 0, [0], None)], layers.append) == [None]
     assert layers == [0, 1]
+
+
+def test_a_step_is_launched_while_layers_of_the_one_before_are_to_come_and_ends_with_its_own(
+    model: tuple[ModelRunner, ArgmaxSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose events come when the test says so."""
+    runner, _ = model
+    events = [threading.Event() for _ in range(4)]
+    recorded = iter(events)
+
+    class Waited:
+        def __init__(self) -> None:
+            self._event = next(recorded)
+
+        def synchronize(self) -> None:
+            assert self._event.wait(30)
+
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner, "_announcer", LayerAnnouncer(lambda: None, Waited))
+    try:
+        prompts = [SequenceStep([1, 2], 0, [0], draw()), SequenceStep([3, 4], 0, [1], None)]
+        first = runner.launch(prompts[:1], lambda layer: told.append((0, layer)))
+        second = runner.launch(prompts[1:], lambda layer: told.append((1, layer)), first)
+        assert not first.is_done, "an engine must not take it as ended"
+        assert told == []
+        for event in events:
+            event.set()
+        assert second.result() == [None]
+        assert first.result() == runner.run(prompts[:1])
+        assert told == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    finally:
+        runner.close()
+
+
+def test_what_fails_behind_an_announced_layer_fails_the_step(
+    model: tuple[ModelRunner, ArgmaxSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal memory access")
+
+    runner, _ = model
+    monkeypatch.setattr(runner, "_announcer", LayerAnnouncer(lambda: None, Lost))
+    try:
+        launched = runner.launch([SequenceStep([1, 2], 0, [0], draw())], lambda layer: None)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            launched.result()
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize(
