@@ -412,11 +412,13 @@ class ModelRunner:
             return self._silent(len(batch))
         positions = [step.start + len(step.token_ids) for step in drawing]
         masks = None
-        if any(draw.constraint is not None for draw in draws):
+        if any(draw.constraint is not None or draw.counts is not None for draw in draws):
             # On a GPU the model runs meanwhile; only the step before it must have drawn.
             if earlier is not None and any(step.follows is not None for step in drawing):
                 drawing = list(with_drawn_tokens(drawing, earlier.peek()))
-            masks = self._masks.fill(draws, positions, [step.token_ids[-1] for step in drawing])
+            last_tokens = [step.token_ids[-1] for step in drawing]
+            draws = [draw.settled(*before) for draw, *before in zip(draws, last_tokens, positions, strict=True)]
+            masks = self._masks.fill(draws, positions, last_tokens)
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
             return self._drawn(self._sampler.launch(logits, draws, positions, masks), batch, entries)
         return self._drawn(self._sampler.sample(logits, draws, positions, masks), batch, entries)

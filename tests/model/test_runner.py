@@ -1,6 +1,7 @@
 """From sequence steps to tensors and back: layouts, order of results, and batches that can't be right."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from twostroke.model.batch import make_layout
 from twostroke.model.cache.kv_cache import LayerAnnouncer
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.protocol.requests import SampledToken, SamplingParams
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.sequence import SequenceState, WorkerJob
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,6 +94,53 @@ def test_a_step_asks_nothing_of_the_one_before_that_nobody_follows(model: tuple[
     assert runner.launch([step], earlier=Unfinished()).result() == runner.run([step])
     with pytest.raises(AssertionError, match="asked for its tokens"):
         runner.launch([SequenceStep([8], 0, [1], draw(), follows=0)], earlier=Unfinished())
+
+
+class LaunchingSampler(Sampler):
+    """As a GPU's: the host learns what was drawn only when it asks for it."""
+
+    def launch(self, logits: Tensor, draws: Any, positions: Any, masks: Any = None) -> Any:
+        tokens = torch.tensor([token.token_id for token in self.sample(logits, draws, positions, masks)])
+        return SimpleNamespace(tokens=tokens, wait=tokens.tolist, collect=tokens.tolist)
+
+
+@pytest.mark.parametrize("sampler", [Sampler, LaunchingSampler])
+def test_rows_with_penalties_draw_the_same_while_the_token_before_is_under_way(
+    sampler: type[Sampler], write_checkpoint: Any
+) -> None:
+    """Prompts and answers, scheduled as workers do: ahead of what is drawn, and one step after the other."""
+    decoder, cache = make_decoder(write_checkpoint(seed=5), CpuBackend(), num_blocks=16, block_size=4, max_context=64)
+    runner = ModelRunner(decoder, sampler(decoder.vocab_size), cache, max_context=64)
+    sampling = SamplingParams(
+        temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.4, bad_words=((7, 8), (9, 9))
+    )
+    answers = []
+    for is_ahead in (False, True):
+        pool = BlockPool(16, 4)
+        requests = [GenerateRequest(f"{i}", "router", (5 + i, 6, 7), 3, sampling, 40) for i in range(2)]
+        jobs = [WorkerJob(SequenceState(request, 4), 0.0) for request in requests]
+        launched: list[tuple[list[Any], Any]] = []
+        for number in range(20):
+            entries = []
+            for index, job in enumerate(jobs):
+                follows = index if number and is_ahead else None
+                num_tokens = 3 if number == 0 else 1
+                job.sequence.reserve(pool, job.num_under_way + num_tokens)
+                step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
+                job.begin_step(step)
+                entries.append(step)
+            launched.append((entries, runner.launch(entries, None, launched[-1][1] if launched else None)))
+            # Ahead, what the step before drew is only told now that this one is launched.
+            for _, ended in launched[-2:-1] if is_ahead else launched[-1:]:
+                for job, token in zip(jobs, ended.result(), strict=True):
+                    job.end_step()
+                    job.sequence.num_computed = len(job.sequence.token_ids)
+                    job.sequence.append(token.token_id)
+        answers.append([job.sequence.token_ids[:22] for job in jobs])
+        for job in jobs:
+            job.sequence.reset(pool)
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][0])) > 10, "penalties show"
 
 
 def test_layers_are_announced_in_order_even_when_nothing_is_drawn(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
