@@ -42,8 +42,9 @@ class DecodeConfig(WorkerConfig):
     """Host memory for KV of preempted requests, of each rank; 0: all is computed again. It is pinned where workers have
     GPUs. Not with `preemption: recompute`, and needed for `swap`."""
     run_ahead: bool = True
-    """Whether a step is scheduled while the one before it runs, so that the engine never waits for the event loop.
-    Without it, requests that have just come join one step sooner."""
+    """Whether a step is scheduled while the one before it runs, behind prompts shortly before their step's expected
+    end, so that the engine never waits for the event loop. Without it, requests that have just come join one step
+    sooner."""
     router_wait_s: Interval = 30.0
     """Where a KV transfer has failed, its router says what is to become of the request; should it say nothing for so
     long, the decode worker computes the prompt. For a transfer that has not begun it waits however long, as long as the

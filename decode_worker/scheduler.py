@@ -8,7 +8,8 @@ computed again later, which their own cached prefix makes cheap, or their KV is 
 turn: within a class by arrival, across classes by their shares.
 
 A step may be scheduled while the one before it is under way ("ahead"): decodes go on with the token that is being
-drawn. One that turns out to have ended leaves a row whose token nobody takes.
+drawn, be it their first, and prompts with their next chunk. One that turns out to have ended leaves a row whose token
+nobody takes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,6 @@ from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.step_budget import Batch, StepBudget
-from twostroke.model.step import is_penalised
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, SampledToken
 from twostroke.worker.block_pool import BlockPool
@@ -147,8 +147,8 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         return [job for job in self._running if not job.is_drawing_its_last]
 
     def _can_run_ahead(self, in_flight: ScheduledStep[DecodeJob], decodes: Sequence[DecodeJob]) -> bool:
-        if _must_be_awaited(in_flight):
-            return False
+        if in_flight.swaps:
+            return False  # nobody knows yet which blocks that frees
         # Whoever gives way must be in no step.
         return self._blocks_wanted(decodes) <= self._pool.free_blocks and not self._who_yields()
 
@@ -211,21 +211,6 @@ class DecodeScheduler(Scheduler[DecodeJob]):
     def _release(self, job: DecodeJob) -> None:
         super()._release(job)
         self._swapping.release(job)
-
-
-def _must_be_awaited(in_flight: ScheduledStep[DecodeJob]) -> bool:
-    """Whether the next step can't be decided before the end of this one, however many blocks are free."""
-    if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
-        return True  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
-    if in_flight.swaps:
-        return True  # nobody knows yet which blocks that frees
-    # All wait for a draw that needs to know the tokens before it: were it left out, it would get every other step only.
-    return any(
-        one.step.draw is not None
-        and is_penalised(one.step.draw.sampling)
-        and not (one.job.has_ended or one.job.is_drawing_its_last)
-        for one in in_flight.entries
-    )
 
 
 def _drawn_for(step: ScheduledStep[DecodeJob]) -> dict[DecodeJob, int]:

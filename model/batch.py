@@ -96,8 +96,7 @@ class StepDecoder(Protocol):
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """This rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
 
-        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
-        another thread, while later layers are launched.
+        `on_layer(i)` is called, in order, once layer i's KV is in the cache, on CUDA once what writes it is launched.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

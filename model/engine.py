@@ -95,6 +95,7 @@ class ThreadEngine:
         """End the threads, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._collector.shutdown(wait=True)
+        self._runner.close()
 
     def _launch(
         self,

@@ -337,6 +337,7 @@ def measure_gpu(
     if shapes := prompt_shapes(config, decoder, kv_cache):
         sequences = max(shape.sequences for shape in shapes)
         graphs += captured_bytes(shapes[0].rows, sequences, len(shapes))
+    runner.close()
     kv_cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

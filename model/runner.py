@@ -16,7 +16,7 @@ from torch import Tensor
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
-from twostroke.model.cache.kv_cache import KVCache, layer_announcing
+from twostroke.model.cache.kv_cache import KVCache, StepAnnouncements, blocking_event, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
@@ -113,6 +113,25 @@ class SilentStep(LaunchedStep):
 
 
 @dataclass(frozen=True)
+class AnnouncedStep(LaunchedStep):
+    """A step whose layers a LayerAnnouncer tells of: it has not ended before they are told."""
+
+    step: LaunchedStep
+    announcements: StepAnnouncements
+    is_done: ClassVar[bool] = False
+
+    def result(self) -> list[SampledToken | None]:
+        self.announcements.result()
+        return self.step.result()
+
+    def peek(self) -> list[SampledToken | None]:
+        return self.step.peek()
+
+    def on_device(self) -> Tensor | None:
+        return self.step.on_device()
+
+
+@dataclass(frozen=True)
 class StepOnDevice(LaunchedStep):
     """A step whose tokens are under way."""
 
@@ -180,6 +199,7 @@ class ModelRunner:
             self._pipeline = PipelinedSteps(decoder, kv_cache, self._parallel.link)
         self._masks = MaskFiller(decoder.vocab_size)
         self._device = kv_cache.tensors[0].device
+        self._announcer = layer_announcer(self._device)
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
 
     @property
@@ -207,7 +227,11 @@ class ModelRunner:
             raise ValueError("experts are to be copied, and there are no slots for copies")
         self._expert_slots.arrange(order)
 
-    @torch.inference_mode()
+    def close(self) -> None:
+        """End the runner's threads; its steps have ended."""
+        if self._announcer is not None:
+            self._announcer.close()
+
     def launch(
         self,
         batch: Sequence[SequenceStep],
@@ -217,8 +241,18 @@ class ModelRunner:
         """Begin a step after `earlier`, the one before it. Raises ValueError as `check_batch` does.
 
         Where the sampler need not be waited for and no log-probabilities are asked for, the step may still be under way
-        on the device when this returns.
+        on the device when this returns, and layers may still be announced.
         """
+        if on_layer is None or self._announcer is None:
+            return self._launch(batch, on_layer, earlier)
+        announcements = self._announcer.step(on_layer)
+        step = self._launch(batch, announcements.announce, earlier)
+        return AnnouncedStep(step.tokens, step, announcements)
+
+    @torch.inference_mode()
+    def _launch(
+        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, earlier: LaunchedStep | None
+    ) -> LaunchedStep:
         if self._expert_hits is not None:
             self._expert_hits.copy()
         # Who has no embedding needs no tokens.
@@ -229,7 +263,7 @@ class ModelRunner:
         elif follows and earlier is not None:
             drawn = earlier.on_device()
         if follows and drawn is None:
-            batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
+            batch = with_drawn_tokens(batch, () if earlier is None else earlier.peek())
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self.groups)
         if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
@@ -253,7 +287,7 @@ class ModelRunner:
         if self._prompt_graphs is not None and all(step.reading is None for step in steps):
             logits = self._prompt_graphs.logits(steps, drawing, drawn)
             if logits is not None:
-                self._announce_all(on_layer)
+                self._announce_all(on_layer)  # they are there once all of the graph has run
                 return self._sample(logits, batch, [order[i] for i in drawing], earlier)
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
@@ -294,11 +328,9 @@ class ModelRunner:
         return self._sample(self._decoder.logits(torch.cat(rows)), batch, entries, earlier)
 
     def _announce_all(self, on_layer: OnLayer | None) -> None:
-        """Tell of all layers once what was launched has run."""
-        with layer_announcing(on_layer, self._device) as announce:
-            if announce is not None:
-                for layer in range(self._kv_cache.layout.num_layers):
-                    announce(layer)
+        if on_layer is not None:
+            for layer in range(self._kv_cache.layout.num_layers):
+                on_layer(layer)
 
     def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
         """What reads all prompts that are to be read off the step's hidden states; None where there are none."""
@@ -358,7 +390,9 @@ class ModelRunner:
         tokens: list[SampledToken | None] = [None] * count
         if self._device.type != "cuda":
             return LaunchedStep(tokens)
-        return SilentStep(tokens, torch.cuda.current_stream(self._device).record_event(), self._device)
+        computed = blocking_event()
+        computed.record(torch.cuda.current_stream(self._device))
+        return SilentStep(tokens, computed, self._device)
 
     def _sample(
         self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int], earlier: LaunchedStep | None
@@ -378,11 +412,13 @@ class ModelRunner:
             return self._silent(len(batch))
         positions = [step.start + len(step.token_ids) for step in drawing]
         masks = None
-        if any(draw.constraint is not None for draw in draws):
+        if any(draw.constraint is not None or draw.counts is not None for draw in draws):
             # On a GPU the model runs meanwhile; only the step before it must have drawn.
             if earlier is not None and any(step.follows is not None for step in drawing):
                 drawing = list(with_drawn_tokens(drawing, earlier.peek()))
-            masks = self._masks.fill(draws, positions, [step.token_ids[-1] for step in drawing])
+            last_tokens = [step.token_ids[-1] for step in drawing]
+            draws = [draw.settled(*before) for draw, *before in zip(draws, last_tokens, positions, strict=True)]
+            masks = self._masks.fill(draws, positions, last_tokens)
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
             return self._drawn(self._sampler.launch(logits, draws, positions, masks), batch, entries)
         return self._drawn(self._sampler.sample(logits, draws, positions, masks), batch, entries)

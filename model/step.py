@@ -34,11 +34,11 @@ class Draw(msgspec.Struct, frozen=True):
 
     sampling: SamplingParams
     # All token ids so far, prompt first, for the penalties. It may grow meanwhile, and lacks the token of an entry that
-    # `follows`: a draw with penalties is never part of such an entry.
+    # `follows`: see `settled`.
     history: Sequence[int]
     num_prompt_tokens: int  # how many of `history` are the prompt
     forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
-    counts: "TokenCounts | None" = None  # of `history`, where penalties need them; None: counted when they are needed
+    counts: "TokenCounts | None" = None  # where penalties need them; None: counted when needed, and it follows no entry
     constraint: "Constraint | None" = None  # what the output is held to
     fault: "RowFault | None" = None  # where to note what fails of this row alone; None: it fails the step
 
@@ -65,6 +65,18 @@ class Draw(msgspec.Struct, frozen=True):
             or self.constraint is not None
         )
 
+    def settled(self, last_token: int, position: int) -> "Draw":
+        """This draw at `position`, with `last_token` right before it: what penalties are made of is complete.
+
+        For the engine, at the launch: the token may have been under way when the step was scheduled.
+        """
+        if self.counts is None:
+            return self
+        self.counts.advance(self.history, last_token, position)
+        if not any(len(word) > 1 for word in self.sampling.bad_words):
+            return self
+        return msgspec.structs.replace(self, history=[*self.history[: position - 1], last_token])
+
 
 def is_penalised(sampling: SamplingParams) -> bool:
     """Whether draws depend on what occurred before."""
@@ -79,7 +91,8 @@ def is_penalised(sampling: SamplingParams) -> bool:
 class TokenCounts:
     """How often each token occurs in a request, kept up to date token by token: what penalties are made of.
 
-    Counting a long history anew for each drawn token would cost more than the step's sampling does.
+    Counting a long history anew for each drawn token would cost more than the step's sampling does. The engine advances
+    it, as a Constraint: so the next step can be scheduled while a token is being drawn.
     """
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int):
@@ -88,19 +101,27 @@ class TokenCounts:
         self._ids, places = np.unique(tokens, return_inverse=True)
         self._output_counts = np.bincount(places[num_prompt_tokens:], minlength=len(self._ids)).astype(np.int64)
         self._num_ids = len(self._ids)  # the arrays may be longer
+        self._num_tokens = len(tokens)  # that are counted
         self._place = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Each token of prompt and output once, in no particular order. A view: only good until the next `append`."""
+        """Each token of prompt and output once, in no particular order. A view: only good until the next `advance`."""
         return self._ids[: self._num_ids]
 
     @property
     def output_counts(self) -> NDArray[np.int64]:
-        """How often each of `ids` occurs among the output tokens. A view: only good until the next `append`."""
+        """How often each of `ids` occurs among the output tokens. A view: only good until the next `advance`."""
         return self._output_counts[: self._num_ids]
 
-    def append(self, token_id: int) -> None:
+    def advance(self, history: Sequence[int], last_token: int, position: int) -> None:
+        """Count all tokens before `position`. `last_token` stands right before it; `history` has those before that."""
+        if position > self._num_tokens:
+            for token_id in (*history[self._num_tokens : position - 1], last_token):
+                self._append(token_id)
+            self._num_tokens = position
+
+    def _append(self, token_id: int) -> None:
         """Count one more output token."""
         place = self._place.get(token_id)
         if place is None:

@@ -12,3 +12,6 @@ class PrefillConfig(WorkerConfig):
     just come wait longer."""
     max_batch: Count = 32
     """Prompts that share a step."""
+    run_ahead: bool = True
+    """Whether a step is scheduled shortly before the one before it is expected to end, so that the engine never waits
+    for the event loop."""

@@ -63,10 +63,12 @@ class PrefillScheduler(Scheduler[PrefillJob]):
     def schedule(self) -> ScheduledStep[PrefillJob]:
         """Decide the next step: in the order of their turns prompts get tokens, and are admitted while those last.
 
-        Marks the jobs as in a step; `complete` or `abandon` must follow before the next call.
+        A step may be under way: prompts that it does not end go on behind it. Marks the jobs as in a step; `complete`
+        or `abandon` must follow for each step, in order, and for all but one of them before the next call.
         """
         budget = PromptBudget(self._config.max_step_tokens)
-        entries = self._give_chunks(self._running, self._config.max_batch, budget)
+        unended = [job for job in self._running if not job.num_drawing]
+        entries = self._give_chunks(unended, self._config.max_batch, budget)
         return ScheduledStep(tuple(entries), self._take_admitted())
 
     def begin_sending(self, job: PrefillJob) -> None:

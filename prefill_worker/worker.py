@@ -53,7 +53,7 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
 
     def __init__(self, config: PrefillConfig, equipment: Equipment):
         scheduler = PrefillScheduler(equipment.pool, config, equipment.max_context)
-        super().__init__(config, equipment, scheduler, StepCostFit(equipment.expert_share))
+        super().__init__(config, equipment, scheduler, StepCostFit(equipment.expert_share), runs_ahead=config.run_ahead)
         self._layers = equipment.store.layout.layers_of(equipment.store.rank)
 
     async def prefill(

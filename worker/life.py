@@ -216,6 +216,11 @@ class StepsUnderWay(Generic[StepT]):
         return len(self._steps)
 
     @property
+    def first(self) -> StepT:
+        """The one that runs. There must be one."""
+        return self._steps[0]
+
+    @property
     def last(self) -> StepT | None:
         """The one that another step would have to wait for."""
         return self._steps[-1] if self._steps else None
@@ -233,6 +238,13 @@ class StepsUnderWay(Generic[StepT]):
         self._steps.append(step)
         self._results.append(asyncio.create_task(self._engine.step(batch, on_layer, copies), name="engine step"))
         await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on thinking
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Wait until the step that runs has ended, or has run for so many seconds; whether it has ended."""
+        left = self._began + seconds - self._clock()
+        if left > 0:
+            await asyncio.wait(self._results[:1], timeout=left)
+        return self._results[0].done()
 
     async def first_ended(self) -> EndedStep[StepT]:
         """Wait for the step that runs. Raises what the engine raises, which then does nothing more."""

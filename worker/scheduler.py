@@ -303,7 +303,9 @@ class Scheduler(ABC, Generic[JobT]):
 
         def give_chunk(job: JobT, most: int) -> None:
             if job.phase is Phase.RUNNING and (job in chunks or len(chunks) < num_places):
-                wanted = min(job.num_unscheduled - chunks[job], most)
+                # Behind a chunk under way, windows may have come no further than that.
+                held = job.sequence.num_held - job.num_scheduled
+                wanted = min(min(job.num_unscheduled, held) - chunks[job], most)
                 if num_tokens := budget.take(wanted, job.num_scheduled + chunks[job]):
                     chunks[job] += num_tokens
                     self._given[job.request.promise] += num_tokens

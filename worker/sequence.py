@@ -75,6 +75,11 @@ class SequenceState:
         """Of the block table."""
         return len(self.block_ids) // self.groups.count
 
+    @property
+    def num_held(self) -> int:
+        """How many tokens, from the first on, have blocks; of windows' groups, those that they have come to."""
+        return min([self.num_rows, *[end for _, end in self._held.values()]]) * self.block_size
+
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks to allocate before the next `num_tokens` uncomputed tokens fit; 0 where they fit already."""
         rows = -(-(self.num_computed + num_tokens) // self.block_size)
@@ -167,8 +172,6 @@ class SequenceState:
     def append(self, token_id: int) -> None:
         """Add a drawn (or received) token; its KV is not computed yet."""
         self.token_ids.append(token_id)
-        if self._token_counts is not None:
-            self._token_counts.append(token_id)
 
     def reset(self, pool: BlockPool) -> None:
         """Give all blocks back: for preemption (to be computed again, prompt and outputs) and for every ending.
@@ -187,8 +190,7 @@ class SequenceState:
 
         While earlier steps of this sequence are under way, `start` is where the last of them ends; and if it draws,
         `follows` is its index in its batch: what it draws is then the one token of this step.
-        The step refers to this sequence's own lists: until the engine is done with it, they may only grow, and nothing
-        may be appended to `token_ids` where `counts` are given.
+        The step refers to this sequence's own lists: until the engine is done with it, they may only grow.
         Raises ValueError where there are fewer tokens, or blocks for fewer.
         """
         start = self.num_computed if start is None else start
@@ -196,7 +198,7 @@ class SequenceState:
         end, last = start + num_tokens, len(self.token_ids) + num_drawn
         if not 1 <= num_tokens <= last - start or num_drawn * num_tokens > 1:
             raise ValueError(f"{num_tokens} tokens asked for, {last - start} left to compute")
-        if end > min([self.num_rows, *[held for _, held in self._held.values()]]) * self.block_size:
+        if end > self.num_held:
             raise ValueError(f"{len(self.block_ids)} blocks don't hold {end} tokens")
         draw = None
         if end == last:

@@ -131,6 +131,10 @@ class WorkerCounters:
 
 _UNREAD = ReadingParams()
 
+AHEAD_S = 0.005
+"""How long before its expected end a step with prompts has the next one scheduled behind it. Enough for the event loop
+and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
+
 CallT = TypeVar("CallT", bound=WorkerCall[Any, Any])
 
 
@@ -324,9 +328,22 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Have the engine run the next step, and where it can, know the one after that; False where there is none."""
         if not self._under_way:
             await self._begin_next()
-        if self._under_way and self._runs_ahead:
+        if self._under_way and self._runs_ahead and await self._nears_its_end():
             await self._begin_next()
         return bool(self._under_way)
+
+    async def _nears_its_end(self) -> bool:
+        """Wait until it is time to schedule behind the step that runs; False where that ends before.
+
+        A step of decodes is short: it is time at once. Prompts take long, and so do steps of unknown costs.
+        """
+        content = StepContent.of([entry.step for entry in self._under_way.first.entries])
+        if not content.prompt_tokens:
+            return True
+        costs = self._costs.costs()
+        if costs is None:
+            return False
+        return not await self._under_way.ends_within(content.expected_s(costs) - AHEAD_S)
 
     async def _begin_next(self) -> None:
         step = self._decide()

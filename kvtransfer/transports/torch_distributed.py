@@ -330,7 +330,10 @@ class GroupLink:
             await asyncio.to_thread(self._break_group)
 
     async def ended(self) -> None:
-        """Wait until the threads have ended: after `close`, for an operation's time-out at most."""
+        """Wait until the threads have ended: after `close`, for an operation's time-out at most.
+
+        NCCL's groups keep to that because NCCL_ENVIRONMENT forgoes dumps, for which torch would wait a minute more.
+        """
         if self._closing is not None:
             await asyncio.wait([self._closing])
             self._waiting.shutdown()  # it has nothing left to do but to return

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
-from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelConfig, Routing
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.tensor_parallel import TensorParallel
@@ -198,30 +197,29 @@ class Decoder:
         on_layer: OnLayer | None,
     ) -> Tensor | None:
         """As `run_layers`; normalised behind the last layer where there is a norm."""
-        with layer_announcing(on_layer, kv_tensors[0].device) as announce:
-            backend, layers = self._backend, self._weights.layers
-            first_norm = layers[0].input_norm
-            x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
-            for index, layer in enumerate(layers):
-                layout = layouts[self._groups.of_layer[index]]
-                kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
-                q = self._write_kv(x, layer, kv_layer, layout)
-                if announce is not None:  # on CUDA the write is launched
-                    announce(self._model_layers[index])
-                is_last = index == len(layers) - 1
-                if is_last and read is not None:
-                    if read.rows.numel() == 0:
-                        return None
-                    q, residual = q[read.rows], residual[read.rows]
-                    layout = layout.of_last_tokens(read)
-                if isinstance(layer.qkv, LatentWeights):
-                    x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
-                else:
-                    x = backend.attention(q, kv_layer, layout, layer.attention)
-                x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
-                x, is_whole = self._feed_forward(x, layer)
-                following = final_norm if is_last else layers[index + 1].input_norm
-                x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
+        backend, layers = self._backend, self._weights.layers
+        first_norm = layers[0].input_norm
+        x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
+        for index, layer in enumerate(layers):
+            layout = layouts[self._groups.of_layer[index]]
+            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
+            q = self._write_kv(x, layer, kv_layer, layout)
+            if on_layer is not None:  # on CUDA the write is launched
+                on_layer(self._model_layers[index])
+            is_last = index == len(layers) - 1
+            if is_last and read is not None:
+                if read.rows.numel() == 0:
+                    return None
+                q, residual = q[read.rows], residual[read.rows]
+                layout = layout.of_last_tokens(read)
+            if isinstance(layer.qkv, LatentWeights):
+                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
+            else:
+                x = backend.attention(q, kv_layer, layout, layer.attention)
+            x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
+            x, is_whole = self._feed_forward(x, layer)
+            following = final_norm if is_last else layers[index + 1].input_norm
+            x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
         return x
 
     def _write_kv(self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, layout: BatchLayout) -> Tensor:

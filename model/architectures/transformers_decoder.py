@@ -21,7 +21,6 @@ from transformers import AttentionInterface
 from twostroke.model.architectures.rope import cos_sin_table
 from twostroke.model.backend import AttentionForm, Backend, Linear, LoadOptions
 from twostroke.model.batch import StepInput
-from twostroke.model.cache.kv_cache import layer_announcing
 from twostroke.model.config import ModelShape
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import OnLayer
@@ -256,18 +255,17 @@ class TransformersDecoder:
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """As StepDecoder.forward. The last layer computes all of its rows."""
         rows, positions = step.drawing.rows, step.layouts[0].positions
-        with layer_announcing(on_layer, step.kv_tensors[0].device) as announce:
-            self._step, self._on_layer = step, announce
-            if step.on_hidden is None:
-                logits = _logits(self._model, step.token_ids, positions, rows)
-            else:
-                self._below = self._model.base_model(
-                    input_ids=step.token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
-                )
-                step.on_hidden(hidden := self._below.last_hidden_state[0])
-                logits = self.logits(hidden[rows])
-                self._below = None
-            self._step = None
+        self._step, self._on_layer = step, on_layer
+        if step.on_hidden is None:
+            logits = _logits(self._model, step.token_ids, positions, rows)
+        else:
+            self._below = self._model.base_model(
+                input_ids=step.token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+            )
+            step.on_hidden(hidden := self._below.last_hidden_state[0])
+            logits = self.logits(hidden[rows])
+            self._below = None
+        self._step = None
         return logits.float() if rows.numel() else None
 
     def logits(self, hidden: Tensor) -> Tensor:

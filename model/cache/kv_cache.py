@@ -10,8 +10,8 @@ memfd has no name, so a killed process leaves nothing behind, and no mount limit
 /dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
 meet a SIGBUS, and nobody but its maker ever writes into it.
 
-`layer_announcing` tells of layers whose KV is in the cache, on a GPU while it computes on: the step's thread waits for
-none of them.
+A LayerAnnouncer tells of layers whose KV is in a GPU's cache, while the GPU computes on: the thread that launches steps
+waits for none of them.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 64 * 1024 * 1024  # allocated at a time: a signal undoes the piece under way
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1, not among fcntl's names
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
+
+
+class Waited(Protocol):
+    """An event of a device."""
+
+    def synchronize(self) -> None:
+        """Return once the event has come."""
 
 
 class KVCache:
@@ -194,43 +202,71 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
     return fd, memory
 
 
-@contextlib.contextmanager
-def layer_announcer(
-    on_layer: Callable[[int], None], begin: Callable[[], None]
-) -> Iterator[Callable[[int, torch.cuda.Event], None]]:
-    """Gives what takes each layer, in order, with an event that was recorded after the launch that writes its KV.
+class LayerAnnouncer:
+    """Tells of layers whose KV a GPU has written, on a thread of its own that lives from step to step.
 
-    `on_layer(i)` is called on a thread of its own, in order, once layer i's event has come; `begin` is called first
-    there: a thread has a current GPU of its own. When the context is left, every call has been made, and the thread has
-    ended. An error of a call, or of the device, is raised there, after which no further layer is announced.
+    So the thread that launches a step waits for none of its layers. For the use of that one thread.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="layer-announcer") as thread:
-        last = thread.submit(begin)
 
-        def tell(before: Future[None], layer: int, event: torch.cuda.Event) -> None:
-            before.result()  # its error is this one's, too
-            event.synchronize()
-            on_layer(layer)
+    def __init__(self, begin: Callable[[], None], record: Callable[[], Waited]):
+        """`begin` is called first on the announcer's thread. `record` gives an event of what is launched so far."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
+        self._begun = self._thread.submit(begin)
+        self._record = record
 
-        def announce(layer: int, event: torch.cuda.Event) -> None:
-            nonlocal last
-            last = thread.submit(tell, last, layer, event)
+    def step(self, on_layer: Callable[[int], None]) -> "StepAnnouncements":
+        """The announcements of the step that is about to be launched."""
+        return StepAnnouncements(self._thread, self._begun, self._record, on_layer)
 
-        yield announce
-    last.result()
+    def close(self) -> None:
+        """End the thread, once what was announced so far has been told."""
+        self._thread.shutdown(wait=True)
 
 
-@contextlib.contextmanager
-def layer_announcing(
-    on_layer: Callable[[int], None] | None, device: torch.device
-) -> Iterator[Callable[[int], None] | None]:
-    """Gives what a step on `device` calls, in order, with each layer whose KV it has written, or on CUDA launched the
-    write of: `on_layer(i)` is then called, on CUDA by another thread, and when the context is left, all calls are made.
-    None where nobody is to be told.
-    """
-    if on_layer is None or device.type != "cuda":
-        yield on_layer
-        return
-    stream = torch.cuda.current_stream(device)
-    with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
-        yield lambda layer: announce(layer, stream.record_event())
+class StepAnnouncements:
+    """Those of one step: `on_layer(i)` is called in the order of the layers, each once its event has come."""
+
+    def __init__(
+        self,
+        thread: ThreadPoolExecutor,
+        begun: "Future[None]",
+        record: Callable[[], Waited],
+        on_layer: Callable[[int], None],
+    ):
+        self._thread = thread
+        self._record = record
+        self._on_layer = on_layer
+        self._last = begun
+
+    def announce(self, layer: int) -> None:
+        """What writes the layer's KV has just been launched. Never waits."""
+        self._last = self._thread.submit(self._tell, self._last, layer, self._record())
+
+    def result(self) -> None:
+        """Wait until all that was announced has been told. Raises the first error of a call, or of the device, after
+        which no further layer of the step is told."""
+        self._last.result()
+
+    def _tell(self, before: "Future[None]", layer: int, event: Waited) -> None:
+        before.result()  # its error is this one's, too
+        event.synchronize()
+        self._on_layer(layer)
+
+
+def layer_announcer(device: torch.device) -> LayerAnnouncer | None:
+    """The announcer of an engine on `device`; None on CPUs, where a layer's KV is written when its call returns."""
+    if device.type != "cuda":
+        return None
+
+    def record() -> torch.cuda.Event:
+        event = blocking_event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return LayerAnnouncer(partial(torch.cuda.set_device, device), record)
+
+
+def blocking_event() -> torch.cuda.Event:
+    """An event whose waiters sleep. By default they spin, and a step of milliseconds would take one core from the
+    event loop and from the thread that launches the next step."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
+from twostroke.model.cache.kv_cache import blocking_event
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
@@ -106,7 +107,9 @@ class DeviceSampler:
             return DrawnTokens(drawn[0], drawn, None, self, draws)
         on_host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(drawn, non_blocking=True)
-        return DrawnTokens(drawn[0], on_host, torch.cuda.current_stream(self._device).record_event(), self, draws)
+        arrived = blocking_event()
+        arrived.record(torch.cuda.current_stream(self._device))
+        return DrawnTokens(drawn[0], on_host, arrived, self, draws)
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
         """All fields travel in one copy out of pinned memory.

@@ -151,6 +151,19 @@ class SingleRank:
 GROUP_TIMEOUT_S = 300.0
 """How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""
 JOIN_S = 5.0
+NCCL_ENVIRONMENT = {
+    # By default torch ends the process once an operation fails or is too long under way: a dead peer would take this
+    # worker along. Whoever has the group aborts it instead.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Its watchdog signals a dump all the same, and the monitor of the process's first group, which waits for the dump,
+    # ends the process eight minutes later.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # The watchdog of a group with a failed operation sleeps four times as long, by default a minute, and whoever aborts
+    # the group waits for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+"""What torch reads when a group of NCCL is made, some of it with the process's first one alone."""
 
 
 def listening_store(host: str, timeout_s: float) -> tuple[Any, int]:
@@ -167,9 +180,7 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
     Torch's stubs know neither gloo's options nor a backend's operations.
     """
     if gloo_host is None:
-        # Read when a group is made. By default torch ends the process once an operation fails or is too long under way:
-        # a dead peer would take this worker along. Whoever has the group aborts it instead.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ.update(NCCL_ENVIRONMENT)
         NCCL_LOG.begin()
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=timeout_s)

@@ -44,13 +44,40 @@ def test_a_decode_follows_its_own_entry_wherever_that_stands():
     assert shape(rig.scheduler.schedule(first)) == [(1, 1, 1), (2, 3, None)], "the first ends, and leaves its place"
 
 
-def test_nothing_is_scheduled_while_prompts_are_computed():
+def test_a_prompts_next_chunk_and_its_first_token_are_scheduled_while_a_chunk_is_computed():
     rig = Rig(max_step_tokens=8)
-    rig.add(18, 5)
+    job = rig.add(18, 5)
     steps = [rig.schedule()]
-    assert rig.scheduler.schedule(steps[0]).entries == ()
-    rig.end(steps[0])
-    assert shape(rig.schedule()) == [(0, 8, None)]
+    for _ in range(4):
+        steps.append(rig.scheduler.schedule(steps[-1]))
+        rig.end(steps[-2])
+    assert [shape(step) for step in steps] == [
+        [(0, 8, None)],
+        [(0, 8, None)],
+        [(0, 2, None)],
+        [(0, 1, 0)],
+        [(0, 1, 0)],
+    ]
+    assert [entry.step.start for step in steps for entry in step.entries] == [0, 8, 16, 18, 19]
+    assert arrivals(rig, steps[-1]) == [0]
+    assert job.sequence.num_output_tokens == 3
+
+
+def test_decodes_go_on_beside_a_prompt_that_is_computed_ahead():
+    rig = Rig(max_step_tokens=8)
+    rig.add(3, 20)
+    rig.end(rig.schedule())
+    rig.add(12, 20)
+    first = rig.schedule()
+    second = rig.scheduler.schedule(first)
+    third = rig.scheduler.schedule(second) if rig.end(first) else None
+    assert third is not None
+    assert [shape(step) for step in (first, second, third)] == [
+        [(0, 1, None), (1, 7, None)],
+        [(0, 1, 0), (1, 5, None)],
+        [(0, 1, 0), (1, 1, 1)],
+    ]
+    assert arrivals(rig, second) == arrivals(rig, third) == [0, 1]
 
 
 def test_a_request_whose_last_token_is_being_drawn_is_in_no_further_step():
@@ -113,16 +140,21 @@ def test_where_somebody_must_give_way_nothing_is_scheduled_ahead():
     assert young.phase is Phase.WAITING
 
 
-def test_a_draw_with_penalties_is_waited_for_by_all():
+def test_a_draw_with_penalties_runs_ahead_and_lets_the_engine_settle_what_it_depends_on():
     rig = Rig()
-    rig.add(3, 5)
-    rig.add(3, max_tokens=3, sampling=SamplingParams(presence_penalty=0.5))
+    job = rig.add(3, 5, sampling=SamplingParams(presence_penalty=0.5))
     rig.end(rig.schedule())
     first = rig.schedule()
-    assert rig.scheduler.schedule(first).entries == ()
+    second = rig.scheduler.schedule(first)
+    assert shape(second) == [(0, 1, 0)]
+    draw = second.entries[0].step.draw
+    assert draw is not None
+    assert draw.counts is not None
+    told = dict(zip(draw.counts.ids.tolist(), draw.counts.output_counts.tolist(), strict=True))
     rig.end(first)
-    second = rig.schedule()
-    assert shape(rig.scheduler.schedule(second)) == [(0, 1, 0)], "now it draws its last"
+    assert dict(zip(draw.counts.ids.tolist(), draw.counts.output_counts.tolist(), strict=True)) == told
+    assert draw.settled(7, job.num_scheduled).counts is draw.counts
+    assert draw.counts.output_counts[draw.counts.ids == 7] == 2
 
 
 def test_newcomers_are_admitted_ahead_too():

@@ -152,10 +152,13 @@ def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> 
         with torch.cuda.stream(side):  # a stream that waits for nobody
             seen.append(float(values[layer].min()))
 
-    stream = torch.cuda.current_stream()
-    with layer_announcer(on_layer, lambda: None) as announce:
-        for layer, value in enumerate(values):
-            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-            value.fill_(layer + 1)
-            announce(layer, stream.record_event())
+    announcer = layer_announcer(torch.device("cuda", torch.cuda.current_device()))
+    assert announcer is not None
+    step = announcer.step(on_layer)
+    for layer, value in enumerate(values):
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        value.fill_(layer + 1)
+        step.announce(layer)
+    step.result()
+    announcer.close()
     assert seen == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

@@ -126,11 +126,11 @@ def test_every_split_has_columns_and_room_in_the_workspace(target: Target) -> No
 
 
 def test_few_rows_are_split_and_many_are_not() -> None:
-    config = GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2)
-    assert with_splits(config, H100, rows=256, columns=4096, row_bytes=8192).splits == 8
-    assert with_splits(config, H100, rows=4096, columns=4096, row_bytes=8192).splits == 1
-    assert with_splits(config, H100, rows=6144, columns=4096, row_bytes=8192).splits == 1  # 3 each of nearly all
-    assert with_splits(config, H100, rows=128256, columns=4096, row_bytes=8192).splits == 1
+    config = GemmConfig(16, 64, 128, num_warps=4, num_stages=6, fill=0.7)  # 92 programs on 132 multiprocessors
+    found = [with_splits(config, H100, rows, 4096).splits for rows in (64, 256, 2048, 4096, 6144, 128256)]
+    assert found == [8, 8, 4, 2, 1, 1]
+    assert with_splits(config, H100, rows=64, columns=256).splits == 2  # a step each
+    assert with_splits(replace(config, fill=2.0), H100, rows=6144, columns=4096).splits == 4
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)

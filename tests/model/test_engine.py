@@ -35,6 +35,7 @@ class FakeRunner:
         self.threads: set[str] = set()
         self.error: Exception | None = None
         self.num_broken_rows = 2
+        self.is_closed = False
 
     def launch(
         self,
@@ -55,6 +56,9 @@ class FakeRunner:
             on_layer(1)
         self.ran.append(batch)
         return LaunchedStep([SampledToken(len(self.ran))])
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -165,6 +169,8 @@ class LaunchingRunner:
         self.launched[index].set()
         return self._steps[index]
 
+    def close(self) -> None: ...
+
 
 async def test_a_step_is_launched_while_the_device_has_still_to_end_the_one_before(engine_of: Any) -> None:
     runner = LaunchingRunner([5, 6])
@@ -217,6 +223,7 @@ async def test_closing_waits_for_the_step_under_way_and_ends_the_thread(
     await closing
     assert await step == [SampledToken(1)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+    assert runner.is_closed
     with pytest.raises(RuntimeError):
         await engine.step(BATCH)
 

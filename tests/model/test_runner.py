@@ -1,5 +1,7 @@
 """From sequence steps to tensors and back: layouts, order of results, and batches that can't be right."""
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +10,14 @@ from torch import Tensor
 
 from tests.model.conftest import make_decoder
 from twostroke.model.batch import make_layout
+from twostroke.model.cache.kv_cache import LayerAnnouncer
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.protocol.requests import SampledToken, SamplingParams
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.sequence import SequenceState, WorkerJob
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,10 +96,106 @@ def test_a_step_asks_nothing_of_the_one_before_that_nobody_follows(model: tuple[
         runner.launch([SequenceStep([8], 0, [1], draw(), follows=0)], earlier=Unfinished())
 
 
+class LaunchingSampler(Sampler):
+    """As a GPU's: the host learns what was drawn only when it asks for it."""
+
+    def launch(self, logits: Tensor, draws: Any, positions: Any, masks: Any = None) -> Any:
+        tokens = torch.tensor([token.token_id for token in self.sample(logits, draws, positions, masks)])
+        return SimpleNamespace(tokens=tokens, wait=tokens.tolist, collect=tokens.tolist)
+
+
+@pytest.mark.parametrize("sampler", [Sampler, LaunchingSampler])
+def test_rows_with_penalties_draw_the_same_while_the_token_before_is_under_way(
+    sampler: type[Sampler], write_checkpoint: Any
+) -> None:
+    """Prompts and answers, scheduled as workers do: ahead of what is drawn, and one step after the other."""
+    decoder, cache = make_decoder(write_checkpoint(seed=5), CpuBackend(), num_blocks=16, block_size=4, max_context=64)
+    runner = ModelRunner(decoder, sampler(decoder.vocab_size), cache, max_context=64)
+    sampling = SamplingParams(
+        temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.4, bad_words=((7, 8), (9, 9))
+    )
+    answers = []
+    for is_ahead in (False, True):
+        pool = BlockPool(16, 4)
+        requests = [GenerateRequest(f"{i}", "router", (5 + i, 6, 7), 3, sampling, 40) for i in range(2)]
+        jobs = [WorkerJob(SequenceState(request, 4), 0.0) for request in requests]
+        launched: list[tuple[list[Any], Any]] = []
+        for number in range(20):
+            entries = []
+            for index, job in enumerate(jobs):
+                follows = index if number and is_ahead else None
+                num_tokens = 3 if number == 0 else 1
+                job.sequence.reserve(pool, job.num_under_way + num_tokens)
+                step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
+                job.begin_step(step)
+                entries.append(step)
+            launched.append((entries, runner.launch(entries, None, launched[-1][1] if launched else None)))
+            # Ahead, what the step before drew is only told now that this one is launched.
+            for _, ended in launched[-2:-1] if is_ahead else launched[-1:]:
+                for job, token in zip(jobs, ended.result(), strict=True):
+                    job.end_step()
+                    job.sequence.num_computed = len(job.sequence.token_ids)
+                    job.sequence.append(token.token_id)
+        answers.append([job.sequence.token_ids[:22] for job in jobs])
+        for job in jobs:
+            job.sequence.reset(pool)
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][0])) > 10, "penalties show"
+
+
 def test_layers_are_announced_in_order_even_when_nothing_is_drawn(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
     layers: list[int] = []
     assert model[0].run([SequenceStep([1, 2], 0, [0], None)], layers.append) == [None]
     assert layers == [0, 1]
+
+
+def test_a_step_is_launched_while_layers_of_the_one_before_are_to_come_and_ends_with_its_own(
+    model: tuple[ModelRunner, ArgmaxSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose events come when the test says so."""
+    runner, _ = model
+    events = [threading.Event() for _ in range(4)]
+    recorded = iter(events)
+
+    class Waited:
+        def __init__(self) -> None:
+            self._event = next(recorded)
+
+        def synchronize(self) -> None:
+            assert self._event.wait(30)
+
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner, "_announcer", LayerAnnouncer(lambda: None, Waited))
+    try:
+        prompts = [SequenceStep([1, 2], 0, [0], draw()), SequenceStep([3, 4], 0, [1], None)]
+        first = runner.launch(prompts[:1], lambda layer: told.append((0, layer)))
+        second = runner.launch(prompts[1:], lambda layer: told.append((1, layer)), first)
+        assert not first.is_done, "an engine must not take it as ended"
+        assert told == []
+        for event in events:
+            event.set()
+        assert second.result() == [None]
+        assert first.result() == runner.run(prompts[:1])
+        assert told == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    finally:
+        runner.close()
+
+
+def test_what_fails_behind_an_announced_layer_fails_the_step(
+    model: tuple[ModelRunner, ArgmaxSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal memory access")
+
+    runner, _ = model
+    monkeypatch.setattr(runner, "_announcer", LayerAnnouncer(lambda: None, Lost))
+    try:
+        launched = runner.launch([SequenceStep([1, 2], 0, [0], draw())], lambda layer: None)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            launched.result()
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize(

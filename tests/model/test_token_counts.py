@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 
 from twostroke.model.sampling.sampler import adjust
-from twostroke.model.step import Draw
+from twostroke.model.step import Draw, TokenCounts
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.sequence import SequenceState
@@ -49,6 +49,7 @@ def test_a_sequences_draws_are_penalised_to_the_bit_as_its_history_says(penaltie
         kept = sequence.step(sequence.num_uncomputed).draw
         assert kept is not None
         assert kept.counts is not None
+        kept = kept.settled(sequence.token_ids[-1], len(sequence.token_ids))
         row = draw.normal(0, 3, VOCAB).astype(np.float32)
         logits = torch.from_numpy(np.stack((row, row)))
         adjust(logits, [0, 1], [kept, Draw(sampling, tuple(sequence.token_ids), 45)])
@@ -57,6 +58,20 @@ def test_a_sequences_draws_are_penalised_to_the_bit_as_its_history_says(penaltie
         sequence.num_computed = len(sequence.token_ids)
         sequence.append(int(draw.integers(0, VOCAB)))
     sequence.reset(pool)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["the token is in the history", "it is under way"])
+def test_a_draw_ahead_takes_in_the_token_before_it_once(is_known: bool) -> None:
+    sampling = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, bad_words=((4, 5),))
+    history = [1, 2, 3]
+    counts = TokenCounts(history, 3)
+    if is_known:
+        history.append(4)
+    for _ in range(2):
+        draw = Draw(sampling, history, 3, counts=counts).settled(4, 4)
+        logits = torch.zeros(1, 8)
+        adjust(logits, [0], [draw])
+        assert logits[0].tolist() == [0, 0, 0, 0, -0.75, -np.inf, 0, 0]
 
 
 def test_a_request_without_penalties_counts_nothing() -> None:

@@ -28,6 +28,19 @@ def test_blocks_stay_until_they_are_sent() -> None:
     assert rig.run() == [(second, 16)]
 
 
+def test_a_prompt_goes_on_behind_its_chunk_under_way_until_one_ends_it() -> None:
+    rig = Rig("prefill", max_step_tokens=8)
+    long, short = rig.add(18), rig.add(4)
+    steps = [rig.schedule()]
+    for _ in range(3):
+        steps.append(rig.schedule())
+        rig.end(steps[-2])
+    assert [parts(step) for step in steps] == [[(long, 8)], [(long, 8)], [(long, 2), (short, 4)], []]
+    assert [entry.step.start for step in steps for entry in step.entries] == [0, 8, 16, 0]
+    rig.end(steps[-1])
+    assert rig.pool.owned_blocks == 0
+
+
 def test_a_full_batch_does_not_keep_a_higher_class_out() -> None:
     rig = Rig("prefill", max_batch=1)
     rig.add(40, promise=LOW)

@@ -130,8 +130,8 @@ class FakeEngine(Engine):
         for one in batch:
             if one.draw is not None and len(one.draw.history) != _end(one) - (one.follows is not None):
                 raise RuntimeError("a draw whose history is not what is computed")
-            if one.draw is not None and one.follows is not None and is_penalised(one.draw.sampling):
-                raise RuntimeError("a draw with penalties whose history is not known yet")
+            if one.draw is not None and is_penalised(one.draw.sampling) and one.draw.counts is None:
+                raise RuntimeError("a draw with penalties that nobody can settle")
         tables = [self._store.in_use(one.block_ids, one.start, _end(one)) for one in batch]
         grips = [self._store.grip(table) for table in tables]
         copied = [self._store.grip(copy.cache_blocks) for copy in copies]

@@ -10,6 +10,7 @@ from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.block_pool import BlockPool
@@ -57,8 +58,9 @@ class Rig:
         swap_blocks: int = 0,
         preemption: Preemption = "swap",
         costs: StepCosts | None = None,
+        groups: KVGroups = ONE_GROUP,
     ):
-        self.pool = BlockPool(num_blocks, BLOCK)
+        self.pool = BlockPool(num_blocks, BLOCK, groups)
         self.swapping = Swapping(HostMemory(swap_blocks) if swap_blocks else None, preemption, BLOCK)
         self.scheduler: Any
         common: dict[str, Any] = {

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.worker.scheduler_rig import Rig
 from tests.worker.test_sequence import request
 from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.protocol.blocks import BlockHash
@@ -69,6 +70,28 @@ def test_a_window_holds_no_more_than_itself_and_a_step() -> None:
     most, held = hold_prompt(groups, 100, SIZE, STEP)
     assert most == 25 + groups.most_rows(1, SIZE, STEP) == 25 + 6
     assert held == 25 + 3  # of tokens 91 to 99, which the next one attends to
+
+
+@pytest.mark.parametrize("windows", [(10, 0), (3, 0, 0), (7,)])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_chunk_behind_one_under_way_keeps_to_the_blocks_that_windows_have_come_to(
+    role: str, windows: tuple[int, ...]
+) -> None:
+    """And the first token is drawn from right behind the last chunk, which has come as far as a step can."""
+    rig = Rig(role, max_step_tokens=STEP, groups=group_layers(windows))
+    job = rig.add(50, max_tokens=2)
+    steps = [rig.schedule()]
+    while steps[-1].entries:
+        for entry in steps[-1].entries:
+            assert entry.step.start + len(entry.step.token_ids) <= job.sequence.num_held
+        steps.append(rig.scheduler.schedule(steps[-1]) if role == "decode" else rig.schedule())
+        rig.end(steps[-2])
+    told = [(entry.step.start, len(entry.step.token_ids)) for step in steps for entry in step.entries]
+    ends = [start + length for start, length in told]
+    assert [start for start, _ in told] == [0, *ends[:-1]], "each goes on where the one before it ends"
+    assert ends[-1] == (51 if role == "decode" else 50)
+    assert job.has_ended
+    assert rig.pool.owned_blocks == 0
 
 
 def named(pool: BlockPool, num_tokens: int) -> tuple[SequenceState, list[BlockHash]]:

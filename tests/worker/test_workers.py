@@ -11,6 +11,7 @@ from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, SampledToken, mint_ticket
+from twostroke.protocol.stats import StepCosts
 from twostroke.worker.life import MOST_BROKEN_REQUESTS
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
 
@@ -238,6 +239,30 @@ async def test_workers_learn_what_their_own_steps_cost(rig: Rig) -> None:
     content = StepContent(12, 72.0, 0, 0)
     predicted_s = stats.costs.base_s + stats.costs.prompt_s(content.prompt_tokens)
     assert mean_s / 3 < predicted_s < 3 * mean_s
+
+
+@of_both_roles(max_step_tokens=16)
+async def test_behind_prompts_the_next_step_is_scheduled_shortly_before_the_expected_end(rig: Rig) -> None:
+    """So that those who come meanwhile are in it: not while costs are not known, nor where the step ends before."""
+    rig.engine.slowness = 10.0  # a step of 16 tokens takes 26 ms
+    under_way = rig.worker._under_way
+    call = begin(rig.ask(a_request(32, "unknown costs", max_tokens=1)))
+    await asyncio.sleep(0.025)
+    assert len(under_way) == 1
+    await call
+    costs = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.0, row_s=0.0, context_s=0.0)
+    rig.worker._costs.costs = lambda: costs
+    call = begin(rig.ask(a_request(48, max_tokens=1, cache_salt=b"unlike those before")))
+    await asyncio.sleep(0.020)
+    assert len(under_way) == 1
+    late = begin(rig.ask(a_request(8, "late", max_tokens=1, cache_salt=b"another")))
+    await asyncio.sleep(0.002)
+    assert len(under_way) == 2
+    await asyncio.sleep(0.010)
+    assert len(under_way) == 1, "it runs, and is given its own time"
+    rig.engine.slowness = 1.0  # from here on steps end before they are expected to
+    await asyncio.gather(call, late)
+    assert rig.engine.num_steps_ahead == 1
 
 
 @of_both_roles()

@@ -17,6 +17,7 @@ from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import torch_distributed
 from twostroke.kvtransfer.transports.staging import HostStaging
 from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
+from twostroke.model.parallel.tensor_parallel import NCCL_ENVIRONMENT
 from twostroke.protocol.errors import ConnectionLost
 
 NAME = "torch_distributed"
@@ -96,7 +97,7 @@ async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None
 
 async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default torch ends the process whose operation fails; it reads the variable when a group is made."""
-    handling: list[str | None] = []
+    read: list[dict[str, str | None]] = []
     begun: list[str] = []
     aborted: list[str] = []
 
@@ -106,7 +107,7 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
 
         def __init__(self, *_: Any):
             begun.append("group")
-            handling.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            read.append({name: os.environ.get(name) for name in NCCL_ENVIRONMENT})
 
         def send(self, *_: Any) -> Any:
             raise RuntimeError("NCCL Error 6: remote process exited or there was a network error")
@@ -120,7 +121,8 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
         def warm_up(self) -> None:
             begun.append("warm-up")
 
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    for name in NCCL_ENVIRONMENT:
+        monkeypatch.setenv(name, "3")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", DeadPeersGroup, raising=False)
     make = torch_distributed.make_staging
     monkeypatch.setattr(torch_distributed, "make_staging", lambda store, cut: OnDevice(make(store, cut)))
@@ -131,7 +133,7 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
     with pytest.raises(ConnectionLost, match="remote process exited"):
         await sending.join(pending.params, cut)
     await sending.close()
-    assert handling == ["0"]
+    assert read == [NCCL_ENVIRONMENT]
     assert begun == ["warm-up", "group"], "no operation's time runs while kernels are compiled"
     assert aborted[-1:] == ["kv-group-wait_0"]
     await pending.close()

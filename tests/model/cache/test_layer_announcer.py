@@ -1,18 +1,22 @@
-"""Layers are announced in order, once their events have come, and all of them before the step goes on."""
+"""Layers are announced in order, once their events have come, and a step has not ended before all of its are."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
-from twostroke.model.cache.kv_cache import layer_announcer
+from twostroke.model.cache import kv_cache
+from twostroke.model.cache.kv_cache import LayerAnnouncer, layer_announcer
 
 
 class Gate:
     """An event that comes when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = False) -> None:
         self._opened = threading.Event()
+        if is_open:
+            self.open()
 
     def open(self) -> None:
         self._opened.set()
@@ -21,7 +25,23 @@ class Gate:
         assert self._opened.wait(20)
 
 
-def test_layers_are_announced_in_order_however_their_events_come() -> None:
+@pytest.fixture
+def announcer_of() -> Iterator[Callable[..., LayerAnnouncer]]:
+    """Makes an announcer whose events are these gates, one after the other; closes it."""
+    made: list[LayerAnnouncer] = []
+
+    def make(gates: list[Gate], begin: Callable[[], None] = lambda: None) -> LayerAnnouncer:
+        events = iter(gates)
+        made.append(LayerAnnouncer(begin, lambda: next(events)))
+        return made[-1]
+
+    yield make
+    for announcer in made:
+        announcer.close()
+    assert not any(thread.name.startswith("layer-announcer") for thread in threading.enumerate())
+
+
+def test_layers_are_announced_in_order_however_their_events_come(announcer_of: Callable[..., LayerAnnouncer]) -> None:
     called: list[int] = []
     reached = threading.Event()
 
@@ -30,48 +50,99 @@ def test_layers_are_announced_in_order_however_their_events_come() -> None:
         reached.set()
 
     gates = [Gate() for _ in range(4)]
-    with layer_announcer(on_layer, lambda: None) as announce:
-        for layer, gate in enumerate(gates):
-            announce(layer, gate)
-        gates[2].open()
-        gates[1].open()
-        assert called == []
-        gates[0].open()
-        assert reached.wait(20), "while the step goes on"
-        gates[3].open()
+    step = announcer_of(gates).step(on_layer)
+    for layer in range(4):
+        step.announce(layer)
+    gates[2].open()
+    gates[1].open()
+    assert called == []
+    gates[0].open()
+    assert reached.wait(20), "while the step goes on"
+    gates[3].open()
+    step.result()
     assert called == [0, 1, 2, 3]
 
 
-def announce_two(on_layer: Callable[[int], None], begin: Callable[[], None], error: Exception | None = None) -> None:
-    gate = Gate()
-    gate.open()
-    with layer_announcer(on_layer, begin) as announce:
-        announce(0, gate)
-        announce(1, gate)
-        if error is not None:
-            raise error
+def test_the_next_step_is_announced_on_the_same_thread_and_before_the_last_layer_of_this_one_has_come(
+    announcer_of: Callable[..., LayerAnnouncer],
+) -> None:
+    called: list[tuple[str, int]] = []
+    threads: set[str] = set()
+
+    def noting(step: str) -> Callable[[int], None]:
+        def on_layer(layer: int) -> None:
+            threads.add(threading.current_thread().name)
+            called.append((step, layer))
+
+        return on_layer
+
+    gates = [Gate() for _ in range(2)]
+    announcer = announcer_of(gates)
+    steps = [announcer.step(noting(name)) for name in ("first", "second")]
+    for step in steps:  # the second is launched, though nothing of the first has come
+        step.announce(0)
+    gates[1].open()
+    assert called == []
+    gates[0].open()
+    for step in steps:
+        step.result()
+    assert called == [("first", 0), ("second", 0)]
+    assert len(threads) == 1
 
 
-def test_an_error_ends_the_announcements_and_the_first_one_is_raised_by_the_step() -> None:
+def test_an_error_ends_a_steps_announcements_and_is_that_of_the_step(
+    announcer_of: Callable[..., LayerAnnouncer],
+) -> None:
     called: list[int] = []
-    began: list[str] = []
 
     def fail(layer: int) -> None:
         called.append(layer)
         raise KeyError(layer)
 
-    def begin() -> None:
-        began.append(threading.current_thread().name)
+    announcer = announcer_of([Gate(is_open=True) for _ in range(3)])
+    broken, sound = announcer.step(fail), announcer.step(called.append)
+    broken.announce(0)
+    broken.announce(1)
+    sound.announce(2)
+    with pytest.raises(KeyError, match="0"):
+        broken.result()
+    sound.result()
+    assert called == [0, 2]
 
-    def fail_to_begin() -> None:
+
+def test_a_thread_that_cannot_use_its_gpu_fails_each_step(announcer_of: Callable[..., LayerAnnouncer]) -> None:
+    def begin() -> None:
         raise RuntimeError("no such GPU")
 
-    with pytest.raises(KeyError):
-        announce_two(fail, begin)
-    with pytest.raises(ValueError, match="the step's"):
-        announce_two(fail, begin, ValueError("the step's"))
-    with pytest.raises(RuntimeError, match="no such GPU"):
-        announce_two(fail, fail_to_begin)
-    assert called == [0, 0]
-    assert all(name.startswith("layer-announcer") for name in began)
-    assert not any(thread.name.startswith("layer-announcer") for thread in threading.enumerate())
+    announcer = announcer_of([Gate(is_open=True)], begin)
+    step = announcer.step(lambda layer: None)
+    step.announce(0)
+    for one in (step, announcer.step(lambda layer: None)):
+        with pytest.raises(RuntimeError, match="no such GPU"):
+            one.result()
+
+
+def test_on_a_gpu_the_announcer_takes_that_gpu_and_sleeps_until_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, taken = torch.device("cuda", 3), []
+    made: list[dict[str, object]] = []
+
+    class Event(Gate):
+        def __init__(self, **options: object):
+            super().__init__(is_open=True)
+            made.append(options)
+
+        def record(self, stream: str) -> None:
+            assert stream == "the stream of cuda:3"
+
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(kv_cache.torch.cuda, "Event", Event)
+    announcer = layer_announcer(device)
+    assert announcer is not None
+    told: list[int] = []
+    step = announcer.step(told.append)
+    step.announce(0)
+    step.result()
+    announcer.close()
+    assert (told, taken, made) == ([0], [device], [{"blocking": True}])
+    assert layer_announcer(torch.device("cpu")) is None

@@ -1,6 +1,11 @@
-"""What is read out of NCCL's log. The lines follow NVIDIA's documentation; no GPU has written them here."""
+"""What is read out of NCCL's log, and what torch reads of ours before it makes a group of NCCL.
+
+The log's lines follow NVIDIA's documentation; no GPU has written them here.
+"""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -68,3 +73,45 @@ def test_a_log_that_somebody_has_asked_for_stays_his(name: str, no_log: pytest.M
     log.begin()
     assert os.environ[name] == "WARN"
     assert log.networks_since(0) == {}
+
+
+READ_BACK = """
+import ctypes
+import torch.distributed as dist
+from twostroke.model.parallel import tensor_parallel
+
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+
+
+class Group:
+    class Options:
+        pass
+
+    def __init__(self, *_):
+        for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
+            print(name, getenv(f"TORCH_NCCL_{name}".encode()).decode())
+
+
+dist.ProcessGroupNCCL = Group
+tensor_parallel.process_group(None, 0, 2, 1.0, None)
+"""
+
+
+def test_torch_neither_ends_the_process_nor_waits_for_a_dump_once_a_peer_of_nccl_is_dead() -> None:
+    """Read back as torch reads it, by getenv, in a process that has made no group before."""
+    asked = {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    child = subprocess.run(
+        [sys.executable, "-c", READ_BACK],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert dict(line.split() for line in child.stdout.splitlines()) == {
+        "ASYNC_ERROR_HANDLING": "0",
+        "ENABLE_MONITORING": "0",
+        "DUMP_ON_TIMEOUT": "0",
+        "WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    }
