@@ -19,14 +19,12 @@ from typing import Any
 import pytest
 
 from tests.gpu.first import environment, kernel_times, start
-from tests.gpu.first.bench import leave_out_tma
 from tests.gpu.first.facts import facts_of, shown
 from tests.model.conftest import write_checkpoint
 from twostroke.benchmarks import transfer
 from twostroke.benchmarks.gpu import command
 from twostroke.benchmarks.gpu.command import KINDS, Report
 from twostroke.benchmarks.gpu.limits import Row
-from twostroke.model.cuda.prompt_attention import TmaKernel
 from twostroke.model.engine_config import EngineConfig
 
 __all__ = ["write_checkpoint"]
@@ -229,7 +227,7 @@ case "$*" in
 *first.facts*) exec {python} "$@" ;;
 *pip*) exit 0 ;;
 *smoke*|*long_contexts*) echo "FAILED tests/gpu/test_a.py::test_long_contexts[1] - no"; exit 1 ;;
-*) echo '{{"without_tma": "'$WITHOUT_TMA'"}}' ;;
+*) echo '{{"ran": true}}' ;;
 esac
 """
 
@@ -247,7 +245,7 @@ def test_every_step_leaves_its_facts(part: str, tmp_path: Path) -> None:
     assert [f"{part} {fact['step']}" for fact in noted] == list(steps(part))
     assert all(f"{fact['step']}: rc {fact['rc']}" in ran.stdout for fact in noted)
     if part == "A":
-        assert [fact.get("without_tma") for fact in noted] == ["", None, "1", "1"]
+        assert [fact.get("ran") for fact in noted] == [True, None, True, True]
         assert noted[1]["not_passed"] == {"test_long_contexts[1]": "FAILED"}
 
 
@@ -316,13 +314,3 @@ def test_a_profile_tells_how_long_the_gpu_was_busy_and_with_what() -> None:
     assert [row[0] for row in found["top"]] == ["gemm_kernel", "norm"]
     assert found["down"] == [4.0, round(4096 * 14336 * 2 / 4 / 1e3)]
     assert "down" not in kernel_times.summary(spans[1:], 1)
-
-
-def test_the_tma_kernel_is_left_out_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = TmaKernel.knows
-    monkeypatch.setattr(TmaKernel, "knows", known)  # put back at the end
-    leave_out_tma()
-    assert TmaKernel.knows is known
-    monkeypatch.setenv("WITHOUT_TMA", "1")
-    leave_out_tma()
-    assert not TmaKernel.knows(None, None, None, None)  # type: ignore[arg-type]

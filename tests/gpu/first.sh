@@ -39,7 +39,7 @@ if [ "$PART" = T ] && [ -z "$CHOSEN_TESTS$CHOSEN_ROWS$TRANSFER" ]; then
 fi
 ROOT=$(pwd)
 [ -f tests/gpu/first.sh ] || { echo "run it from the repository's root" >&2; exit 2; }
-WORK=${TMPDIR:-/tmp}/twostroke-gpu # what parts leave for each other: kernels, a model, that the TMA kernel hung
+WORK=${TMPDIR:-/tmp}/twostroke-gpu # what parts leave for each other: kernels, a model
 OUT=${OUT:-$WORK/facts}
 SITE=$WORK/site
 FACTS="$OUT/$PART.jsonl"
@@ -104,7 +104,6 @@ if [ -z "$DRY" ]; then
       echo "no wheels in $wheels: whatever this host lacks is missing" >&2
     fi
   fi
-  [ -e "$WORK/without_tma" ] && export WITHOUT_TMA=1
 fi
 
 case $PART in
@@ -112,13 +111,6 @@ A)
   [ -n "$DRY" ] || nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu --format=csv,noheader
   program environment 60 environment
   TEST_S=55 tests smoke 100 $((WORKERS < 12 ? WORKERS : 12)) "$SMOKE"
-  smoked=$?
-  # A TMA kernel that is wrong is not taken by `auto`; one that hangs would hold up all that follows.
-  if [ $smoked -eq 124 ] || [ $smoked -eq 137 ] || grep -qsE "(FAILED|ERROR).*long_contexts|crashed while running '[^']*(long_contexts|small_steps)" "$OUT/A_smoke.log"; then
-    touch "$WORK/without_tma"
-    export WITHOUT_TMA=1
-    echo "the TMA kernel is left out from here on"
-  fi
   budget=$(($(left) - 52))
   rows steps "$(at_least 20 $((budget < 70 ? budget : 70)))" steps
   program kernels 50 kernel_times

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.gpu.first.bench import leave_out_tma, log_to_stderr
+from tests.gpu.first.bench import log_to_stderr
 from twostroke.benchmarks.gpu.limits import CudaClock, GpuPlace, Sizes
 from twostroke.benchmarks.gpu.steps import GpuModel, make_model
 from twostroke.model.cuda.graphs import Recorder
@@ -119,5 +119,4 @@ def main() -> dict[str, Any]:
 
 if __name__ == "__main__":
     log_to_stderr()
-    leave_out_tma()
     print(json.dumps(main()))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.first.bench import leave_out_tma, log_to_stderr
+from tests.gpu.first.bench import log_to_stderr
 from twostroke.benchmarks.engine import write_random_model
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
@@ -73,7 +73,6 @@ async def _step_times(loaded: LoadedEngine, prompts: Sequence[int], steps: int) 
 
 if __name__ == "__main__":
     log_to_stderr()
-    leave_out_tma()
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
