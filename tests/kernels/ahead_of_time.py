@@ -412,6 +412,7 @@ def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     described["tma"] = "cp.async.bulk.tensor" in ptx
     described["async_copies"] = "cp.async.cg" in ptx
     described["warps_specialized"] = "ttg.warp_specialize" in compiled.asm["ttgir"]
+    described["fused_products"] = "fma.rn.f32" in ptx
     described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
     return described
 
