@@ -35,7 +35,7 @@ from twostroke.loadtests.report.estimates import percentile
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.protocol.clock import draw_epoch
-from twostroke.protocol.errors import ConfigError, TransferFailed
+from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 
@@ -44,7 +44,7 @@ Device = Literal["cpu", "cuda"]
 HOST = "127.0.0.1"
 SECRET = b"a secret of these two processes alone"
 TRANSPORTS = {"cpu": "shm", "cuda": "cuda_ipc"}
-START_S = 120.0  # for the source's imports, its cache, and kernels to compile
+START_S = 60.0  # for the source's imports, its cache, and kernels to compile
 WARM_UPS = 3
 AT_ONCE = 4  # prompts
 
@@ -302,17 +302,18 @@ class Load:
 
 
 async def measure_pulls(device: Device, sizes: PullSizes) -> dict[str, float]:
-    """The part's figures. Raises TransferFailed, or ConfigError where the device can't share memory."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda needs a CUDA device, and torch finds none here; --dry-run needs none")
+    """The part's figures, each told as soon as it is known.
+
+    Raises TransferFailed, or ConfigError where the device can't share memory.
+    """
     async with _target(device, sizes) as target:
-        say(f"both processes serve; {target.bytes_of(sizes.prompt_tokens) / 1e6:.0f} MB a prompt of the rate's")
+        prompt_bytes = target.bytes_of(sizes.prompt_tokens)
+        say(f"both processes serve, by {TRANSPORTS[device]}; a pulled prompt's KV has {prompt_bytes / 1e6:.0f} MB")
         for _ in range(WARM_UPS):
             await target.pull(sizes.prompt_tokens, None, is_checked=True)
-        figures = {"copy_gb_s": target.bytes_of(sizes.prompt_tokens) / _copy_s(device, target, sizes) / 1e9}
-        for name, at_once in (("pull", 1), ("pull_at_once", AT_ONCE)):
-            times = [await target.pull(sizes.prompt_tokens, None, at_once) for _ in range(sizes.rounds)]
-            figures[f"{name}_gb_s"] = at_once * target.bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9
+        figures = _told({"copy_gb_s": prompt_bytes / _copy_s(device, prompt_bytes) / 1e9})
+        figures |= await _rate(target, sizes, "pull_gb_s")
+        figures |= await _rate(target, sizes, "pull_at_once_gb_s", AT_ONCE)
         figures |= await _handovers(target, sizes, "pulled_alone")
         load = Load(device, sizes.load_size)
         with load.running():
@@ -320,24 +321,32 @@ async def measure_pulls(device: Device, sizes: PullSizes) -> dict[str, float]:
             await asyncio.sleep(0.5)
             alone, mark = load.rate_since(mark), load.mark()
             figures |= await _handovers(target, sizes, "pulled_under_load")
-            beside, mark = load.rate_since(mark), load.mark()
-            times = [await target.pull(sizes.prompt_tokens, None) for _ in range(sizes.rounds)]
-        figures["pull_under_load_gb_s"] = target.bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9
-        figures |= {"load_tflop_s": alone / 1e12, "load_kept": beside / alone if alone else 0.0}
-    _tell(figures, device)
+            beside = load.rate_since(mark)
+            figures |= await _rate(target, sizes, "pull_under_load_gb_s")
+        return figures | _told({"load_tflop_s": alone / 1e12, "load_kept": beside / alone if alone else 0.0})
+
+
+def _told(figures: dict[str, float]) -> dict[str, float]:
+    say(", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
     return figures
+
+
+async def _rate(target: Target, sizes: PullSizes, name: str, at_once: int = 1) -> dict[str, float]:
+    """Of whole prompts, so many at a time."""
+    times = [await target.pull(sizes.prompt_tokens, None, at_once) for _ in range(sizes.rounds)]
+    return _told({name: at_once * target.bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9})
 
 
 async def _handovers(target: Target, sizes: PullSizes, name: str) -> dict[str, float]:
     for _ in range(WARM_UPS):
         await target.pull(sizes.handover_tokens, sizes.layer_s)
     seconds = [await target.pull(sizes.handover_tokens, sizes.layer_s) for _ in range(sizes.handovers)]
-    return {f"{name}_p{percent}_s": percentile(seconds, percent) or 0.0 for percent in (50, 99)}
+    return _told({f"{name}_p{percent}_s": percentile(seconds, percent) or 0.0 for percent in (50, 99)})
 
 
-def _copy_s(device: Device, target: Target, sizes: PullSizes) -> float:
+def _copy_s(device: Device, num_bytes: int) -> float:
     """The least of some copies from one place of the device to another."""
-    words = torch.ones(target.bytes_of(sizes.prompt_tokens) // 4, dtype=torch.float32, device=device)
+    words = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     copied = torch.empty_like(words)
 
     def copy() -> float:
@@ -349,15 +358,3 @@ def _copy_s(device: Device, target: Target, sizes: PullSizes) -> float:
 
     copy()
     return min(copy() for _ in range(5))
-
-
-def _tell(figures: dict[str, float], device: Device) -> None:
-    say(
-        f"pulled by {TRANSPORTS[device]}: {figures['pull_gb_s']:.1f} GB/s of one prompt, {AT_ONCE} at once "
-        f"{figures['pull_at_once_gb_s']:.1f}, under load {figures['pull_under_load_gb_s']:.1f}; "
-        f"a plain copy {figures['copy_gb_s']:.1f}"
-    )
-    for name, when in (("pulled_alone", "alone"), ("pulled_under_load", "under load")):
-        p50, p99 = (figures[f"{name}_p{percent}_s"] * 1e3 for percent in (50, 99))
-        say(f"hand-over {when}: P50 {p50:.2f} ms, P99 {p99:.2f} ms after the last layer")
-    say(f"the load keeps {figures['load_kept']:.2f} of its {figures['load_tflop_s']:.2f} TFLOP/s beside hand-overs")

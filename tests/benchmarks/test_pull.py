@@ -20,18 +20,27 @@ def test_a_dry_run_has_all_of_the_figures(capsys: pytest.CaptureFixture[str]) ->
     times = {f"{name}_p{percent}_s" for name in ("pulled_alone", "pulled_under_load") for percent in (50, 99)}
     assert figures.keys() == rates | times
     assert all(value > 0 for value in figures.values())
-    assert "hand-over under load: P50" in told.err
+    assert "pulled_under_load_p50_s" in told.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a GPU")
-def test_without_a_gpu_the_part_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "transfer", "--device", "cuda"]) == 1
-    assert "needs a CUDA device, and torch finds none here" in capsys.readouterr().out
+def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfer", "--device", "cuda"]) == 2
+    assert "--device cuda needs a CUDA device, and torch finds none here" in capsys.readouterr().err
 
 
-def test_other_parts_are_none_of_a_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "transfer", "--device", "cuda", "--parts", "exposed", "pull"]) == 2
-    assert "pull is the only one" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--device", "cuda", "--parts", "exposed", "pull"], "exposed is none of pull, handover"),
+        (["--dry-run", "--parts", "handover"], "handover is none of pull"),
+    ],
+)
+def test_parts_that_can_not_be_had_there_are_refused(
+    options: list[str], fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "transfer", *options]) == 2
+    assert fault in capsys.readouterr().err
 
 
 def _end_at_once(pipe: Connection, device: Device, sizes: PullSizes) -> None:

@@ -7,6 +7,7 @@ from twostroke.cluster.cli import main
 
 
 def log_to_stderr() -> None:
+    """Let each line begin with the milliseconds since the process began."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d ms %(name)s: %(message)s")
 
 
