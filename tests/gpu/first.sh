@@ -39,11 +39,7 @@ if [ "$PART" = T ] && [ -z "$CHOSEN_TESTS$CHOSEN_ROWS$TRANSFER" ]; then
 fi
 ROOT=$(pwd)
 [ -f tests/gpu/first.sh ] || { echo "run it from the repository's root" >&2; exit 2; }
-<<<<<<< HEAD
-WORK=${TMPDIR:-/tmp}/twostroke-gpu # what parts leave for each other: kernels, a model
-=======
 WORK=${TMPDIR:-/tmp}/twostroke-gpu # what parts leave for each other: kernels and a model
->>>>>>> gpu-script
 OUT=${OUT:-$WORK/facts}
 SITE=$WORK/site
 FACTS="$OUT/$PART.jsonl"
