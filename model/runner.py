@@ -16,10 +16,11 @@ from torch import Tensor
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
-from twostroke.model.cache.kv_cache import KVCache, StepAnnouncements, blocking_event, layer_announcer
+from twostroke.model.cache.kv_cache import KVCache, StepAnnouncements, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
+from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.pipeline import PipelinedSteps
@@ -102,13 +103,11 @@ class LaunchedStep:
 class SilentStep(LaunchedStep):
     """A step that draws nothing, or on another rank, while a GPU may still compute its KV."""
 
-    computed: torch.cuda.Event
-    device: torch.device
+    computed: LaunchedWork
     is_done: ClassVar[bool] = False
 
     def result(self) -> list[SampledToken | None]:
-        with torch.cuda.device(self.device):  # or waiting would make this thread a context on the first GPU
-            self.computed.synchronize()
+        self.computed.synchronize()
         return self.tokens
 
 
@@ -390,9 +389,7 @@ class ModelRunner:
         tokens: list[SampledToken | None] = [None] * count
         if self._device.type != "cuda":
             return LaunchedStep(tokens)
-        computed = blocking_event()
-        computed.record(torch.cuda.current_stream(self._device))
-        return SilentStep(tokens, computed, self._device)
+        return SilentStep(tokens, LaunchedWork(self._device))
 
     def _sample(
         self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int], earlier: LaunchedStep | None

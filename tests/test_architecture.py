@@ -101,7 +101,7 @@ INNER_ORDER = {
         {"parallel"},
         {"reference"},
         {"backend"},
-        {"batch"},
+        {"batch", "launched_work"},
         {"sizes"},
         {"config", "step", "bundled"},
     ),

@@ -1,6 +1,7 @@
 """What one rank of a worker is told and made of, loaded in its own process. Where it is the only one, it is all."""
 
 import asyncio
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +32,11 @@ class RankOrder(msgspec.Struct, frozen=True):
     host: str  # where other nodes reach it: it listens for KV there, and for ranks of other stages
     secret: bytes
     settings: WorkerSettings
+
+
+SWITCH_S = 1e-4
+"""How long a thread of a rank's process may keep the interpreter from the others: the event loop, the engine's thread
+and the one that waits for a GPU take turns in each step. Python's own 5 ms are as long as a GPU's step."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ async def load_rank(
     from twostroke.kvtransfer.transports import make_transports
     from twostroke.model.load import load_engine
 
+    sys.setswitchinterval(SWITCH_S)
     gpu = 0 if place is None else place.rank % settings.tensor_parallel
     config = settings.engine_config(resolve_model_folder(settings.model.path, revision=settings.model.revision), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.

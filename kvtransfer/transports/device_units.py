@@ -30,6 +30,7 @@ from twostroke.model.cuda.kernels.kv_units import (
     packed_places,
     paged_places,
 )
+from twostroke.model.launched_work import LaunchedWork
 from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
 
 _WORD_BYTES = 8
@@ -60,8 +61,7 @@ class DeviceQueue:
             return found.numpy().tobytes
         on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         on_host.copy_(found, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record(self._stream)
+        done = LaunchedWork(self._stream.device)
 
         def wait() -> bytes:
             done.synchronize()

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelShape
+from twostroke.model.launched_work import LaunchedWork
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -42,10 +43,10 @@ _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
 
 
 class Waited(Protocol):
-    """An event of a device."""
+    """Work of a device: LaunchedWork."""
 
     def synchronize(self) -> None:
-        """Return once the event has come."""
+        """Return once it is done."""
 
 
 class KVCache:
@@ -209,7 +210,7 @@ class LayerAnnouncer:
     """
 
     def __init__(self, begin: Callable[[], None], record: Callable[[], Waited]):
-        """`begin` is called first on the announcer's thread. `record` gives an event of what is launched so far."""
+        """`begin` is called first on the announcer's thread. `record` gives what is launched so far."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
         self._begun = self._thread.submit(begin)
         self._record = record
@@ -224,7 +225,7 @@ class LayerAnnouncer:
 
 
 class StepAnnouncements:
-    """Those of one step: `on_layer(i)` is called in the order of the layers, each once its event has come."""
+    """Those of one step: `on_layer(i)` is called in the order of the layers, each once what writes its KV has run."""
 
     def __init__(
         self,
@@ -258,15 +259,4 @@ def layer_announcer(device: torch.device) -> LayerAnnouncer | None:
     if device.type != "cuda":
         return None
 
-    def record() -> torch.cuda.Event:
-        event = blocking_event()
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    return LayerAnnouncer(partial(torch.cuda.set_device, device), record)
-
-
-def blocking_event() -> torch.cuda.Event:
-    """An event whose waiters sleep. By default they spin, and a step of milliseconds would take one core from the
-    event loop and from the thread that launches the next step."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return LayerAnnouncer(partial(torch.cuda.set_device, device), partial(LaunchedWork, device))

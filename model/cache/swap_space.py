@@ -38,7 +38,7 @@ class SwapSpace:
             ]
             if self._device.type == "cuda":
                 pinned: list[Tensor] = []
-                weakref.finalize(self, _unpin, pinned).atexit = False
+                weakref.finalize(self, _unpin, pinned, self._device).atexit = False
                 for tensor in self._tensors:
                     _pin(tensor)
                     pinned.append(tensor)
@@ -92,11 +92,12 @@ def _pin(tensor: Tensor) -> None:
     torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
 
 
-def _unpin(tensors: Sequence[Tensor]) -> None:
-    """Before the memory goes back to the system."""
+def _unpin(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Before the memory goes back to the system; on any thread, which must not get a context on another GPU for it."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for tensor in tensors:
-        torch.cuda.check_error(cudart.cudaHostUnregister(tensor.data_ptr()))
+    with torch.cuda.device(device):
+        for tensor in tensors:
+            torch.cuda.check_error(cudart.cudaHostUnregister(tensor.data_ptr()))
 
 
 def consecutive_runs(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int, int]]:

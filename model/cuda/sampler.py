@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
-from twostroke.model.cache.kv_cache import blocking_event
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
 from twostroke.model.sampling.token_masks import TokenMasks
@@ -32,7 +32,7 @@ class DrawnTokens:
 
     tokens: Tensor  # int64 [N], on the device
     _on_host: Tensor  # int64 [2, N]: tokens, and whether their rows were broken; pinned
-    _arrived: torch.cuda.Event | None  # None where nothing is asynchronous
+    _arrived: LaunchedWork | None  # None where nothing is asynchronous
     _sampler: "DeviceSampler"
     _draws: Sequence[Draw]
 
@@ -47,8 +47,7 @@ class DrawnTokens:
     def wait(self) -> list[int]:
         """Token ids; blocks the calling thread, without the interpreter's lock."""
         if self._arrived is not None:
-            with torch.cuda.device(self.tokens.device):  # or waiting would make this thread a context on the first GPU
-                self._arrived.synchronize()
+            self._arrived.synchronize()
         return self._on_host[0].tolist()
 
 
@@ -107,9 +106,7 @@ class DeviceSampler:
             return DrawnTokens(drawn[0], drawn, None, self, draws)
         on_host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(drawn, non_blocking=True)
-        arrived = blocking_event()
-        arrived.record(torch.cuda.current_stream(self._device))
-        return DrawnTokens(drawn[0], on_host, arrived, self, draws)
+        return DrawnTokens(drawn[0], on_host, LaunchedWork(self._device), self, draws)
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
         """All fields travel in one copy out of pinned memory.

@@ -123,7 +123,7 @@ def test_padded_batches_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -
 def test_small_steps_with_prompts_by_graphs_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -> None:
     decoder, cache = made
     device = cache.tensors[0].device
-    graphs = PromptGraphs(decoder, cache, MAX_CONTEXT, step_shapes(2048, MOST), Recorder(device))
+    graphs = PromptGraphs(decoder, cache, MAX_CONTEXT, step_shapes(2048, MOST, 384), Recorder(device))
     for singles, prompts in ((0, (5,)), (0, (300,)), (3, (70, 9)), (7, (100, 1 + 2 * BLOCK_SIZE)), (20, (31,))):
         steps = decodes(singles, 1, [row % VOCAB for row in range(singles)])
         for index, length in enumerate(prompts):

@@ -410,6 +410,7 @@ def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     described["wgmma"] = "wgmma.mma_async" in ptx
     described["tcgen05"] = "tcgen05.mma" in ptx
     described["async_copies"] = "cp.async.cg" in ptx
+    described["fused_products"] = "fma.rn.f32" in ptx
     described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
     return described
 

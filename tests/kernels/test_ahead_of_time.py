@@ -147,6 +147,8 @@ def test_kernels_of_kv_transfer_compile_to_wide_copies(family: str, capability: 
     for kernel in kernels:
         # A copy of single words takes several times as long.
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
+        # A product that is not rounded before it is added to gives other codes than the host's.
+        assert not kernel["fused_products"], kernel
 
 
 @compiled_for("projections")

@@ -140,6 +140,17 @@ def test_only_few_tokens_are_split(bits: Bits) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_of_several_tiles_are_not_split(bits: Literal[8, 4]) -> None:
+    config = gemm_config(H100, torch.float32, bits, 40, 16, 8192)
+    assert config.block_t < 40
+    x, weight, _ = case(40, 16, 8192, bits, torch.float32)
+    workspace = SplitWorkspace(x.device)
+    actual = gemm(x, weight, None, torch.float32, workspace, config)
+    torch.testing.assert_close(actual, linear_reference(x, weight, None, torch.float32), rtol=1e-4, atol=1e-4)
+    assert not workspace.arrived.any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 127, 128, 129, 300])
 def test_packing_loses_nothing(columns: int, bits: Literal[8, 4]) -> None:
     weight = quantize(torch.randn(5, columns), bits)

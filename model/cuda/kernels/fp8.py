@@ -80,7 +80,8 @@ def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, in] -> e4m3 [T, in] and fp32 scales [T], a token's largest magnitude over e4m3's largest number; NaN for a
     token that holds NaN or infinity."""
     wide = x.float()
-    scales = wide.abs().amax(1).clamp(min=_LEAST) / FP8_LIMIT
+    # By a tensor: on a GPU torch would multiply with a number's reciprocal, which is off by a bit for one in three.
+    scales = wide.abs().amax(1).clamp(min=_LEAST) / wide.new_tensor(FP8_LIMIT)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
     return codes.to(torch.float8_e4m3fn), scales

@@ -298,8 +298,8 @@ def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int,
     else:
         table = _CONFIGS[target.architecture, bits]
     config = next((config for config in table if num_tokens <= config.block_t), table[-1])
-    if num_tokens > MOST_TOKENS:
-        return config
+    if num_tokens > min(MOST_TOKENS, config.block_t):
+        return config  # programs of several tiles of tokens would be counted as one tile's
     return with_splits(config, target, rows, columns)
 
 
@@ -536,7 +536,7 @@ def gemm(
     """`linear_reference` on the GPU, of FP8 `fp8_linear_reference` with x of codes and `x_scales` fp32 [T]. Returns a
     new tensor: with an activation, what `reference.gate` makes of the fp32 sums, [T, out / 2].
 
-    With splits for no more tokens than MOST_TOKENS, and with weights of 16 bits for no more than config.block_t.
+    With splits for no more tokens than MOST_TOKENS and config.block_t, with weights of 16 bits for no more than this.
     x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.
     """
     tokens, columns = x.shape

@@ -5,6 +5,7 @@ And what `tensor_parallel` makes of a worker's place, its share of cores, and it
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.worker_settings import WorkerSettings, most_overlapping
 from twostroke.cluster.deployments.workers import worker_options
-from twostroke.cluster.ranks.rank_parts import RankOrder
+from twostroke.cluster.ranks.rank_parts import RankOrder, load_rank
 from twostroke.cluster.ranks.rank_process import run_rank
 from twostroke.cluster.ranks.worker_parts import check_step_size
 from twostroke.model.parallel.ranked_engine import RankConnections
@@ -237,3 +238,14 @@ def test_steps_that_no_message_could_hold_are_refused() -> None:
         check_step_size(settings, max_context=131_072, blocks_of_one=8192, host_blocks=0)
     with pytest.raises(ConfigError, match="max_context or swap_gib"):
         check_step_size(settings, max_context=32_768, blocks_of_one=2048, host_blocks=1_000_000)
+
+
+async def test_the_threads_of_a_rank_take_turns_many_times_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", asked.append)
+    config = read_config({"model": {"path": str(tmp_path / "none")}})
+    with pytest.raises(ConfigError):
+        await load_rank(WorkerSettings.of(config, config.decode), WORKER, TcpNetwork(SECRET), SECRET)
+    assert asked == [1e-4]

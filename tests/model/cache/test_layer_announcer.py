@@ -122,21 +122,10 @@ def test_a_thread_that_cannot_use_its_gpu_fails_each_step(announcer_of: Callable
             one.result()
 
 
-def test_on_a_gpu_the_announcer_takes_that_gpu_and_sleeps_until_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_announcer_takes_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device, taken = torch.device("cuda", 3), []
-    made: list[dict[str, object]] = []
-
-    class Event(Gate):
-        def __init__(self, **options: object):
-            super().__init__(is_open=True)
-            made.append(options)
-
-        def record(self, stream: str) -> None:
-            assert stream == "the stream of cuda:3"
-
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(kv_cache.torch.cuda, "Event", Event)
+    monkeypatch.setattr(kv_cache, "LaunchedWork", lambda device: Gate(is_open=True))
     announcer = layer_announcer(device)
     assert announcer is not None
     told: list[int] = []
@@ -144,5 +133,5 @@ def test_on_a_gpu_the_announcer_takes_that_gpu_and_sleeps_until_each_event(monke
     step.announce(0)
     step.result()
     announcer.close()
-    assert (told, taken, made) == ([0], [device], [{"blocking": True}])
+    assert (told, taken) == ([0], [device])
     assert layer_announcer(torch.device("cpu")) is None
