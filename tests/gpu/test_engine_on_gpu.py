@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -234,7 +234,7 @@ def test_draws_are_captured_in_a_graph_and_follow_its_inputs(rows: int) -> None:
 
 
 def in_parts(batch: DrawBatch, size: int) -> list[DrawBatch]:
-    fields = (batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys)
+    fields: tuple[Any, ...] = (batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys)
     return [DrawBatch(*(field[first : first + size] for field in fields)) for first in range(0, len(batch.rows), size)]
 
 
