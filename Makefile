@@ -7,7 +7,8 @@
 # make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls, requests of all kinds
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
-# make test-gpu   the tests that need a CUDA device; with PYTHON itself where that has all packages, so without a network
+# make test-gpu   the tests that need a CUDA device; with PYTHON itself where that has all packages, so without a network.
+#                 tests/gpu/first.sh runs them in parts, with benches and profiles, where a GPU is had for minutes
 # make bench      figures of this machine
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
 

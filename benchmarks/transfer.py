@@ -1,10 +1,14 @@
 """`twostroke bench transfer`: what a request feels of its KV's transfer.
 
-Two parts, each with two real workers in processes of their own, the router's pipeline before them, no Ray:
+Two parts with two real workers each, in processes of their own, the router's pipeline before them, no Ray:
 
     hand-over  from the end of a prompt's prefill to its first decode step, with several requests at a time
     exposed    the same of one prompt alone, as a share of the prefill's time, on a link on which the whole KV takes
                half as long as the prefill
+
+And one of two processes without workers, which can be on one GPU (pull.py):
+
+    pull       bytes a second beside a plain copy, and the hand-over alone and while the target computes
 
 Moments are the engines' own: the end of the step that drew the first token, the beginning of the first decode step.
 What lies between is everything that disaggregation adds to a request: the last layers' bytes, digests, commit, the
@@ -17,21 +21,24 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import write_random_model
+from twostroke.benchmarks.pull import DRY, SIZES, Device, measure_pulls
 from twostroke.benchmarks.worker_process import Served, Settings, serve_workers
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.sizes import kv_block_bytes
-from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.errors import ConfigError, TransferFailed
 
 EXPOSED_TOKENS = {"exposed_1k": 1024, "exposed_8k": 8192}
 HANDOVER_TOKENS, HANDOVER_ANSWER_TOKENS = 256, 32
@@ -42,9 +49,13 @@ QUICK_ROUNDS, QUICK_REQUESTS = 1, 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=None, help="what to measure (default: all)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of both processes; cuda: without the part exposed"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="the part pull alone, tiny and on the CPU")
     parser.add_argument("--quick", action="store_true", help="few rounds, in about a minute and a half")
     parser.add_argument("--rounds", type=positive, help="prompts a figure; medians count (default: 5; quick: 1)")
-    parser.add_argument("--requests", type=positive, help="of the hand-over part (default: 400; quick: 100)")
+    parser.add_argument("--requests", type=positive, help="of hand-overs (default: 400; quick: 100)")
     parser.add_argument(
         "--concurrency", type=positive, default=8, help="requests at a time there (default: %(default)s)"
     )
@@ -58,7 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else 5)
     arguments.requests = arguments.requests or (QUICK_REQUESTS if arguments.quick else 400)
-    for part in arguments.parts or PARTS:
+    possible = [part for part in PARTS if part in _possible_parts(arguments)]
+    if unfit := sorted({*(arguments.parts or ())} - {*possible}):
+        raise ConfigError(f"--parts: {', '.join(unfit)} is none of {', '.join(possible)}, which can be had there")
+    if arguments.device == "cuda" and not (arguments.dry_run or torch.cuda.is_available()):
+        raise ConfigError("--device cuda needs a CUDA device, and torch finds none here; --dry-run needs none")
+    for part in arguments.parts or possible:
         try:
             asyncio.run(PARTS[part](arguments, figures))
         except Exception as error:  # whatever it is, minutes of other measurements are not lost for it
@@ -66,6 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"{part} failed: {failed[part]}")
     print(json.dumps(figures | ({"failed": failed} if failed else {})))
     return 1 if failed else 0
+
+
+def _possible_parts(arguments: argparse.Namespace) -> Collection[str]:
+    """Of a dry run, on a GPU, or anywhere: a GPU's KV goes over no TCP link whose rate could be set."""
+    if arguments.dry_run:
+        return ("pull",)
+    return PARTS.keys() - ({"exposed"} if arguments.device == "cuda" else set())
 
 
 async def _measure_exposed(arguments: argparse.Namespace, figures: dict[str, float]) -> None:
@@ -93,7 +116,7 @@ async def _measure_exposed(arguments: argparse.Namespace, figures: dict[str, flo
 async def _measure_handover(arguments: argparse.Namespace, figures: dict[str, float]) -> None:
     """Over a free link, with the bundled model."""
     folder, at_once = resolve_model_folder("bundled"), arguments.concurrency
-    async with _served(folder, HANDOVER_TOKENS, at_once, arguments.transport, None) as served:
+    async with _served(folder, HANDOVER_TOKENS, at_once, arguments.transport, None, arguments.device) as served:
         handovers = await _send(served, folder, arguments.requests, at_once, HANDOVER_TOKENS, HANDOVER_ANSWER_TOKENS)
     seconds = [one.handover_s for one in handovers]
     figures |= {f"handover_p{percent}_s": percentile(seconds, percent) or 0.0 for percent in (50, 99)}
@@ -103,7 +126,14 @@ async def _measure_handover(arguments: argparse.Namespace, figures: dict[str, fl
     )
 
 
+async def _measure_pulls(arguments: argparse.Namespace, figures: dict[str, float]) -> None:
+    device: Device = "cpu" if arguments.dry_run else arguments.device
+    sizes = DRY if arguments.dry_run else replace(SIZES[device], handovers=arguments.requests)
+    figures |= await measure_pulls(device, sizes)
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace, dict[str, float]], Coroutine[Any, Any, None]]] = {
+    "pull": _measure_pulls,
     "handover": _measure_handover,
     "exposed": _measure_exposed,
 }
@@ -118,7 +148,12 @@ class Handover:
 
 
 def _served(
-    folder: Path, prompt_tokens: int, concurrency: int, transport: TransportChoice, max_bytes_per_s: int | None
+    folder: Path,
+    prompt_tokens: int,
+    concurrency: int,
+    transport: TransportChoice,
+    max_bytes_per_s: int | None,
+    device: Device = "cpu",
 ) -> AbstractAsyncContextManager[Served]:
     prefill = Settings(
         role="prefill",
@@ -126,6 +161,7 @@ def _served(
         num_blocks=2 * (concurrency + 1) * (-(-prompt_tokens // BLOCK_SIZE) + 8),
         block_size=BLOCK_SIZE,
         transport=transport,
+        device=device,
         tcp_max_bytes_per_s=max_bytes_per_s,
     )
     return serve_workers(prefill, replace(prefill, role="decode"))

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.managers import BaseManager, RemoteError
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from twostroke.cluster.config.sections import ModelSection, TransportChoice, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -64,6 +64,7 @@ class Settings:
     num_blocks: int
     block_size: int
     transport: TransportChoice = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     tcp_max_bytes_per_s: int | None = None
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -158,7 +159,7 @@ class HostedWorker:
                 max_batch=config.max_batch,
                 block_size=settings.block_size,
                 tensor_parallel=1,
-                device="cpu",
+                device=settings.device,
                 threads=settings.threads,
                 transport=settings.transport,
                 tcp_streams=4,

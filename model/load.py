@@ -23,7 +23,7 @@ from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.config import ModelShape
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
-from twostroke.model.cuda.prompt_graphs import MOST_ANNOUNCED_ROWS, MOST_ROWS, PromptGraphs, StepShape, step_shapes
+from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
     EngineConfig,
@@ -271,8 +271,8 @@ def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache)
     """
     if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.pipeline_parallel > 1:
         return []
-    most_rows = MOST_ANNOUNCED_ROWS if config.announces_layers else MOST_ROWS
-    return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most_rows)
+    most = most_rows(decoder.parameters_a_layer, config.announces_layers)
+    return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most)
 
 
 def _expert_hits(decoder: StepDecoder) -> ExpertHits | None:

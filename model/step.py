@@ -4,14 +4,16 @@ Structs and no dataclasses, since each row of each step makes two: a frozen data
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from twostroke.protocol.requests import PromptScores, ReadingParams, SampledToken, SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class SequenceStep(msgspec.Struct, frozen=True):
@@ -233,7 +235,7 @@ class Constraint:
     Positions say how far, since the request's list of tokens grows meanwhile.
     """
 
-    def __init__(self, matcher: LLMatcher, renew: Callable[[], LLMatcher], stop_token_ids: Sequence[int] = ()):
+    def __init__(self, matcher: "LLMatcher", renew: "Callable[[], LLMatcher]", stop_token_ids: Sequence[int] = ()):
         """`matcher` is at the grammar's beginning, and belongs to this object. `renew` makes another one, that shares
         nothing with those before it, and blocks meanwhile. `stop_token_ids` end the answer when they are drawn."""
         self.matcher = matcher

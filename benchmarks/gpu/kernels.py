@@ -206,7 +206,7 @@ def _ours(
     tokens = sum(query for query, _ in lengths)
     q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
     # Ours, whatever else `auto` may take: torch's is the peer.
-    backend, form = CudaBackend(place.target, "tma"), AttentionForm(config.head_dim**-0.5, window)
+    backend, form = CudaBackend(place.target, "plain"), AttentionForm(config.head_dim**-0.5, window)
     return lambda: backend.attention(q, kv_layer, layout, form)
 
 

@@ -22,7 +22,7 @@ from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
-from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
+from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
@@ -120,7 +120,8 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     for layer in cache.tensors:
         layer.normal_()
     recorder = place.recorder()
-    shapes = [shape for shape in step_shapes(max(sizes.prompts), max_batch) if not shape.singles]
+    most = most_rows(decoder.parameters_a_layer, announces_layers=False)
+    shapes = [shape for shape in step_shapes(max(sizes.prompts), max_batch, most) if not shape.singles]
     prompts = PromptGraphs(decoder, cache, sizes.max_context, shapes, recorder)
     captured = CudaGraphSteps(decoder, cache, sizes.max_context, max_batch, recorder)
     sampler = DeviceSampler(config.vocab_size, device)

@@ -34,7 +34,7 @@ from twostroke.worker.token_server import TokenServerConfig
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64
-"""The least that Hopper's attention kernel copies by TMA."""
+"""Tokens of a block on GPUs: a step of the attention kernels reads one, by one look-up in the block table."""
 
 
 class ClusterConfig(Section):

@@ -197,11 +197,9 @@ class WorkerResources(Section):
     fraction. Lower it where something else needs the GPU too. It counts where neither `kv_cache_gib` nor `num_blocks`
     is given."""
     prefill_kernel: PrefillKernel = "auto"
-    """Which kernel attends from prompts on GPUs. auto: of those whose results agree with the plain one's as a worker
-    starts, the one that was measured as the fastest there for a chunk's length, with a line in the log; `tma` copies by
-    TMA on Hopper and later GPUs, without that check; `plain` never does, for a GPU on which it hangs; `cudnn` is
-    torch's attention by cuDNN, of single chunks without a prefix of lengths that it was compiled for, and an error for
-    models with windows, soft caps or sinks, in fp32 or over KV in FP8."""
+    """Which kernel attends from prompts on GPUs. `plain` is ours. `fa3` is FlashAttention-3 of the package
+    flash_attn_interface, on Hopper GPUs, and an error where it is missing, for attention sinks, in fp32, over KV in FP8
+    or where its results differ from ours as a worker starts. `auto` takes `fa3` where it can be had, and else ours."""
 
     @property
     def context_ranks(self) -> int:

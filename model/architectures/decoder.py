@@ -17,6 +17,7 @@ from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import ModelConfig, Routing
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.model.sizes import num_active_parameters
 from twostroke.model.step import OnLayer
 
 
@@ -125,6 +126,11 @@ class Decoder:
     def logits_width(self) -> int:
         """As StepDecoder.logits_width."""
         return self._parallel.shard.vocabulary_size(self._config.vocab_size)
+
+    @property
+    def parameters_a_layer(self) -> float:
+        """Weights that a rank multiplies a token with, embeddings and head included, divided by the layers."""
+        return num_active_parameters(self._config) / self._config.num_layers / self._parallel.shard.size
 
     @property
     def experts(self) -> list[Experts | None]:

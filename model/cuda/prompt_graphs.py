@@ -19,14 +19,18 @@ from twostroke.model.captured_steps import drawn_logits
 from twostroke.model.cuda.graphs import Recorder, StagedInputs
 from twostroke.model.step import SequenceStep
 
-MOST_ROWS = 384
-"""Of a step. A padded row costs nothing while weights are what the GPU waits for, up to some 200 rows; beyond 384 the
-GPU takes longer than the host does."""
-MOST_ANNOUNCED_ROWS = 136
-"""Of a step whose layers are announced, which they are at its end: KV of 128 tokens is on its way for a millisecond."""
+MOST_ROWS = 2048
+"""Rows of the largest graph of any model."""
+_HOST_BOUND = 1.28e11
+"""Rows times a layer's weights, up to which the host takes longer to launch an eager step than the GPU to compute it:
+both are 12 ms at 512 rows of an 8B model (H200, 2026-11-26). A padded row costs nothing there."""
+_ANNOUNCED_PART = 0.27
+"""Part of these rows where layers are announced, which they are at the step's end: KV of 136 rows of an 8B model is on
+its way for a millisecond."""
 MOST_CHUNKS = 7
-_TOKENS = (32, 64, 128, 192, 256, 384)
+_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _SINGLES = (8, 32, 128)
+_FEW_TOKENS = 384  # of prompts, beside which rows for decodes are told apart finely; beside more they are few anyway
 _NO_SLOT = -1
 
 
@@ -48,12 +52,20 @@ class StepShape:
         return self.singles + MOST_CHUNKS + 1
 
 
-def step_shapes(max_tokens: int, max_sequences: int, most_rows: int = MOST_ROWS) -> list[StepShape]:
-    """For which steps of an engine with these bounds graphs are captured, the largest first."""
+def most_rows(layer_parameters: float, announces_layers: bool) -> int:
+    """Return the rows of the largest step that is worth a graph, by the weights that a rank multiplies in one layer."""
+    rows = _HOST_BOUND / layer_parameters * (_ANNOUNCED_PART if announces_layers else 1)
+    return min(MOST_ROWS, int(rows))
+
+
+def step_shapes(max_tokens: int, max_sequences: int, most_rows: int) -> list[StepShape]:
+    """Return the shapes of steps that graphs are captured for, of an engine with these bounds, the largest first."""
     singles = [count for count in _SINGLES if count < max_sequences]
     singles = [0, *singles, *([max_sequences] if max_sequences < _SINGLES[-1] else [])]
     tokens = [count for index, count in enumerate(_TOKENS) if index == 0 or _TOKENS[index - 1] < max_tokens]
-    shapes = [StepShape(one, other) for one in singles for other in tokens]
+    shapes = [
+        StepShape(one, other) for other in tokens for one in (singles if other <= _FEW_TOKENS else {0, singles[-1]})
+    ]
     return sorted((shape for shape in shapes if shape.rows <= most_rows), key=lambda shape: (-shape.rows, shape))
 
 

@@ -7,12 +7,15 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor
 from numpy.typing import NDArray
 
 from twostroke.model.step import Constraint, Draw
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
 
 _WORTH_THREADS = 8  # masks, and cores: with less, waking threads takes longer than the 10 to 50 us of each mask
 
@@ -82,6 +85,8 @@ class MaskFiller:
         if len(rows) < _WORTH_THREADS or self._num_cores < _WORTH_THREADS:
             return False
         if self._executor is None:
+            from llguidance import LLExecutor
+
             self._executor = LLExecutor()
         matchers = [(row.constraint.matcher, row.place) for row in rows]
         try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.model.conftest import make_decoder
+from tests.rigs.engine_runner import EngineRunner
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, StepInput, make_layout
 from twostroke.model.cache.kv_cache import KVCache
@@ -18,14 +19,13 @@ from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.config import Quantization
 from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
-from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import SampledToken, SamplingParams
+from twostroke.protocol.requests import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.model.cuda.backend import CudaBackend
@@ -123,7 +123,7 @@ def test_padded_batches_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -
 def test_small_steps_with_prompts_by_graphs_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -> None:
     decoder, cache = made
     device = cache.tensors[0].device
-    graphs = PromptGraphs(decoder, cache, MAX_CONTEXT, step_shapes(2048, MOST), Recorder(device))
+    graphs = PromptGraphs(decoder, cache, MAX_CONTEXT, step_shapes(2048, MOST, 384), Recorder(device))
     for singles, prompts in ((0, (5,)), (0, (300,)), (3, (70, 9)), (7, (100, 1 + 2 * BLOCK_SIZE)), (20, (31,))):
         steps = decodes(singles, 1, [row % VOCAB for row in range(singles)])
         for index, length in enumerate(prompts):
@@ -314,16 +314,6 @@ NEW_TOKENS = 24
 DEVICES: tuple[Literal["cuda", "cpu"], ...] = ("cuda", "cpu")
 
 
-class Stepping:
-    """An engine, as a runner."""
-
-    def __init__(self, engine: ThreadEngine):
-        self._engine = engine
-
-    def run(self, batch: list[SequenceStep]) -> list[SampledToken | None]:
-        return asyncio.run(self._engine.step(batch))
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -343,6 +333,6 @@ def test_greedy_tokens_on_cuda_equal_those_on_a_cpu(
     answers = []
     for device in DEVICES:
         loaded = load_engine(EngineConfig(folder, device, dtype="float32", block_size=16, num_blocks=NUM_BLOCKS))
-        answers.append(generate(Stepping(loaded.engine), prompts, NEW_TOKENS, chunk=37, block_size=16))
+        answers.append(generate(EngineRunner(loaded), prompts, NEW_TOKENS, chunk=37, block_size=16))
         loaded.engine.close()
     assert answers[0] == answers[1]

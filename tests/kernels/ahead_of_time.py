@@ -112,7 +112,7 @@ def run_attention(
     layout = _layout(tokens=1003, block_size=block_size)
     q = torch.empty((1003, HEADS, head_dim), dtype=dtype, device="meta")
     kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=kv_dtype or dtype, device="meta")
-    CudaBackend(target, prefill_kernel="tma").attention(q, kv_layer, layout, form)
+    CudaBackend(target).attention(q, kv_layer, layout, form)
 
 
 def elementwise(capability: int) -> None:
@@ -409,9 +409,8 @@ def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     described["shared_bytes"] = compiled.metadata.shared
     described["wgmma"] = "wgmma.mma_async" in ptx
     described["tcgen05"] = "tcgen05.mma" in ptx
-    described["tma"] = "cp.async.bulk.tensor" in ptx
     described["async_copies"] = "cp.async.cg" in ptx
-    described["warps_specialized"] = "ttg.warp_specialize" in compiled.asm["ttgir"]
+    described["fused_products"] = "fma.rn.f32" in ptx
     described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
     return described
 

@@ -67,11 +67,14 @@ def names(kernels: list[dict[str, Any]]) -> set[str]:
 def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
     family: str, capability: int, compiled: Compiled
 ) -> None:
-    # What is spilled of decodes is stored and loaded once a row, outside the loop over its keys.
-    kernels = compiled(family, capability, most_spilled=8 if capability == 80 else 0)
+    # What is spilled of decodes is stored and loaded once a row, outside the loop over its keys. Hopper's tiles of
+    # heads of 128 were the fastest of ten on an H200, though they spill.
+    kernels = compiled(family, capability, most_spilled={80: 8, 90: 256}.get(capability, 0))
+    for kernel in kernels:
+        may_spill = kernel["kernel"] == "prefill_attention_kernel" and kernel["head_dim_padded"] == 128
+        assert capability != 90 or may_spill or not kernel["spilled_bytes"], kernel
     paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
-    by_tma = {"tma_prefill_attention_kernel"} if capability >= 90 else set()
-    assert names(kernels) == paged | by_tma
+    assert names(kernels) == paged
     few = {64, 128}
     dims = few if family == "few_attention" else {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
@@ -80,19 +83,12 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
         windows = {kernel["window"] for kernel in kernels if kernel["kernel"] == name}
         assert len(windows) > 1, name
     for kernel in kernels:
-        prefill = kernel["kernel"].endswith("prefill_attention_kernel")
-        assert kernel["tma"] == (kernel["kernel"] in by_tma), kernel
+        prefill = kernel["kernel"] == "prefill_attention_kernel"
         # Without asynchronous copies the loop over the keys would wait for memory at every step.
         copies = kernel["kernel"] in ("prefill_attention_kernel", "decode_attention_kernel")
         assert kernel["async_copies"] == copies, kernel
         assert kernel["wgmma"] == (prefill and capability == 90), kernel
         assert kernel["tcgen05"] == (prefill and capability == 100), kernel
-        # Triton 3.6 and 3.7 specialise warps for sm_100 too, but these spill there: the table does not ask for it.
-        assert kernel["warps_specialized"] == (kernel["tma"] and capability == 90), kernel
-    # Of 256 dimensions, what a tile holds does not fit the registers on sm_100: `prefill_attention_kernel` takes them.
-    narrow, all_dims = {64, 96, 128}, {64, 80, 96, 128, 256}
-    dims_by_tma = {80: set(), 89: set(), 90: few if family == "few_attention" else all_dims, 100: narrow}[capability]
-    assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] in by_tma} == dims_by_tma
 
 
 @compiled_for("attention_over_fp8")
@@ -151,6 +147,8 @@ def test_kernels_of_kv_transfer_compile_to_wide_copies(family: str, capability: 
     for kernel in kernels:
         # A copy of single words takes several times as long.
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
+        # A product that is not rounded before it is added to gives other codes than the host's.
+        assert not kernel["fused_products"], kernel
 
 
 @compiled_for("projections")

@@ -16,19 +16,11 @@ from twostroke.model.cuda.kernels.attention import (
     prefill_attention,
     prefill_config,
 )
-from twostroke.model.cuda.kernels.launch import A100, B200, H100, Architecture, Target
+from twostroke.model.cuda.kernels.launch import A100, H100, Architecture, Target
 from twostroke.model.cuda.kernels.segments import SplitConfig
-from twostroke.model.cuda.kernels.tma_prefill import (
-    LEAST_QUERY_LEN,
-    TmaPrefillConfig,
-    tma_prefill_attention,
-    tma_prefill_config,
-)
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Few enough programs that each works off several tiles.
-SMALL_HOPPER = Target(Architecture.HOPPER, multiprocessors=3, specializes_warps=True)
 
 
 def wide(*values: Any) -> Any:
@@ -43,27 +35,17 @@ DIM_AND_DTYPE = pytest.mark.parametrize(
 )
 
 
-def check(
-    case: PagedCase, config: PrefillConfig | TmaPrefillConfig | DecodeConfig, expected: torch.Tensor | None = None
-) -> None:
+def check(case: PagedCase, config: PrefillConfig | DecodeConfig, expected: torch.Tensor | None = None) -> None:
     """All sequences by the kernel that the config is of, against the reference; a decode's query is its last token."""
     layout = case.layout if isinstance(config, DecodeConfig) else replace(case.layout, num_decodes=0)
     out = torch.full_like(case.q.flatten(1), float("nan"))
     if isinstance(config, DecodeConfig):
         decode_attention(case.q, case.kv_layer, layout, case.form, out, config)
-    elif isinstance(config, PrefillConfig):
-        prefill_attention(case.q, case.kv_layer, layout, case.form, out, config)
     else:
-        tma_prefill_attention(case.q, case.kv_layer, layout, case.form, out, SMALL_HOPPER, config)
+        prefill_attention(case.q, case.kv_layer, layout, case.form, out, config)
     if expected is None:
         expected = reference.attention(case.q, case.kv_layer, layout, case.form)
     assert_close(out, expected)
-
-
-def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = torch.float16) -> TmaPrefillConfig:
-    config = tma_prefill_config(target, dim, dtype, block_size, 4096)
-    assert config is not None
-    return config
 
 
 def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeConfig:
@@ -73,15 +55,6 @@ def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeConfi
 
 
 PLAIN = PrefillConfig(16, 16, num_warps=4, num_stages=2)
-BY_TMA = config_of(H100, 64, 64)
-BOTH = pytest.mark.parametrize("config", [PLAIN, BY_TMA], ids=["plain", "tma"])
-
-
-def small_case(lengths: list[tuple[int, int]], config: PrefillConfig | TmaPrefillConfig, **shape: Any) -> PagedCase:
-    """In blocks and a type that the config's kernel takes."""
-    if isinstance(config, TmaPrefillConfig):
-        return paged_case(lengths, block_size=64, dtype=torch.float16, **shape)
-    return paged_case(lengths, **shape)
 
 
 def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None:
@@ -108,49 +81,32 @@ def test_prefill_attention_is_right_at_the_edges_of_blocks(block_size: int, bloc
     check(paged_case(lengths, block_size=block_size), PrefillConfig(32, block_n, num_warps=4, num_stages=2))
 
 
-@pytest.mark.parametrize(
-    ("config", "prefixes"),
-    [(PLAIN, 34), wide(replace(PLAIN, block_n=32), 34), (replace(BY_TMA, num_stages=2), 66)],
-    ids=str,
-)
-def test_prefill_is_right_after_a_cached_prefix_of_any_alignment(
-    config: PrefillConfig | TmaPrefillConfig, prefixes: int
-) -> None:
-    check(small_case([(3, prefix + 3) for prefix in range(prefixes)], config, heads=2, groups=1, dim=16), config)
+@pytest.mark.parametrize("config", [PLAIN, wide(replace(PLAIN, block_n=32))], ids=str)
+def test_prefill_is_right_after_a_cached_prefix_of_any_alignment(config: PrefillConfig) -> None:
+    check(paged_case([(3, prefix + 3) for prefix in range(34)], heads=2, groups=1, dim=16), config)
 
 
-@BOTH
-def test_prefill_passes_over_sequences_without_queries(config: PrefillConfig | TmaPrefillConfig) -> None:
-    check(small_case([(0, 0), (5, 20), (0, 70), (130, 133), (0, 0)], config, dim=16), config)
+def test_prefill_passes_over_sequences_without_queries() -> None:
+    check(paged_case([(0, 0), (5, 20), (0, 70), (130, 133), (0, 0)], dim=16), PLAIN)
 
 
-@BOTH
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), wide(4, 4), (6, 2), (7, 1), wide(16, 1), wide(10, 2)])
-def test_prefill_takes_any_number_of_heads_of_a_group(
-    heads: int, groups: int, config: PrefillConfig | TmaPrefillConfig
-) -> None:
-    check(small_case([(1, 9), (18, 18), (17, 140)], config, heads=heads, groups=groups, dim=16), config)
+def test_prefill_takes_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
+    check(paged_case([(1, 9), (18, 18), (17, 140)], heads=heads, groups=groups, dim=16), PLAIN)
 
 
-@BOTH
-def test_prefill_leaves_the_rows_of_decodes_alone(config: PrefillConfig | TmaPrefillConfig) -> None:
-    case = small_case([(1, 70), (1, 3), (66, 66), (5, 90)], config, heads=2, groups=1)
+def test_prefill_leaves_the_rows_of_decodes_alone() -> None:
+    case = paged_case([(1, 70), (1, 3), (66, 66), (5, 90)], heads=2, groups=1)
     out = torch.full_like(case.q.flatten(1), float("nan"))
-    if isinstance(config, PrefillConfig):
-        prefill_attention(case.q, case.kv_layer, case.layout, case.form, out, config)
-    else:
-        tma_prefill_attention(case.q, case.kv_layer, case.layout, case.form, out, SMALL_HOPPER, config)
+    prefill_attention(case.q, case.kv_layer, case.layout, case.form, out, PLAIN)
     assert out[:2].isnan().all()
     assert_close(out[2:], reference.attention(case.q, case.kv_layer, case.layout, case.form)[2:])
 
 
-@BOTH
-def test_prefill_neither_overflows_on_large_scores_nor_loses_the_largest(
-    config: PrefillConfig | TmaPrefillConfig,
-) -> None:
+def test_prefill_neither_overflows_on_large_scores_nor_loses_the_largest() -> None:
     case = paged_case([(40, 50), (33, 133)], block_size=64, dtype=torch.float16)
     case.q.mul_(300)
-    check(case, config)
+    check(case, PLAIN)
 
 
 @pytest.mark.parametrize("architecture", Architecture)
@@ -174,18 +130,15 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("config", [WIDE, BY_TMA], ids=["plain", "tma"])
 @WINDOWS
-def test_prefill_sees_windows_of_any_length(window: int, config: PrefillConfig | TmaPrefillConfig) -> None:
-    check(small_case([(2, 2), (19, 50), (70, 180)], config, heads=2, groups=1, dim=16, window=window), config)
+def test_prefill_sees_windows_of_any_length(window: int) -> None:
+    check(paged_case([(2, 2), (19, 50), (70, 180)], heads=2, groups=1, dim=16, window=window), WIDE)
 
 
-@pytest.mark.parametrize(
-    ("config", "step"), [(WIDE, 3), (replace(WIDE, block_n=32), 3), (BY_TMA, 11)], ids=["plain", "wide", "tma"]
-)
-def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillConfig | TmaPrefillConfig, step: int) -> None:
-    lengths = [(3, 40 + prefix) for prefix in range(0, 11 * step, step)]
-    check(small_case(lengths, config, heads=2, groups=1, dim=16, window=18), config)
+@pytest.mark.parametrize("config", [WIDE, replace(WIDE, block_n=32)], ids=["plain", "wide"])
+def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillConfig) -> None:
+    lengths = [(3, 40 + prefix) for prefix in range(0, 33, 3)]
+    check(paged_case(lengths, heads=2, groups=1, dim=16, window=18), config)
 
 
 @WINDOWS
@@ -196,12 +149,11 @@ def test_decodes_see_windows_of_any_length(programs: int, block_size: int, block
     check(case, decodes_of(case, programs, block_n))
 
 
-@pytest.mark.parametrize("config", [WIDE, BY_TMA], ids=["plain", "tma"])
 @FORMS
-def test_prefill_caps_scores_and_counts_sinks(form: dict[str, Any], config: PrefillConfig | TmaPrefillConfig) -> None:
-    case = small_case([(2, 2), (66, 100)], config, heads=6, groups=2, dim=16, **form)
+def test_prefill_caps_scores_and_counts_sinks(form: dict[str, Any]) -> None:
+    case = paged_case([(2, 2), (66, 100)], heads=6, groups=2, dim=16, **form)
     case.q.mul_(4)
-    check(case, config)
+    check(case, WIDE)
 
 
 @FORMS
@@ -223,11 +175,11 @@ def test_a_cap_holds_where_its_exponential_would_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("query_len", "config"),
-    [(64, WIDE), (64, BY_TMA), (1, DecodeConfig(16, num_warps=4, num_stages=2, split=SplitConfig(2, 8)))],
-    ids=["plain", "tma", "decode"],
+    [(64, WIDE), (1, DecodeConfig(16, num_warps=4, num_stages=2, split=SplitConfig(2, 8)))],
+    ids=["prefill", "decode"],
 )
 def test_a_windows_work_does_not_grow_with_the_context(
-    query_len: int, config: PrefillConfig | TmaPrefillConfig | DecodeConfig, monkeypatch: pytest.MonkeyPatch
+    query_len: int, config: PrefillConfig | DecodeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products = 0
     multiply = InterpreterBuilder.create_dot
@@ -339,64 +291,6 @@ def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> Non
     assert Target.of((10, 0), 148).architecture is Architecture.HOPPER
     assert Target.of((8, 9), 142).architecture is Architecture.SMALL
     assert Target.of((12, 0), 170).architecture is Architecture.SMALL
-
-
-@pytest.mark.parametrize(
-    ("dim", "block_size", "dtype"),
-    [
-        (64, 64, torch.bfloat16),
-        wide(64, 128, torch.float16),
-        wide(80, 64, torch.float16),
-        wide(96, 128, torch.bfloat16),
-        (128, 64, torch.float16),
-        wide(128, 128, torch.bfloat16),
-        wide(256, 64, torch.float16),
-        (256, 128, torch.bfloat16),
-        (16, 192, torch.float16),
-    ],
-)
-def test_tma_prefill_equals_its_reference_with_the_tables_own_tiles(
-    dim: int, block_size: int, dtype: torch.dtype
-) -> None:
-    case = paged_case([(2, 2), (90, 170)], heads=2, groups=1, dim=dim, block_size=block_size, dtype=dtype)
-    check(case, config_of(H100, dim, block_size, dtype))
-
-
-def test_tma_prefill_equals_its_reference_with_blackwells_tiles() -> None:
-    check(paged_case([(90, 170)], heads=2, groups=2, block_size=64, dtype=torch.float16), config_of(B200, 64, 64))
-
-
-@pytest.mark.parametrize(("block_size", "block_n"), [wide(64, 64), (64, 32), (128, 128), wide(128, 64)])
-def test_tma_prefill_is_right_at_the_edges_of_blocks_and_tiles(block_size: int, block_n: int) -> None:
-    lengths = [(n, n) for n in (1, block_size - 1, block_size, block_size + 1, 127, 128, 129)]
-    lengths += [(1, block_size), (1, block_size + 1), (3, 2 * block_size - 1), (130, 2 * block_size + 131)]
-    case = paged_case(lengths, heads=1, groups=1, dim=16, block_size=block_size, dtype=torch.float16)
-    check(case, TmaPrefillConfig(block_n, num_warps=4, num_stages=2, specialized=True))
-
-
-def test_what_tma_is_not_for_is_left_to_the_other_kernel() -> None:
-    def config(
-        target: Target = H100, dim: int = 128, dtype: torch.dtype = torch.bfloat16, block: int = 64, length: int = 4096
-    ) -> TmaPrefillConfig | None:
-        return tma_prefill_config(target, dim, dtype, block, length)
-
-    assert config() is not None
-    assert config(length=LEAST_QUERY_LEN) is not None
-    assert config(length=LEAST_QUERY_LEN - 1) is None
-    assert config(target=A100) is None
-    assert config(dtype=torch.float32) is None
-    assert [config(block=block) for block in (16, 24, 32, 96)] == [None] * 4
-    assert config(dim=100) is None  # rows of 200 bytes
-    assert config(dim=512) is None
-    assert config(target=B200, dim=256) is None
-
-
-def test_tma_prefills_steps_are_as_long_as_blocks_and_shared_memory_allow() -> None:
-    assert config_of(H100, 128, 128).block_n == 128
-    assert config_of(H100, 128, 64).block_n == 64
-    assert config_of(H100, 96, 192).block_n == 64
-    assert config_of(H100, 256, 128).block_n == 32
-    assert not config_of(B200, 128, 128).specialized
 
 
 @pytest.mark.parametrize("as_bits", [False, True])

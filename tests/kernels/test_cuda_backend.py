@@ -10,7 +10,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import GridExecutor
 
 from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layout, paged_case
@@ -44,7 +43,7 @@ def test_backend_attention_gives_each_kind_of_sequence_to_its_kernel(kind: str, 
 
 def test_long_chunks_over_large_blocks_beside_decodes_are_right() -> None:
     case = paged_case([(1, 33), (1, 130), (70, 70), (3, 90)], heads=4, groups=2, block_size=64, dtype=torch.float16)
-    actual = CudaBackend(H100, "tma").attention(case.q, case.kv_layer, case.layout, case.form)
+    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout, case.form)
     assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
 
 
@@ -56,52 +55,16 @@ def test_projections_of_many_tokens_are_added_up_in_fp32() -> None:
     assert not products.allow_fp16_reduced_precision_reduction
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        (None, None),
-        ("wrong", "is wrong"),
-        ("nan", "is wrong"),
-        (RuntimeError("PassManager::run failed\nat"), "fails (PassManager::run failed)"),
-        (OutOfResources(300_000, 232_448, "shared memory"), "fails (out of resource: shared memory"),
-    ],
-    ids=str,
-)
-def test_tma_serves_where_it_agrees_with_the_plain_kernel_at_first_and_else_the_plain_one_does(
-    fault: object, told: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tma, launches = prompt_attention.tma_prefill_attention, 0
-
-    def maybe_wrong(*arguments: Any) -> None:
-        nonlocal launches
-        launches += 1
-        if isinstance(fault, Exception):
-            raise fault
-        tma(*arguments)
-        if fault is not None:
-            arguments[4][-1, 0] += 0.1 if fault == "wrong" else float("nan")  # of the output one value
-
-    monkeypatch.setattr(prompt_attention, "tma_prefill_attention", maybe_wrong)
-    case = paged_case([(70, 70), (3, 90)], heads=2, groups=1, dim=16, block_size=64, dtype=torch.float16, window=60)
-    backend = CudaBackend(H100)
-    for _ in range(2):
-        actual = backend.attention(case.q, case.kv_layer, case.layout, case.form)
-        assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * (told is not None)
-    assert all(str(told) in record.message for record in caplog.records)
-    assert launches == (4 if fault is None else 1)  # the check; an empty sequence, and two calls
-
-
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1), (8, 1)])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
     heads: int, groups: int, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: set[object] = set()
-    for name in ("prefill_attention", "tma_prefill_attention"):
-        monkeypatch.setattr(prompt_attention, name, lambda *arguments: launched.add((arguments[3], arguments[-1])))
+    launch = prompt_attention.__name__ + ".prefill_attention"
+    monkeypatch.setattr(launch, lambda *arguments: launched.add((arguments[3], arguments[-1])))
     case = paged_case([(1, 5)], heads=heads, groups=groups, block_size=block_size, dtype=torch.float16)
-    backend = CudaBackend(H100, "tma")
+    backend = CudaBackend(H100)
     forms = [AttentionForm(1.0), AttentionForm(1.0, 7), AttentionForm(1.0, 0, 2.0), AttentionForm(1.0, sinks=case.q)]
     for form in forms:
         backend.attention(case.q, case.kv_layer, case.layout, form)

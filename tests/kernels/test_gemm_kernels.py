@@ -126,17 +126,28 @@ def test_every_split_has_columns_and_room_in_the_workspace(target: Target) -> No
 
 
 def test_few_rows_are_split_and_many_are_not() -> None:
-    config = GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2)
-    assert with_splits(config, H100, rows=256, columns=4096, row_bytes=8192).splits == 8
-    assert with_splits(config, H100, rows=4096, columns=4096, row_bytes=8192).splits == 1
-    assert with_splits(config, H100, rows=6144, columns=4096, row_bytes=8192).splits == 1  # 3 each of nearly all
-    assert with_splits(config, H100, rows=128256, columns=4096, row_bytes=8192).splits == 1
+    config = GemmConfig(16, 64, 128, num_warps=4, num_stages=6, fill=0.7)  # 92 programs on 132 multiprocessors
+    found = [with_splits(config, H100, rows, 4096).splits for rows in (64, 256, 2048, 4096, 6144, 128256)]
+    assert found == [8, 8, 4, 2, 1, 1]
+    assert with_splits(config, H100, rows=64, columns=256).splits == 2  # a step each
+    assert with_splits(replace(config, fill=2.0), H100, rows=6144, columns=4096).splits == 4
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_only_few_tokens_are_split(bits: Bits) -> None:
     assert gemm_config(H100, torch.bfloat16, bits, 64, 1024, 4096).splits > 1
     assert gemm_config(H100, torch.bfloat16, bits, 65, 1024, 4096).splits == 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_of_several_tiles_are_not_split(bits: Literal[8, 4]) -> None:
+    config = gemm_config(H100, torch.float32, bits, 40, 16, 8192)
+    assert config.block_t < 40
+    x, weight, _ = case(40, 16, 8192, bits, torch.float32)
+    workspace = SplitWorkspace(x.device)
+    actual = gemm(x, weight, None, torch.float32, workspace, config)
+    torch.testing.assert_close(actual, linear_reference(x, weight, None, torch.float32), rtol=1e-4, atol=1e-4)
+    assert not workspace.arrived.any()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -5,9 +5,10 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+from torch._C import _distributed_c10d
 
 from twostroke.model import reference
-from twostroke.model.cuda.kernels.peer_sums import MOST_ROWS, PeerSums, memory_bytes
+from twostroke.model.cuda.kernels.peer_sums import MOST_ROWS, PeerSums, memory_bytes, registered_group
 
 HIDDEN, EPS = 48, 1e-5
 ROWS = (3, 1, 5, 5, 2)  # of one sum after the other
@@ -95,3 +96,15 @@ def test_sums_of_many_bytes_other_widths_and_dtypes_are_left_to_nccl() -> None:
     assert not sums.takes(torch.empty(0, 4096, dtype=torch.bfloat16))
     assert not sums.takes(torch.empty(1, 2048, dtype=torch.bfloat16))
     assert not sums.takes(torch.empty(1, 4096))
+
+
+def test_a_rendezvous_finds_rank_size_and_store_under_the_groups_name() -> None:
+    store = _distributed_c10d.HashStore()
+    for _ in range(2):  # an engine that is loaded anew registers the name again
+        with registered_group("sums of a test", store, 1, 4):
+            group = _distributed_c10d._resolve_process_group("sums of a test")
+            assert (group.rank(), group.size()) == (1, 4)
+            group.get_group_store().set("key", "value")
+        assert store.get("key") == b"value"
+        with pytest.raises(RuntimeError, match="sums of a test"):
+            _distributed_c10d._resolve_process_group("sums of a test")

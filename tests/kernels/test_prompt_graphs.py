@@ -20,11 +20,11 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import H100
 from twostroke.model.cuda.prompt_graphs import (
-    MOST_ANNOUNCED_ROWS,
     MOST_CHUNKS,
     MOST_ROWS,
     PromptGraphs,
     StepShape,
+    most_rows,
     step_shapes,
 )
 from twostroke.model.engine_config import EngineConfig
@@ -233,25 +233,33 @@ def test_decodes_beside_prompts_take_the_tokens_that_the_step_before_drew(write_
 
 
 @pytest.mark.parametrize(("max_tokens", "max_sequences"), [(2048, 256), (512, 32), (40, 3), (1, 1)])
-def test_shapes_are_few_and_the_next_is_not_much_larger(max_tokens: int, max_sequences: int) -> None:
-    shapes = step_shapes(max_tokens, max_sequences)
-    assert len(shapes) <= 22
+@pytest.mark.parametrize("most", [384, MOST_ROWS])
+def test_shapes_are_few_and_the_next_is_not_much_larger(max_tokens: int, max_sequences: int, most: int) -> None:
+    shapes = step_shapes(max_tokens, max_sequences, most)
+    assert len(shapes) <= 34
     assert shapes == sorted(shapes, key=lambda shape: -shape.rows)
-    assert all(shape.rows <= MOST_ROWS for shape in shapes)
+    assert all(shape.rows <= most for shape in shapes)
     assert {shape.singles for shape in shapes} >= {0, min(max_sequences, 8)}
-    for tokens in range(1, min(max_tokens, MOST_ROWS) + 1):
+    for tokens in range(1, min(max_tokens, most) + 1):
         fitting = min(shape.tokens for shape in shapes if shape.tokens >= tokens and not shape.singles)
         assert fitting <= max(32, 2 * tokens)
     # The last layer computes those that draw alone where they are fewer.
     assert all(shape.sequences < shape.rows for shape in shapes)
 
 
-def test_workers_that_announce_layers_replay_smaller_steps_and_latents_have_no_graphs(
-    write_checkpoint: Callable[..., Any],
+def test_graphs_go_as_far_as_the_host_takes_longer_than_the_gpu() -> None:
+    assert [most_rows(8.03e9 / 32, announces) for announces in (False, True)] == [510, 137]
+    assert [most_rows(1.24e9 / 16, announces) for announces in (False, True)] == [1651, 445]
+    assert most_rows(1e6, announces_layers=True) == MOST_ROWS
+
+
+def test_shapes_follow_the_model_and_latents_have_no_graphs(
+    write_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(**TINY)
     decoder, cache = made(folder)
+    monkeypatch.setattr(Decoder, "parameters_a_layer", 1.28e11 / 400)
     both_kinds = (prompt_shapes(EngineConfig(folder, announces_layers=each), decoder, cache) for each in (False, True))
-    assert [max(shape.rows for shape in shapes) for shapes in both_kinds] == [MOST_ROWS, MOST_ANNOUNCED_ROWS]
+    assert [max(shape.rows for shape in shapes) for shapes in both_kinds] == [392, 96]
     latents = write_checkpoint(**FAMILY_SHAPES["deepseek_v2"])
     assert prompt_shapes(EngineConfig(latents), *made(latents)) == []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.rigs.engine_runner import EngineRunner
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
@@ -275,6 +276,21 @@ async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) 
         assert token is not None
         assert 0 <= token.token_id < loaded.model_config.vocab_size
         assert loaded.engine.num_broken_rows == 0
+    finally:
+        loaded.engine.close()
+
+
+def test_an_engine_continues_prompts_alike_however_they_are_cut_into_chunks(
+    write_checkpoint: Any, generate: Callable[..., list[list[int]]]
+) -> None:
+    """By the rig of tests/gpu, which so can't break unseen where there is no GPU."""
+    loaded = load_engine(EngineConfig(write_checkpoint(), dtype="float32", num_blocks=32, block_size=4, threads=1))
+    try:
+        whole, cut = (
+            generate(EngineRunner(loaded), [[44], [15, 53, 3, 67, 27], [24, 12]], 5, chunk=chunk, block_size=4)
+            for chunk in (16, 3)
+        )
+        assert whole == cut
     finally:
         loaded.engine.close()
 

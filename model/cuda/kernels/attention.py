@@ -24,7 +24,7 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.fp8 import of_cache
+from twostroke.model.cuda.kernels.fp8 import beside_cache, of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
@@ -58,7 +58,9 @@ class PrefillConfig:
 
 
 # For 16-bit types, by architecture and head dimension; the least sufficient row wins. Chosen from what compiles without
-# spills within the shared memory; predicted, not measured. A load through the block table takes two levels of the
+# spills within the shared memory. Hopper's row of 128 is the fastest of ten that an H200 measured (2026-11-26, Triton
+# 3.6, docs/results/gpu.md): 365 to 425 TFLOP/s where 8 warps with 128 keys a step reach 343 to 368. All other rows are
+# predicted. A load through the block table takes two levels of the
 # pipeline, table entry and then keys, so 3 stages hold one step in use and one in flight on Hopper (5 elsewhere).
 #
 # A tile of M rows does M operations for each byte of keys and values that it loads. At M = 128 an A100's 312 TFLOP/s
@@ -67,7 +69,8 @@ class PrefillConfig:
 # 80 or 96 keeps masks of its padding too, and takes half the keys a step on Ampere.
 _PREFILL: dict[Architecture, tuple[tuple[int, PrefillConfig], ...]] = {
     Architecture.HOPPER: (
-        (128, PrefillConfig(128, 128, 8, 3)),
+        (64, PrefillConfig(128, 128, 8, 3)),
+        (128, PrefillConfig(128, 64, 4, 3)),
         (256, PrefillConfig(128, 64, 8, 3)),
     ),
     Architecture.AMPERE: (
@@ -282,6 +285,7 @@ def prefill_attention_kernel(
         mask=inside,
         other=0.0,
     )  # fmt: skip
+    q_tile = beside_cache(q_tile, kv_layer.dtype.element_ty)
     best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
@@ -439,6 +443,7 @@ def decode_attention_kernel(
         row_start += steps
         block_table = block_tables + sequence * table_stride
         q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
+        q_tile = beside_cache(q_tile, kv_layer.dtype.element_ty)
         last = tl.zeros([BLOCK_M], tl.int32) + context_len - 1
         best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)

@@ -10,9 +10,9 @@ of tokens). Weights that are not quantised are for 64 tokens at most: of more, c
 Split-K with one result: several programs share the columns of a tile, and the last to arrive adds up their sums.
 
 A decode step's projections are bound by memory: each weight is read once and multiplied by a few tokens. What counts is
-that every multiprocessor reads the same share, and keeps enough bytes on their way. By Little's law those are bandwidth
-x latency: about 3.35 TB/s x 0.7 us / 132 = 18 KB a multiprocessor on an H100, 4.8 x 0.7 / 132 = 26 KB on an H200,
-2.0 x 0.6 / 108 = 11 KB on an A100; the launch tables keep 1.5 to 4 times that.
+that nearly every multiprocessor reads, and keeps enough bytes on their way. By Little's law those are bandwidth x
+latency: about 3.35 TB/s x 0.7 us / 132 = 18 KB a multiprocessor on an H100, 4.8 x 0.7 / 132 = 26 KB on an H200, 2.0 x
+0.6 / 108 = 11 KB on an A100; the launch tables keep 1.5 to 4 times that.
 
 A projection with few rows has too few tiles for that, so its columns are split. Which program comes last differs from
 run to run, but it adds the sums of all from memory in the order of the columns: the result does not depend on it, and
@@ -151,9 +151,6 @@ MOST_TOKENS = 64  # of a launch that splits
 _SPLITS = (1, 2, 4, 8)
 _CAPACITY = 1 << 22  # fp32 sums that the workspace holds, 16 MiB
 _LEAST_ROWS = 16  # of a tile
-# The last program's way: its own sum written, counted, all sums read again; 1.5 us. A multiprocessor reads as much of
-# the weights meanwhile.
-_MERGE_BYTES = 40_000
 
 
 class SplitWorkspace:
@@ -176,110 +173,104 @@ class GemmConfig:
     block_k: int
     num_warps: int
     num_stages: int  # steps in shared memory, the one in use included
-    seats: int = 1  # programs that a multiprocessor should run at once, so that one's waiting is another's reading
+    fill: float = 1.0  # programs a multiprocessor that splits aim at
     splits: int = 1  # programs that share a tile's columns
 
 
 @cache
-def with_splits(config: GemmConfig, target: Target, rows: int, columns: int, row_bytes: int) -> GemmConfig:
-    """The config with as many splits as make the busiest multiprocessor's bytes the fewest.
+def with_splits(config: GemmConfig, target: Target, rows: int, columns: int) -> GemmConfig:
+    """Return the config with the fewest splits that give each multiprocessor `fill` programs on average.
 
-    Those are its programs' shares of the weight [rows, columns], their sums written and read again, and what the
-    merging costs it. The number of tokens does not count, only the tile's: a launch serves any that fit.
+    The weight is [rows, columns]. The number of tokens does not count, only the tile's: a launch serves any that fit.
     """
-    steps = -(-columns // config.block_k)
-
-    def busiest(splits: int) -> float:
-        programs = -(-rows // config.block_n) * splits
-        programs = max(config.seats, -(-programs // target.multiprocessors))  # an empty seat is as bad as a busy one
-        share = config.block_n * row_bytes * -(-steps // splits) / steps
-        if splits == 1:
-            return programs * share
-        return programs * (share + 2 * 4 * config.block_n * config.block_t) + _MERGE_BYTES
-
     # Every program gets a step, and all sums fit into the workspace.
-    most = max(1, min(steps, _CAPACITY // (MOST_TOKENS * rows)))
-    return replace(config, splits=min((splits for splits in _SPLITS if splits <= most), key=busiest))
+    most = max(1, min(-(-columns // config.block_k), _CAPACITY // (MOST_TOKENS * rows)))
+    possible = [splits for splits in _SPLITS if splits <= most]
+    wanted = config.fill * target.multiprocessors / -(-rows // config.block_n)
+    return replace(config, splits=next((splits for splits in possible if splits >= wanted), possible[-1]))
 
 
-# For 16-bit types, by architecture and the weight's bits; the first row with room for the tokens wins, or the last.
+# The tables are for 16-bit types, by architecture and the weight's bits; the first row with room for the tokens wins,
+# or the last.
 #
-# 16 bits, up to 16 tokens: tiles of 16 rows. out = 4096 gives 256 of them, which is balanced (two on nearly each of
-# 132) without a split. From there on x counts: each tile reads it again, from the second-level cache, which gives about
-# twice the memory's bandwidth; so x may be half of a tile's bytes at most. In flight on a Hopper multiprocessor, two
-# steps fewer than there are stages: 2 programs x 6 x 4 KiB = 48 KiB, 2 x 2 x 16 = 64, 2 x 32 = 64.
+# Hopper's rows of 16 bits, and of 8 and 4 bits up to 16 tokens, were measured on an H200 (2026-11-26, Triton 3.6) over
+# tiles of 16 to 128 rows, steps of 64 to 256 columns, 1 to 8 warps and 1 to 8 splits, with an 8B model's weights read
+# from memory (docs/results/gpu.md). Tiles of 64 rows are the least that warpgroup instructions take; of 16 bits they
+# reach 0.85 of the memory's bandwidth, where tiles of 16 rows, one warp each, reached 0.62. A weight of 16 bits needs
+# no more than three programs for four multiprocessors; one that is widened in registers waits for its arithmetic, and
+# needs two to four programs a multiprocessor.
 #
-# 8 and 4 bits, likewise: with up to 16 tokens 2 programs x 4 x 8 KiB of int8 = 64 KiB, or 2 x 5 x 4 KiB of int4 = 40.
-# Tiles of many tokens spread the widening, three to five instructions a weight, over as many tokens as the registers
-# hold sums for.
+# All other rows are predicted. Tiles of many tokens spread the widening, three to five instructions a weight, over as
+# many tokens as the registers hold sums for.
 _CONFIGS: dict[tuple[Architecture, Bits], tuple[GemmConfig, ...]] = {
     (Architecture.HOPPER, 16): (
-        GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
-        GemmConfig(64, 128, 128, num_warps=8, num_stages=4),
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, fill=0.7),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=6, fill=0.7),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=6, fill=0.7),
     ),
     (Architecture.HOPPER, 8): (
-        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
-        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=4, fill=1.9),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, fill=1.9),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, fill=1.9),
         GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
         GemmConfig(256, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.HOPPER, 4): (
-        GemmConfig(16, 64, 128, num_warps=4, num_stages=7, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=6, seats=2),
-        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(16, 32, 128, num_warps=1, num_stages=6, fill=3.8),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, fill=1.9),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, fill=1.9),
         GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
         GemmConfig(256, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.AMPERE, 16): (
-        GemmConfig(16, 16, 128, num_warps=1, num_stages=6, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=6, fill=1.9),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4),
         GemmConfig(64, 128, 64, num_warps=8, num_stages=6),
     ),
     (Architecture.AMPERE, 8): (
-        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
-        GemmConfig(64, 64, 64, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, fill=1.9),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, fill=1.9),
+        GemmConfig(64, 64, 64, num_warps=4, num_stages=5, fill=1.9),
         GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.AMPERE, 4): (
-        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
-        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, fill=1.9),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, fill=1.9),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, fill=1.9),
         GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.SMALL, 16): (
-        GemmConfig(16, 16, 128, num_warps=1, num_stages=5, seats=2),
-        GemmConfig(32, 64, 64, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=5, fill=1.9),
+        GemmConfig(32, 64, 64, num_warps=4, num_stages=4),
         GemmConfig(64, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.SMALL, 8): (
-        GemmConfig(16, 64, 64, num_warps=4, num_stages=6, seats=2),
-        GemmConfig(32, 64, 64, num_warps=4, num_stages=5, seats=2),
-        GemmConfig(64, 64, 64, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(16, 64, 64, num_warps=4, num_stages=6, fill=1.9),
+        GemmConfig(32, 64, 64, num_warps=4, num_stages=5, fill=1.9),
+        GemmConfig(64, 64, 64, num_warps=4, num_stages=4, fill=1.9),
         GemmConfig(128, 128, 32, num_warps=8, num_stages=4),
     ),
     (Architecture.SMALL, 4): (
-        GemmConfig(16, 64, 128, num_warps=4, num_stages=5, seats=2),
-        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
-        GemmConfig(64, 64, 128, num_warps=4, num_stages=3, seats=2),
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=5, fill=1.9),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, fill=1.9),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=3, fill=1.9),
         GemmConfig(128, 128, 64, num_warps=8, num_stages=3),
     ),
 }
 # FP8 by FP8, of steps of FP8_GROUP columns. Few tokens are bound by the weight's bytes as int8's are: as many are in
 # flight. Many are bound by products: at 128 x 128 a step's fresh sums and all of them take 64 registers a thread each.
+# Hopper's first row was measured as those above.
 _FP8_CONFIGS: dict[Architecture, tuple[GemmConfig, ...]] = {
     Architecture.HOPPER: (
-        GemmConfig(16, 64, FP8_GROUP, num_warps=4, num_stages=6, seats=2),
-        GemmConfig(32, 64, FP8_GROUP, num_warps=4, num_stages=5, seats=2),
-        GemmConfig(64, 64, FP8_GROUP, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(16, 64, FP8_GROUP, num_warps=4, num_stages=8, fill=0.7),
+        GemmConfig(32, 64, FP8_GROUP, num_warps=4, num_stages=6, fill=0.7),
+        GemmConfig(64, 64, FP8_GROUP, num_warps=4, num_stages=6, fill=0.7),
         GemmConfig(128, 128, FP8_GROUP, num_warps=8, num_stages=4),
     ),
     Architecture.SMALL: (
-        GemmConfig(16, 64, FP8_GROUP, num_warps=4, num_stages=4, seats=2),
-        GemmConfig(32, 64, FP8_GROUP, num_warps=4, num_stages=3, seats=2),
-        GemmConfig(64, 64, FP8_GROUP, num_warps=4, num_stages=3, seats=2),
+        GemmConfig(16, 64, FP8_GROUP, num_warps=4, num_stages=4, fill=1.9),
+        GemmConfig(32, 64, FP8_GROUP, num_warps=4, num_stages=3, fill=1.9),
+        GemmConfig(64, 64, FP8_GROUP, num_warps=4, num_stages=3, fill=1.9),
         GemmConfig(128, 128, FP8_GROUP, num_warps=8, num_stages=2),
     ),
 }
@@ -307,9 +298,9 @@ def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int,
     else:
         table = _CONFIGS[target.architecture, bits]
     config = next((config for config in table if num_tokens <= config.block_t), table[-1])
-    if num_tokens > MOST_TOKENS:
-        return config
-    return with_splits(config, target, rows, columns, columns * (dtype.itemsize * 8 if bits == 16 else bits) // 8)
+    if num_tokens > min(MOST_TOKENS, config.block_t):
+        return config  # programs of several tiles of tokens would be counted as one tile's
+    return with_splits(config, target, rows, columns)
 
 
 def linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -545,7 +536,7 @@ def gemm(
     """`linear_reference` on the GPU, of FP8 `fp8_linear_reference` with x of codes and `x_scales` fp32 [T]. Returns a
     new tensor: with an activation, what `reference.gate` makes of the fp32 sums, [T, out / 2].
 
-    With splits for no more tokens than MOST_TOKENS, and with weights of 16 bits for no more than config.block_t.
+    With splits for no more tokens than MOST_TOKENS and config.block_t, with weights of 16 bits for no more than this.
     x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.
     """
     tokens, columns = x.shape

@@ -411,4 +411,5 @@ def _code_units(
             ALIGNMENT=places.alignment, HEAD=places.head_stride // value_bytes,
             KIND=places.kind_stride // value_bytes, KINDS=places.kinds, HEADS=places.num_heads, TOKENS=tokens,
             DIM=head_dim, TILE_ROWS=tile_rows, DIM_PADDED=dim_padded, num_warps=4,
+            enable_fp_fusion=False,  # or a product and the sum that rounds it to an integer are rounded once, together
         )  # fmt: skip

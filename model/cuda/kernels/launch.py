@@ -25,7 +25,7 @@ class Target:
     architecture: Architecture
     multiprocessors: int
     has_fp8: bool = True  # sm_89 and later
-    specializes_warps: bool = False  # Triton 3.6 and 3.7 give loads and products warps of their own on sm_90 only
+    is_sm90: bool = False  # what FlashAttention-3 is compiled for
 
     @classmethod
     def of(cls, capability: tuple[int, int], multiprocessors: int) -> "Target":
@@ -38,7 +38,7 @@ class Target:
         if capability in ((8, 0), (8, 7)):
             return cls(Architecture.AMPERE, multiprocessors, has_fp8=False)
         if capability[0] in (9, 10):
-            return cls(Architecture.HOPPER, multiprocessors, specializes_warps=capability[0] == 9)
+            return cls(Architecture.HOPPER, multiprocessors, is_sm90=capability[0] == 9)
         return cls(Architecture.SMALL, multiprocessors, has_fp8=capability >= (8, 9))
 
     @classmethod
@@ -48,7 +48,7 @@ class Target:
         return cls.of((properties.major, properties.minor), properties.multi_processor_count)
 
 
-H100 = Target(Architecture.HOPPER, multiprocessors=132, specializes_warps=True)
+H100 = Target(Architecture.HOPPER, multiprocessors=132, is_sm90=True)
 B200 = Target(Architecture.HOPPER, multiprocessors=148)
 A100 = Target(Architecture.AMPERE, multiprocessors=108, has_fp8=False)
 

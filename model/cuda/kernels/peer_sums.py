@@ -11,7 +11,8 @@ ended turn n - 1, and no longer reads what it found in turn n - 2: two halves ar
 Turns are kept on the device, so a CUDA graph may hold the kernel. No GPU has run this.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -129,9 +130,24 @@ def open_peer_sums(shard: Shard, store: Any, *, hidden: int, dtype: torch.dtype,
     Raises RuntimeError where torch can't, AttributeError where it was built without.
     """
     memory, name = _distributed_c10d._SymmetricMemory, "twostroke-sums"
-    memory.set_group_info(name, shard.rank, shard.size, store)
     shape = (memory_bytes(shard.size, hidden, dtype),)
     own = memory.empty_strided_p2p(shape, (1,), torch.uint8, device, name).zero_()
     torch.cuda.synchronize(device)
-    handle = memory.rendezvous(own, name)
+    with registered_group(name, store, shard.rank, shard.size):
+        handle = memory.rendezvous(own, name)
     return PeerSums(own, [int(address) for address in handle.buffer_ptrs], shard.rank, hidden, dtype, keeps=handle)
+
+
+@contextmanager
+def registered_group(name: str, store: Any, rank: int, size: int) -> Iterator[None]:
+    """Let torch find a process group of this name, which has a store and no backend, while the context lasts.
+
+    A rendezvous of symmetric memory takes rank, size and store from the group registered under the name.
+    """
+    registry: Any = _distributed_c10d
+    group = registry.ProcessGroup(store, rank, size)  # which the registry refers to weakly
+    registry._register_process_group(name, group)
+    try:
+        yield
+    finally:
+        registry._unregister_process_group(name)

@@ -1,0 +1,85 @@
+"""`python3 -m tests.gpu.first.start [--device cpu] FOLDER`: a worker's engine, from its start to its first tokens.
+
+Says how long that takes, what of the GPU's memory is taken, and the time of steps through the engine's thread. A folder
+that is not there gets a random model of 1.2 billion parameters.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.first.bench import log_to_stderr
+from twostroke.benchmarks.engine import write_random_model
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
+
+BLOCK_SIZE = 64
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
+PROMPTS = (500, 2000)  # tokens
+ROWS = (1, 32)  # of decode steps
+STEPS = 40  # the median of which counts
+
+
+def main(config: EngineConfig, prompts: Sequence[int] = PROMPTS, steps: int = STEPS) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    on_gpu = config.device == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+
+    def taken_gib() -> float:
+        return round((free - torch.cuda.mem_get_info()[0]) / 2**30, 2) if on_gpu else 0.0
+
+    begin = time.perf_counter()
+    loaded = load_engine(config)
+    facts |= {"load_s": round(time.perf_counter() - begin, 1), "blocks": loaded.num_blocks, "taken_gib": taken_gib()}
+    try:
+        facts |= asyncio.run(_step_times(loaded, prompts, steps))
+    finally:
+        loaded.engine.close()
+    return facts | {"taken_after_gib": taken_gib()}
+
+
+async def _step_times(loaded: LoadedEngine, prompts: Sequence[int], steps: int) -> dict[str, float]:
+    times: dict[str, float] = {}
+
+    async def step_s(batch: Sequence[SequenceStep]) -> float:
+        began = time.perf_counter()
+        await loaded.engine.step(batch)
+        return time.perf_counter() - began
+
+    for tokens in prompts:
+        prompt = [1 + index % 90 for index in range(tokens)]
+        batch = [SequenceStep(prompt, 0, range(-(-tokens // BLOCK_SIZE)), Draw(GREEDY, prompt, tokens))]
+        await step_s(batch)
+        times[f"prompt_{tokens}_ms"] = round(await step_s(batch) * 1e3, 2)
+    draw = Draw(DRAWN, [1], 1)
+    for rows in ROWS:
+        each = [
+            await step_s([SequenceStep([5], 100 + i, range(4 * row, 4 * row + 4), draw) for row in range(rows)])
+            for i in range(steps)
+        ]
+        times[f"step_{rows}_ms"] = round(statistics.median(each) * 1e3, 3)
+    return times
+
+
+if __name__ == "__main__":
+    log_to_stderr()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments = parser.parse_args()
+    if not (arguments.folder / "config.json").exists():
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        write_random_model(arguments.folder, "1.2b")
+    print(
+        json.dumps(main(EngineConfig(arguments.folder, arguments.device, block_size=BLOCK_SIZE, gpu_memory_share=0.5)))
+    )
