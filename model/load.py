@@ -48,7 +48,7 @@ from twostroke.model.parallel.tensor_parallel import (
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
-from twostroke.model.sizes import StepBounds, check_context_parts, step_bytes_on_cpu
+from twostroke.model.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -341,7 +341,16 @@ def measure_gpu(
     kv_cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return GpuMemory(total, free, config.gpu_memory_share, weights, peak_step, graphs, staging=config.staging_bytes)
+    return GpuMemory(
+        total,
+        free,
+        config.gpu_memory_share,
+        weights,
+        peak_step,
+        graphs,
+        staging=config.staging_bytes,
+        communicators=communicator_bytes(config.tensor_parallel, config.pipeline_parallel),
+    )
 
 
 def largest_batch(

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.batch import StepDecoder, take_drawn
+from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
@@ -74,6 +75,7 @@ class StagedInputs(Generic[Inputs]):
 
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [staging(), staging()]
+        self._placed_tables = self._staging[0].inputs.block_tables.numpy().copy()  # what lies on the device
         self._tables = torch.empty_like(self._staging[0].tables, device=device)
         self.placed = make(device, False)
 
@@ -87,10 +89,18 @@ class StagedInputs(Generic[Inputs]):
         staging.copied.record()
 
     def place_tables(self, rows: int, width: int) -> None:
-        """Copy so much of the tables of the inputs that `next` gave: whole tables would be megabytes a step."""
+        """Copy so much of the tables of the inputs that `next` gave: whole tables would be megabytes a step.
+
+        Nothing is copied where they are as before: a sequence has a further block once in `block_size` steps.
+        """
         staging, placed = self._staging[0], self.placed.block_tables[:, :rows, :width]
-        host, there = (tables[: placed.numel()].view(placed.shape) for tables in (staging.tables, self._tables))
-        host.copy_(staging.inputs.block_tables[:, :rows, :width])
+        tables = staging.inputs.block_tables[:, :rows, :width]
+        before, now = self._placed_tables[:, :rows, :width], tables.numpy()
+        if np.array_equal(before, now):
+            return
+        before[:] = now
+        host, there = (flat[: placed.numel()].view(placed.shape) for flat in (staging.tables, self._tables))
+        host.copy_(tables)
         there.copy_(host, non_blocking=True)
         placed.copy_(there)
 
@@ -126,6 +136,7 @@ class CudaGraphSteps:
         self._inputs = StagedInputs(inputs, device, recorder)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
         self._logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
+        self._token_ids = torch.empty(largest, dtype=torch.int64, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
         self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
         with torch.inference_mode():
@@ -139,24 +150,27 @@ class CudaGraphSteps:
         """
         count = len(batch)
         size = next((size for size in self._sizes if size >= count), None)
-        if size is None:
+        if size is None or (earlier is not None and len(earlier) > self._sizes[-1]):
             return None
         padded = [*batch, *[batch[-1]] * (size - count)]
+        placed = self._inputs.placed
         with self._inputs.next() as inputs:
             inputs.fill(padded)
-            for placed, rows in zip(self._inputs.placed.rows, inputs.rows, strict=True):
-                placed[:size].copy_(rows[:size], non_blocking=True)
+            inputs.follow(padded)
+            placed.packed.copy_(inputs.packed, non_blocking=True)
             self._inputs.place_tables(size, max(step.start for step in batch) // self._block_size + 1)
         if earlier is not None:
-            take_drawn(self._inputs.placed.token_ids, padded, earlier)
+            placed.drawn[: len(earlier)].copy_(earlier)
         self._replays[size]()
         return self._logits[:count]
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""
-        run = decode_step(decoder, kv_cache, self._inputs.placed, size)
+        placed, token_ids = self._inputs.placed, self._token_ids[:size]
+        run = decode_step(decoder, kv_cache, placed, size, token_ids)
 
         def compute() -> None:
+            torch.index_select(placed.candidates, 0, placed.sources[:size], out=token_ids)
             self._logits[:size].copy_(run())
 
         return compute
