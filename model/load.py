@@ -166,6 +166,10 @@ class LoadedEngine:
             context_ranks=config.context_ranks,
             rank=rank,
         )
+        if device.type == "cuda" and self._stage.count == 1:
+            from twostroke.model.cuda.compile_ahead import compile_steps
+
+            compile_steps(decoder, sampler, make_cache)
         if blocks is None:
             one = make_cache(num_blocks=1, model_digest="")
             memory = measure_gpu(decoder, sampler, one, config, self.max_context, self.parallel)

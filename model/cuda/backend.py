@@ -24,7 +24,7 @@ from twostroke.model.backend import (
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
-from twostroke.model.cuda.kernels import elementwise, experts
+from twostroke.model.cuda.kernels import elementwise, experts, launch
 from twostroke.model.cuda.kernels.attention import (
     decode_attention,
     decode_config,
@@ -342,7 +342,8 @@ class CudaBackend:
         key = variant_key(q, kv_layer, form)
         if key in self._compiled:
             return
-        self._compiled.add(key)
+        if not launch.compiles_only:
+            self._compiled.add(key)
         q = torch.zeros_like(q[:1])
         out = rows_like(q)
         nothing = torch.zeros(2, dtype=torch.int32, device=q.device)

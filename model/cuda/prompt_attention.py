@@ -21,6 +21,7 @@ from torch import Tensor
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.config import PrefillKernel
+from twostroke.model.cuda.kernels import launch
 from twostroke.model.cuda.kernels.attention import PrefillConfig, chunks_of, prefill_attention, prefill_config
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.step import SequenceStep
@@ -133,7 +134,7 @@ class PromptAttention:
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
         """Compute what `prefill_attention` does, of a shape and form that were prepared."""
-        self._chosen[variant_key(q, kv_layer, form)](q, kv_layer, layout, form, out)
+        self._chosen.get(variant_key(q, kv_layer, form), self._plain)(q, kv_layer, layout, form, out)
 
     def prepare(self, q: Tensor, kv_layer: Tensor, form: AttentionForm, empty: BatchLayout) -> None:
         """Choose the kernel for such a shape and form, once, and compile what it launches.
@@ -147,7 +148,8 @@ class PromptAttention:
         out = rows_like(q[:1])
         for length in self._plain.lengths(q, kv_layer):
             self._plain(q[:1], kv_layer, _chunk(empty, length), form, out)
-        self._chosen[key] = self._choice(q, kv_layer, form)
+        if not launch.compiles_only:  # or there would be no results to choose by
+            self._chosen[key] = self._choice(q, kv_layer, form)
 
     def _choice(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> PromptKernel:
         if self._flash is None:

@@ -16,7 +16,7 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a
 
 
 def compiled_for(family: str, *capabilities: int) -> Any:
-    """`make test` compiles the family for a GPU with TMA and wgmma, in few shapes where it has a version of these;
+    """`make test` compiles the family for a GPU with wgmma, in few shapes where it has a version of these;
     `make test-wide` has all of it for each GPU."""
     first = f"few_{family}" if f"few_{family}" in FAMILIES else family
     cases = [pytest.param(first, 90, id="90")]

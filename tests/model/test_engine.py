@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.rigs.engine_runner import EngineRunner
+from tests.rigs.engine_runner import greedy_tokens
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
@@ -313,15 +313,9 @@ def test_an_engine_continues_prompts_alike_however_they_are_cut_into_chunks(
     write_checkpoint: Any, generate: Callable[..., list[list[int]]]
 ) -> None:
     """By the rig of tests/gpu, which so can't break unseen where there is no GPU."""
-    loaded = load_engine(EngineConfig(write_checkpoint(), dtype="float32", num_blocks=32, block_size=4, threads=1))
-    try:
-        whole, cut = (
-            generate(EngineRunner(loaded), [[44], [15, 53, 3, 67, 27], [24, 12]], 5, chunk=chunk, block_size=4)
-            for chunk in (16, 3)
-        )
-        assert whole == cut
-    finally:
-        loaded.engine.close()
+    config = EngineConfig(write_checkpoint(), device="cpu", dtype="float32", num_blocks=32, block_size=4, threads=1)
+    whole, cut = (greedy_tokens(config, generate, [[44], [15, 53, 3, 67, 27], [24, 12]], 5, chunk) for chunk in (16, 3))
+    assert whole == cut
 
 
 def test_a_folder_whose_weights_are_no_numbers_is_refused_by_name(write_checkpoint: Any) -> None:

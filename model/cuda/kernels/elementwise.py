@@ -203,7 +203,8 @@ def _rotate_tile(
     )
 
 
-@triton.jit
+# Slots of a second group of layers begin anywhere: specialised on that, the kernel would be compiled while serving.
+@triton.jit(do_not_specialize=["positions", "slots"])
 def rope_kv_kernel(
     qkv,
     cos_sin,
@@ -293,7 +294,7 @@ def rope_and_write_kv(
     return q_out
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["token_ids", "first"])
 def vocab_embedding_kernel(
     token_ids,
     table,

@@ -225,7 +225,7 @@ def grouped_gemm(
     return y
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["token_ids", "first"])
 def grouped_embedding_kernel(
     token_ids,
     weight,

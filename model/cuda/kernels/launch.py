@@ -66,3 +66,7 @@ def padded_head(head_dim: int) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+compiles_only = False
+"""Launches compile and run nothing (model/cuda/compile_ahead.py): what kernels would have written is of any value."""
