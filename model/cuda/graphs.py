@@ -119,8 +119,9 @@ class CudaGraphSteps:
         """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
         device = kv_cache.tensors[0].device
         recorder = Recorder(device) if recorder is None else recorder
-        self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
-        largest, self._block_size = self._sizes[-1], kv_cache.block_size
+        self.sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
+        """Of the batches with a graph, ascending."""
+        largest, self._block_size = self.sizes[-1], kv_cache.block_size
 
         def inputs(device: torch.device | None, pinned: bool) -> DecodeInputs:
             return DecodeInputs(
@@ -135,10 +136,11 @@ class CudaGraphSteps:
 
         self._inputs = StagedInputs(inputs, device, recorder)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
-        self._logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
+        self.all_logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
+        """fp32 [largest, V]: the first rows are those of the last step."""
         self._token_ids = torch.empty(largest, dtype=torch.int64, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
-        self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
+        self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self.sizes)}
         with torch.inference_mode():
             self._replays = {size: recorder.record(step) for size, step in self._steps.items()}
 
@@ -149,8 +151,8 @@ class CudaGraphSteps:
         the last step but one.
         """
         count = len(batch)
-        size = next((size for size in self._sizes if size >= count), None)
-        if size is None or (earlier is not None and len(earlier) > self._sizes[-1]):
+        size = next((size for size in self.sizes if size >= count), None)
+        if size is None or (earlier is not None and len(earlier) > self.sizes[-1]):
             return None
         padded = [*batch, *[batch[-1]] * (size - count)]
         placed = self._inputs.placed
@@ -162,7 +164,7 @@ class CudaGraphSteps:
         if earlier is not None:
             placed.drawn[: len(earlier)].copy_(earlier)
         self._replays[size]()
-        return self._logits[:count]
+        return self.all_logits[:count]
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""
@@ -171,7 +173,7 @@ class CudaGraphSteps:
 
         def compute() -> None:
             torch.index_select(placed.candidates, 0, placed.sources[:size], out=token_ids)
-            self._logits[:size].copy_(run())
+            self.all_logits[:size].copy_(run())
 
         return compute
 
