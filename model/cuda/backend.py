@@ -24,6 +24,7 @@ from twostroke.model.backend import (
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
+from twostroke.model.cuda.fp8_products import TorchProducts, torch_product
 from twostroke.model.cuda.kernels import elementwise, experts, launch
 from twostroke.model.cuda.kernels.attention import (
     decode_attention,
@@ -143,23 +144,37 @@ class GroupedCudaLinear:
 
 
 class Fp8CudaLinear:
-    """Weights in FP8 multiplied by activations that each token's own scale makes FP8, for GPUs that know it. Implements
-    model.backend.Linear."""
+    """Weights in FP8 multiplied by activations that each token's own scale makes FP8, for GPUs that know it.
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, target: Target, workspace: SplitWorkspace):
-        """Of a weight [out, in] that `can_multiply_fp8`, and bias [out], on one device; a workspace as CudaLinear's."""
+    Results in bf16 of more than MOST_TOKENS tokens are torch's, where it agrees. Implements model.backend.Linear.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        target: Target,
+        workspace: SplitWorkspace,
+        by_torch: TorchProducts | None = None,
+    ):
+        """Of a weight [out, in] that `can_multiply_fp8`, and bias [out], on one device; a workspace as CudaLinear's.
+        Without `by_torch` all products are ours."""
         self._weight = pack_fp8(weight)
         self.out_features, self.in_features = self._weight.rows, self._weight.columns
         self._bias = bias
         self._target = target
         self._workspace = workspace
         self._compiled: set[tuple[torch.dtype, torch.dtype, Activation | None]] = set()
+        self._torch_product = None if by_torch is None else torch_product(self._weight)
+        self._by_torch = by_torch
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
         """As CudaLinear's."""
         out_dtype = out_dtype or x.dtype
         if (x.dtype, out_dtype, activation) not in self._compiled:
-            self._compiled.add((x.dtype, out_dtype, activation))
+            if not launch.compiles_only:  # or there would be no results to choose by
+                self._compiled.add((x.dtype, out_dtype, activation))
+                self._choose()
             for distinct in _ANY_TOKENS[:-1]:  # the last two share a row
                 self._product(x.new_zeros((distinct, self.in_features)), out_dtype, activation)
         return self._product(x, out_dtype, activation)
@@ -168,8 +183,24 @@ class Fp8CudaLinear:
         if activation is not None and len(x) > MOST_TOKENS:
             return elementwise.gate(self._product(x, out_dtype, None), activation)
         codes, scales = quantize_tokens(x)
-        config = gemm_config(self._target, codes.dtype, 8, len(x), self.out_features, self.in_features)
+        if self._torch_product is not None and out_dtype == torch.bfloat16 and len(x) > MOST_TOKENS:
+            return self._torch_product(codes, scales, self._bias)
+        return self._ours(codes, scales, out_dtype, activation)
+
+    def _ours(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
+        config = gemm_config(self._target, codes.dtype, 8, len(codes), self.out_features, self.in_features)
         return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales, activation)
+
+    def _choose(self) -> None:
+        """Keep torch's product where it agrees with ours."""
+        if self._by_torch is None or self._torch_product is None:
+            return
+
+        def ours(codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+            return self._ours(codes, scales, torch.bfloat16, None)
+
+        if not self._by_torch.agrees(self._weight, self._bias, self._torch_product, ours):
+            self._torch_product = None
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """As Linear.embed."""
@@ -250,6 +281,7 @@ class CudaBackend:
         self._target = target
         self._prompts = PromptAttention(target, prefill_kernel)
         self._compiled: set[tuple[object, ...]] = set()
+        self._torch_products = TorchProducts()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
     def make_linear(
@@ -269,7 +301,7 @@ class CudaBackend:
         if self._workspace is None:
             self._workspace = SplitWorkspace(weight.device if isinstance(weight, Tensor) else weight.values.device)
         if is_fp8 and isinstance(weight, QuantizedWeight):
-            return Fp8CudaLinear(weight, bias, self._target, self._workspace)
+            return Fp8CudaLinear(weight, bias, self._target, self._workspace, self._torch_products)
         return CudaLinear(weight, bias, self._target, self._workspace)
 
     def make_experts(

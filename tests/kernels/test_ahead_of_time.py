@@ -12,6 +12,7 @@ import pytest
 from tests.kernels.ahead_of_time import FAMILIES, TARGETS, compile_family
 
 LIMIT_S = 240.0
+EARLY = {"rms_norm_kernel", "gemm_kernel", "rope_kv_kernel", "decode_attention_kernel", "merge_segments_kernel"}
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
 
 
@@ -54,6 +55,9 @@ def compiled(forks: Any, tmp_path: Path) -> Compiled:
         for kernel in kernels:
             assert kernel["spilled_bytes"] <= most_spilled, kernel
             assert kernel["shared_bytes"] < SHARED_BYTES[capability], kernel
+            # Whoever is launched before the kernel ahead of it has ended must wait for it.
+            is_early = capability >= 90 and kernel["kernel"] in EARLY
+            assert kernel["awaits_inputs"] == kernel["launched_early"] == is_early, kernel
         return kernels
 
     return compile_anew
