@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, held_of, slots_of
@@ -68,6 +69,7 @@ class DecodeInputs:
         self.sources.copy_(torch.arange(max_batch))
         self.slots = longs[4:, :max_batch]
         self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
+        self._written: list[tuple[Sequence[int], int]] = []  # of each row of the last batch: its table, and how far
         self._held_lens: Tensor | None = None
         if held is not None:
             of_one = held_of(np.ones(1, np.int64), block_size, held)
@@ -84,13 +86,13 @@ class DecodeInputs:
         np.add(positions, 1, out=context_lens, casting="unsafe")
         last_blocks = positions // size
         lengths = ((last_blocks + 1) * num_groups).tolist()  # a table may hold more, for tokens to come
-        used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
-        width = max(lengths) // num_groups
-        tables = self.block_tables.numpy()[:, :count, :width]
-        blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
-        tables[:, np.arange(width) <= last_blocks[:, None]] = blocks.T
-        if self._groups.windowed:
-            np.maximum(tables, 0, out=tables)
+        tables = self.block_tables.numpy()[:, :count, : max(lengths) // num_groups]
+        if not self._extend_tables(batch, lengths, tables[0]):
+            used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
+            blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
+            tables[:, np.arange(tables.shape[2]) <= last_blocks[:, None]] = blocks.T
+            if self._groups.windowed:
+                np.maximum(tables, 0, out=tables)
         last = tables[:, np.arange(count), last_blocks]
         if self._held is None or self._held_lens is None:
             np.multiply(last, size, out=slots)
@@ -98,6 +100,25 @@ class DecodeInputs:
         else:
             slots[:] = slots_of(last.astype(np.int64), positions, size, self._held)
             self._held_lens.numpy()[:count] = held_of(positions + 1, size, self._held)
+
+    def _extend_tables(self, batch: Sequence[SequenceStep], lengths: Sequence[int], table: NDArray[np.int32]) -> bool:
+        """Write what rows of the table lack that they had at the last call; False where that is most of it.
+
+        A sequence's blocks are one list, which only grows, but where there are windows. So of long contexts a step
+        brings next to nothing.
+        """
+        if self._groups.count > 1 or self._groups.windowed:
+            return False
+        tables = [step.block_ids for step in batch]
+        known = [done if of is blocks else 0 for (of, done), blocks in zip(self._written, tables, strict=False)]
+        known += [0] * (len(tables) - len(known))
+        self._written = list(zip(tables, lengths, strict=True))
+        if 2 * sum(known) < sum(lengths):
+            return False
+        for row, (blocks, done, length) in enumerate(zip(tables, known, lengths, strict=True)):
+            if done < length:
+                table[row, done:length] = blocks[done:length]
+        return True
 
     def follow(self, batch: Sequence[SequenceStep]) -> None:
         """Write which of `candidates` is each row's token, on the host: what the step before has drawn where a row of

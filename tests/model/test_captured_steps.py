@@ -293,6 +293,38 @@ def test_tokens_that_follow_come_from_the_step_before(
         assert torch.equal(again, expected)
 
 
+def test_tables_that_grow_are_written_as_whole_ones_are_whoever_comes_and_goes() -> None:
+    """Of a list that was there before only what it has more of is looked at."""
+    rng, kept, num_read = random.Random(2), DecodeInputs(8, MAX_CONTEXT, BLOCK_SIZE), [0]
+
+    class Blocks(list[int]):
+        def __getitem__(self, part: Any) -> Any:
+            num_read[0] += len(range(len(self))[part])
+            return super().__getitem__(part)
+
+    running: list[tuple[Blocks, int]] = []
+    few = 0
+    for number in range(200):
+        running = [(blocks, start + 1) for blocks, start in running if start + 1 < MAX_CONTEXT and rng.random() > 0.01]
+        if (len(running) < 8 and rng.random() < 0.1) or not running:
+            start = rng.randrange(40)
+            running.insert(0, (Blocks(rng.sample(range(NUM_BLOCKS), start // BLOCK_SIZE + 1)), start))
+        for blocks, start in running:
+            while len(blocks) <= start // BLOCK_SIZE + rng.randrange(2):
+                blocks.append(rng.randrange(NUM_BLOCKS))
+        batch = [SequenceStep([number], start, blocks, None) for blocks, start in running]
+        num_read[0] = 0
+        kept.fill(batch)
+        few += num_read[0] <= len(batch)
+        fresh = DecodeInputs(8, MAX_CONTEXT, BLOCK_SIZE)
+        fresh.fill([SequenceStep([number], start, list(blocks), None) for blocks, start in running])
+        assert torch.equal(kept.slots[:, : len(running)], fresh.slots[:, : len(running)])
+        for row, (_, start) in enumerate(running):
+            used = start // BLOCK_SIZE + 1
+            assert torch.equal(kept.block_tables[0, row, :used], fresh.block_tables[0, row, :used])
+    assert few > 150
+
+
 class Launches(TorchDispatchMode):
     """Notes the operations that torch is asked for, views aside: each is a launch or a copy on a GPU."""
 
