@@ -20,6 +20,7 @@ import torch
 
 from twostroke.benchmarks.gpu.kernels import (
     measure_decode_attention,
+    measure_experts,
     measure_fp8_products,
     measure_gated_products,
     measure_packing,
@@ -53,6 +54,7 @@ KINDS: Mapping[str, Kind] = {  # the most telling first
     "quantized": Kind(measure_quantized, 90),
     "fp8": Kind(measure_fp8_products, 20),
     "gated": Kind(measure_gated_products, 10),
+    "experts": Kind(measure_experts, 10),
     "packing": Kind(measure_packing, 30),
     "peer-sums": Kind(measure_peer_sums, 10),
     "prefix": Kind(measure_prefix, 20),

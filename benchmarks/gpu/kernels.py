@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
-from twostroke.model.backend import AttentionForm
+from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights
 from twostroke.model.batch import make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear
@@ -142,6 +142,30 @@ def measure_gated_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> 
         read = rows * columns * 2 / ours_s
         name = f"gate and up in one launch, {tokens} tokens"
         yield Row(name, apart_s / ours_s, 1.0, f"{read / 1e12:.2f} TB/s", "two launches", 1.03)
+
+
+def measure_experts(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    """The experts of a layer as Qwen3-30B-A3B has them, of tokens that take them at random: by what bounds it.
+
+    Predicted: decodes at 0.5 of the bandwidth, since a program looks its expert up before it reads; prompts at 0.4 of
+    the GEMM rate, since a tile is half full of an expert's rows at 512 tokens, and each reads the weights again.
+    """
+    number, top_k, size, hidden = sizes.experts
+    shapes = (number * 2 * size, hidden), (number * hidden, size)
+    gate_up, down = (torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_() for shape in shapes)
+    weights = ExpertWeights(number, gate_up, down, None, None)
+    layer = CudaBackend(place.target).make_experts(weights, "silu", "none", torch.bfloat16)
+    for tokens in sizes.expert_tokens:
+        x = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=place.device).normal_()
+        scores, experts = torch.rand((tokens, number), device=place.device).topk(top_k)
+        taken = int(torch.bincount(experts.flatten(), minlength=number).count_nonzero())
+        read_s = taken * 3 * size * hidden * 2 / limits.read
+        least_s = max(read_s, 6.0 * tokens * top_k * size * hidden / limits.gemm)
+        taken_s = place.clock.seconds(partial(layer, x, Chosen(experts.int(), scores)))
+        predicted = 0.5 if least_s == read_s else 0.4
+        yield Row(
+            f"experts, {tokens} tokens", least_s / taken_s, None, f"{taken_s * 1e6:.0f} us", "the limit", predicted
+        )
 
 
 def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:

@@ -120,6 +120,8 @@ class Sizes:
     skewed_decode: tuple[int, tuple[int, int]] = (131072, (63, 1024))  # a context, and beside it: how many, how long
     gated_tokens: tuple[int, ...] = (1, 16, 64)
     fp8_tokens: tuple[int, ...] = (1, 64, 1024, 8192)
+    experts: tuple[int, int, int, int] = (128, 8, 768, 2048)  # their number, a token's, features inside and out
+    expert_tokens: tuple[int, ...] = (32, 512, 8192)
     window: int = 1024  # tokens; Gemma 3's
     windowed_prompt: int = 8192
     windowed_decodes: tuple[tuple[int, int], ...] = (

@@ -236,7 +236,7 @@ class CudaExperts:
         if not self._is_compiled:
             self._is_compiled = True
             top_k = chosen.experts.shape[1]
-            for tokens in (1, len(self.hits) * experts.FEW_ROWS // top_k + 1):
+            for tokens in (1, *[len(self.hits) * rows // top_k + 1 for rows in experts.ROWS_OF_CONFIGS]):
                 nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
                 self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
         config = experts.experts_config(x.dtype, chosen.experts.numel(), len(self.hits))

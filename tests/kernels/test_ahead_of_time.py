@@ -243,7 +243,7 @@ def test_experts_compile_to_products_whose_weights_are_copied_ahead(
     assert names(kernels) == products | others
     for name in products:
         of_it = [kernel for kernel in kernels if kernel["kernel"] == name]
-        assert {kernel["block_t"] for kernel in of_it} == {16, 64}
-        assert len(of_it) == 8  # of four forms
+        assert {kernel["block_t"] for kernel in of_it} == {16, 64, 128}
+        assert len(of_it) == 12  # of four forms
         for kernel in of_it:
             assert kernel["async_copies"], kernel

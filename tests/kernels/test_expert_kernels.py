@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
 from tests.kernels.paged_cases import ReferenceBackend
 from tests.model.parallel.test_expert_slots import FORMS, check_copies
@@ -15,7 +16,7 @@ from twostroke.model.backend import Chosen
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation, Routing
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.kernels.experts import order
+from twostroke.model.cuda.kernels.experts import experts_config, order
 from twostroke.model.cuda.kernels.launch import H100
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -45,15 +46,48 @@ def test_whatever_the_logits_are_those_chosen_are_different_experts(routing: Rou
         assert all(0 <= expert < routing.num_experts for expert in row)
 
 
+@pytest.mark.parametrize("tile_rows", [16, 64])
 @pytest.mark.parametrize("tokens", [1, 40, 700])
-def test_choices_come_in_the_order_of_their_experts_and_of_the_tokens(tokens: int) -> None:
+def test_choices_come_in_the_order_of_their_experts_and_of_the_tokens(tokens: int, tile_rows: int) -> None:
     chosen = choices(tokens, 9, 3).experts
     hits = torch.arange(9) * 2**40
-    starts, ordered = order(chosen, hits)
+    starts, ordered, tiles = order(chosen, hits, tile_rows)
     assert torch.equal(hits - torch.arange(9) * 2**40, torch.bincount(chosen.flatten(), minlength=9))
     expected = chosen.flatten().sort(stable=True)
     assert torch.equal(ordered.long(), expected.indices)
     assert starts.tolist() == [int((expected.values < expert).sum()) for expert in range(10)]
+    counts = torch.bincount(chosen.flatten(), minlength=9)
+    needed = -(-counts // tile_rows)
+    given = torch.bincount(tiles, minlength=10)[:9]
+    assert (needed <= given).all()
+    assert (given <= needed + 1).all()
+    assert len(tiles) == -(-3 * tokens // tile_rows) + 9
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_programs_are_as_many_as_tiles_of_all_choices_and_one_more_an_expert(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, ...]] = []
+    launch = GridExecutor.__call__
+
+    def count(self: Any, *arguments: Any, **options: Any) -> None:
+        grids.append(self.grid)
+        launch(self, *arguments, **options)
+
+    weights, chosen = (
+        expert_weights(torch.bfloat16, number=5, size=64, hidden=64, has_bias=False),
+        choices(tokens, 5, 2),
+    )
+    experts, x = CudaBackend(H100).make_experts(weights, "silu", "none", torch.bfloat16), torch.randn(tokens, 64)
+    experts(x.bfloat16(), chosen)  # compiles
+    monkeypatch.setattr(GridExecutor, "__call__", count)
+    experts(x.bfloat16(), chosen)
+    config = experts_config(torch.bfloat16, 2 * tokens, 5)
+    tiles = -(-2 * tokens // config.block_t) + 5
+    assert [grid for grid in grids if len(grid) > 1 and grid[0] == 64 // config.block_n] == [
+        (64 // config.block_n, tiles)
+    ] * 2
 
 
 @pytest.mark.parametrize(

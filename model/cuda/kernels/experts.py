@@ -1,10 +1,10 @@
 """Experts on GPUs: which a token takes, and their products as grouped GEMMs. Reference: model/reference.py.
 
 Tokens' choices are put in the order of their experts. A tile of rows belongs to one expert; the last of an expert's is
-padded, and where an expert has no rows its programs end at once. How many rows each has stands in memory alone, so a
-launch depends on the number of tokens and can be captured: its grid has room for all tokens at one expert, since a
-token takes none twice. The first product multiplies gate and up together and ends with the activation; the second one
-ends with the choice's weight, and a sum over a token's choices follows.
+padded. How many rows each has stands in memory alone, so a launch depends on the number of tokens and can be captured:
+its programs look up their expert in a list of tiles, which an expert more than a tile of rows makes longer by one.
+The first product multiplies gate and up together and ends with the activation; the second one ends with the choice's
+weight, and a sum over a token's choices follows.
 """
 
 from dataclasses import dataclass
@@ -107,11 +107,12 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
     return Chosen(experts, weights)
 
 
-@triton.jit(do_not_specialize=["count"])
-def order_kernel(experts, hits, starts, choices, count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "tile_rows", "num_tiles"])
+def order_kernel(experts, hits, starts, choices, tiles, count, tile_rows, num_tiles, BLOCK: tl.constexpr):
     """One program an expert, and one behind the last: where its choices start, and which they are, in their order.
 
-    Nobody else counts an expert's hits: no program adds to another's.
+    An expert whose rows are those from `start` on has the tiles from start // tile_rows + expert on, up to the next
+    one's: enough, whatever its rows, so that no program waits for another's count. Nor does it add to another's hits.
     """
     expert = tl.program_id(0)
     place = 0
@@ -128,19 +129,28 @@ def order_kernel(experts, hits, starts, choices, count, BLOCK: tl.constexpr):
         tl.store(choices + place + ranks - 1, at, mask=is_mine)
         place += tl.sum(is_mine.to(tl.int32), 0)
     is_expert = expert < tl.num_programs(0) - 1
+    end = tl.where(is_expert, place // tile_rows + expert + 1, num_tiles)
+    for first in range(start // tile_rows + expert, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(tiles + at, tl.zeros([BLOCK], tl.int32) + expert, mask=at < end)
     tl.store(hits + expert, tl.load(hits + expert, mask=is_expert) + (place - start), mask=is_expert)
 
 
-def order(experts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """experts int32 [T, top_k] -> starts int32 [number + 1], and choices int32 [T top_k] in the order of experts.
+def order(experts: Tensor, hits: Tensor, tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """experts int32 [T, top_k] -> starts int32 [number + 1], choices int32 [T top_k] in the order of experts, and the
+    expert of each tile, int32, `number` where there is none.
 
     They are counted in hits int64 [number].
     """
-    number = len(hits)
-    starts = torch.empty(number + 1, dtype=torch.int32, device=experts.device)
-    choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    order_kernel[(number + 1,)](experts, hits, starts, choices, experts.numel(), BLOCK=1024, num_warps=4)
-    return starts, choices
+    number, count = len(hits), experts.numel()
+    num_tiles = triton.cdiv(count, tile_rows) + number
+    starts, choices, tiles = (
+        torch.empty(size, dtype=torch.int32, device=experts.device) for size in (number + 1, count, num_tiles)
+    )
+    order_kernel[(number + 1,)](
+        experts, hits, starts, choices, tiles, count, tile_rows, num_tiles, BLOCK=1024, num_warps=4
+    )
+    return starts, choices, tiles
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -192,6 +202,20 @@ def load_rows(
 
 
 @triton.jit
+def tile_of(starts, tiles, num_tiles, FIRST: tl.constexpr, NUMBER: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The program's expert, counted from FIRST, the place of its tile's first row, and the end of the expert's rows,
+    which comes before that place where the program has nothing to do."""
+    tile = tl.program_id(1)
+    if FIRST > 0:
+        tile += tl.load(starts + FIRST) // BLOCK_T + FIRST
+    expert = tl.load(tiles + tile, mask=tile < num_tiles, other=FIRST + NUMBER)
+    is_here = expert < FIRST + NUMBER
+    start = tl.load(starts + expert, mask=is_here, other=0)
+    end = tl.load(starts + expert + 1, mask=is_here, other=-1)
+    return expert - FIRST, start + (tile - start // BLOCK_T - expert) * BLOCK_T, tl.where(is_here, end, -1)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
 def gate_up_kernel(
     x,
     weight,
@@ -201,9 +225,13 @@ def gate_up_kernel(
     bias,
     starts,
     choices,
+    tiles,
+    num_tiles,
     out,
     num_rows,
     num_columns,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -218,10 +246,9 @@ def gate_up_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program BLOCK_N of an expert's SIZE features, and BLOCK_T of its rows: out [place, SIZE]."""
-    expert = tl.program_id(1)
-    end = tl.load(starts + expert + 1)
-    places = tl.load(starts + expert) + tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    if tl.min(places, 0) < end:
+    expert, first, end = tile_of(starts, tiles, num_tiles, FIRST, NUMBER, BLOCK_T)
+    places = first + tl.arange(0, BLOCK_T)
+    if first < end:
         real = (places < end)[None, :]
         tokens = tl.load(choices + places, mask=places < end, other=0) // TOP_K
         features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -249,7 +276,7 @@ def gate_up_kernel(
         tl.store(out + at, activate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def down_kernel(
     x,
     weight,
@@ -259,10 +286,14 @@ def down_kernel(
     bias,
     starts,
     choices,
+    tiles,
+    num_tiles,
     weights,
     out,
     num_rows,
     num_columns,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -275,10 +306,9 @@ def down_kernel(
     PRECISION: tl.constexpr,
 ):
     """As gate_up_kernel, of rows x [place, columns]: weighted, out [choice, SIZE]."""
-    expert = tl.program_id(1)
-    end = tl.load(starts + expert + 1)
-    places = tl.load(starts + expert) + tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    if tl.min(places, 0) < end:
+    expert, first, end = tile_of(starts, tiles, num_tiles, FIRST, NUMBER, BLOCK_T)
+    places = first + tl.arange(0, BLOCK_T)
+    if first < end:
         real = (places < end)[None, :]
         mine = tl.load(choices + places, mask=places < end, other=0)
         features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -333,16 +363,21 @@ class ExpertsConfig:
     num_stages: int
 
 
-FEW_ROWS = 16
-# By rows of an expert, if all had as many: a step of decodes, and a prompt.
-_CONFIGS = (ExpertsConfig(FEW_ROWS, 32, 128, num_warps=4, num_stages=3), ExpertsConfig(64, 64, 64, 4, 3))
-_FP32_CONFIGS = (ExpertsConfig(FEW_ROWS, 16, 64, num_warps=4, num_stages=2), ExpertsConfig(32, 16, 64, 4, 2))
+# By rows of an expert, if all had as many: a step of decodes, a short prompt, and a long one, each tile of which reads
+# an expert's weights again.
+ROWS_OF_CONFIGS = (16, 64)
+_CONFIGS = (
+    ExpertsConfig(16, 32, 128, num_warps=4, num_stages=3),
+    ExpertsConfig(64, 64, 64, num_warps=4, num_stages=3),
+    ExpertsConfig(128, 64, 64, num_warps=8, num_stages=3),
+)
+_FP32_CONFIGS = (ExpertsConfig(16, 16, 64, num_warps=4, num_stages=2), *[ExpertsConfig(32, 16, 64, 4, 2)] * 2)
 
 
 def experts_config(dtype: torch.dtype, num_choices: int, number: int) -> ExpertsConfig:
     """For so many choices among so many experts."""
-    few, many = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS
-    return few if num_choices <= number * FEW_ROWS else many
+    table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS
+    return table[sum(num_choices > number * rows for rows in ROWS_OF_CONFIGS)]
 
 
 @dataclass(frozen=True)
@@ -394,25 +429,32 @@ def compute(
     activation: Activation,
     config: ExpertsConfig,
 ) -> Tensor:
-    """As Experts, for contiguous x; sums are fp32. `held` are the experts whose weights these are; the programs of the
-    others are not launched. Returns a new tensor."""
+    """As Experts, for contiguous x; sums are fp32. `held` are the experts whose weights these are. Returns a new
+    tensor."""
     (tokens, top_k), hidden, number = chosen.experts.shape, x.shape[1], len(held)
-    starts, choices = order(chosen.experts, hits)
-    starts = starts[held.start :]
-    tiles = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    ordered = order(chosen.experts, hits, config.block_t)
+    num_tiles = len(ordered[-1])
+    tiles = {
+        "FIRST": held.start,
+        "NUMBER": number,
+        "BLOCK_T": config.block_t,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+    }
     tiles |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     size = gate_up.shape[0] // (2 * number)
     inner = torch.empty((tokens * top_k, size), dtype=x.dtype, device=x.device)
-    row_tiles = triton.cdiv(tokens, config.block_t)
+    # A token takes no expert twice. Of experts that are elsewhere no tile is launched.
+    row_tiles = triton.cdiv(tokens * min(top_k, number), config.block_t) + number
     tensors, constants = gate_up.launched(x)
-    gate_up_kernel[(triton.cdiv(size, config.block_n), number, row_tiles)](
-        x, *tensors, starts, choices, inner, *gate_up.shape,
+    gate_up_kernel[(triton.cdiv(size, config.block_n), row_tiles)](
+        x, *tensors, *ordered, num_tiles, inner, *gate_up.shape,
         SIZE=size, TOP_K=top_k, ACTIVATION=activation, **constants, **tiles,
     )  # fmt: skip
     y = torch.empty((tokens * top_k, hidden), dtype=torch.float32, device=x.device)
     tensors, constants = down.launched(inner)
-    down_kernel[(triton.cdiv(hidden, config.block_n), number, row_tiles)](
-        inner, *tensors, starts, choices, chosen.weights, y, *down.shape, SIZE=hidden, **constants, **tiles
+    down_kernel[(triton.cdiv(hidden, config.block_n), row_tiles)](
+        inner, *tensors, *ordered, num_tiles, chosen.weights, y, *down.shape, SIZE=hidden, **constants, **tiles
     )
     out = torch.empty_like(x)
     sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
