@@ -121,10 +121,42 @@ def take_drawn(token_ids: Tensor, steps: Sequence[SequenceStep], drawn: Tensor) 
         token_ids.index_copy_(0, places[0], drawn[places[1]])
 
 
+class CheckedTables:
+    """How far the block tables of a step have been checked, for the next one.
+
+    A sequence's blocks are one list that only grows, but where there are windows. So of long contexts a step has next
+    to nothing to check.
+    """
+
+    def __init__(self) -> None:
+        self._checked: dict[int, tuple[Sequence[int], int]] = {}  # of each table of the last step
+
+    def check(self, batch: Sequence[SequenceStep], lowest: int, num_blocks: int) -> None:
+        """Raises ValueError where a table has a block below `lowest`, or beyond a cache of `num_blocks`."""
+        before, self._checked = self._checked, {}  # none after an error
+        checked = {}
+        for step in batch:
+            table, length = step.block_ids, len(step.block_ids)
+            known, done = before.get(id(table), (None, 0))
+            blocks = table[done:length] if known is table else table
+            if len(blocks) and (min(blocks) < lowest or max(blocks) >= num_blocks):
+                raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
+            checked[id(table)] = table, length
+        self._checked = checked
+
+
 def check_batch(
-    batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int, groups: KVGroups = ONE_GROUP
+    batch: Sequence[SequenceStep],
+    block_size: int,
+    num_blocks: int,
+    max_context: int,
+    groups: KVGroups = ONE_GROUP,
+    tables: CheckedTables | None = None,
 ) -> None:
-    """Raises ValueError where following the batch would read or write where it must not."""
+    """Raises ValueError where following the batch would read or write where it must not.
+
+    `tables` remember what was checked of the step before.
+    """
     lowest = NO_BLOCK if groups.windowed else 0
     if not batch:
         raise ValueError("an engine step needs at least one sequence")
@@ -136,8 +168,7 @@ def check_batch(
             raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
         if len(step.block_ids) * block_size < end * groups.count:
             raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
-        if min(step.block_ids) < lowest or max(step.block_ids) >= num_blocks:
-            raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
+    (CheckedTables() if tables is None or groups.windowed else tables).check(batch, lowest, num_blocks)
 
 
 def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, held_of, slots_of
@@ -54,36 +55,44 @@ class DecodeInputs:
         self._groups = groups
         self._held = held
         self._max_context = max_context
-        self.token_ids = zeros(torch.int64, max_batch)
-        self.positions = zeros(torch.int64, max_batch)
-        self.context_lens = zeros(torch.int32, max_batch).fill_(1)
-        self.slots = zeros(torch.int64, groups.count, max_batch)
+        # What each sequence has one of lies together, so that one copy brings all of it. Rows begin at multiples of 16
+        # bytes, where kernels read faster.
+        self.width = -(-max_batch // 4) * 4
+        num_longs, num_ints = 4 + groups.count, 2
+        self.packed = zeros(torch.int64, num_longs * self.width + num_ints * self.width // 2)
+        ints = self.packed[num_longs * self.width :].view(torch.int32).view(num_ints, self.width)
+        longs = self.packed[: num_longs * self.width].view(num_longs, self.width)
+        self.context_lens = ints[0, :max_batch].fill_(1)
+        self.token_ids, self.drawn, self.sources, self.positions = longs[:4, :max_batch]
+        self.candidates = longs[:2].view(-1)
+        """int64 [2 * width]: `token_ids`, and behind them `drawn`, the tokens of the step before."""
+        self.sources.copy_(torch.arange(max_batch))
+        self.slots = longs[4:, :max_batch]
         self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
-        # What each sequence has one of.
-        self.rows = (self.token_ids, self.positions, self.context_lens, *self.slots)
+        self._written: list[tuple[Sequence[int], int]] = []  # of each row of the last batch: its table, and how far
         self._held_lens: Tensor | None = None
         if held is not None:
             of_one = held_of(np.ones(1, np.int64), block_size, held)
-            self._held_lens = zeros(torch.int32, max_batch).fill_(int(of_one[0]))
-            self.rows = (*self.rows, self._held_lens)
+            self._held_lens = ints[1, :max_batch].fill_(int(of_one[0]))
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
         count, size, num_groups = len(batch), self._block_size, self._groups.count
-        token_ids, positions, context_lens = (rows.numpy()[:count] for rows in self.rows[:3])
+        of_each = self.token_ids, self.positions, self.context_lens
+        token_ids, positions, context_lens = (rows.numpy()[:count] for rows in of_each)
         slots = self.slots.numpy()[:, :count]
         token_ids[:] = [step.token_ids[0] for step in batch]
         positions[:] = [step.start for step in batch]
         np.add(positions, 1, out=context_lens, casting="unsafe")
         last_blocks = positions // size
         lengths = ((last_blocks + 1) * num_groups).tolist()  # a table may hold more, for tokens to come
-        used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
-        width = max(lengths) // num_groups
-        tables = self.block_tables.numpy()[:, :count, :width]
-        blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
-        tables[:, np.arange(width) <= last_blocks[:, None]] = blocks.T
-        if self._groups.windowed:
-            np.maximum(tables, 0, out=tables)
+        tables = self.block_tables.numpy()[:, :count, : max(lengths) // num_groups]
+        if not self._extend_tables(batch, lengths, tables[0]):
+            used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
+            blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
+            tables[:, np.arange(tables.shape[2]) <= last_blocks[:, None]] = blocks.T
+            if self._groups.windowed:
+                np.maximum(tables, 0, out=tables)
         last = tables[:, np.arange(count), last_blocks]
         if self._held is None or self._held_lens is None:
             np.multiply(last, size, out=slots)
@@ -91,6 +100,32 @@ class DecodeInputs:
         else:
             slots[:] = slots_of(last.astype(np.int64), positions, size, self._held)
             self._held_lens.numpy()[:count] = held_of(positions + 1, size, self._held)
+
+    def _extend_tables(self, batch: Sequence[SequenceStep], lengths: Sequence[int], table: NDArray[np.int32]) -> bool:
+        """Write what rows of the table lack that they had at the last call; False where that is most of it.
+
+        A sequence's blocks are one list, which only grows, but where there are windows. So of long contexts a step
+        brings next to nothing.
+        """
+        if self._groups.count > 1 or self._groups.windowed:
+            return False
+        tables = [step.block_ids for step in batch]
+        known = [done if of is blocks else 0 for (of, done), blocks in zip(self._written, tables, strict=False)]
+        known += [0] * (len(tables) - len(known))
+        self._written = list(zip(tables, lengths, strict=True))
+        if 2 * sum(known) < sum(lengths):
+            return False
+        for row, (blocks, done, length) in enumerate(zip(tables, known, lengths, strict=True)):
+            if done < length:
+                table[row, done:length] = blocks[done:length]
+        return True
+
+    def follow(self, batch: Sequence[SequenceStep]) -> None:
+        """Write which of `candidates` is each row's token, on the host: what the step before has drawn where a row of
+        `batch` follows it, else the one that `fill` has written."""
+        self.sources.numpy()[: len(batch)] = [
+            row if step.follows is None else self.width + step.follows for row, step in enumerate(batch)
+        ]
 
     def layouts(self, count: int) -> tuple[BatchLayout, ...]:
         """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
@@ -102,10 +137,12 @@ class DecodeInputs:
         )
 
 
-def decode_step(decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int) -> Callable[[], Tensor]:
-    """What computes the logits of the first `count` of `inputs`. It reads at the same places whenever it runs, and
-    keeps all tensors that it reads alive."""
-    token_ids = inputs.token_ids[:count]
+def decode_step(
+    decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int, token_ids: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """What computes the logits of the first `count` of `inputs`, whose tokens are `token_ids` where these are given. It
+    reads at the same places whenever it runs, and keeps all tensors that it reads alive."""
+    token_ids = inputs.token_ids[:count] if token_ids is None else token_ids
     rows = torch.arange(count, device=token_ids.device)
     step = StepInput(token_ids, inputs.layouts(count), kv_cache.tensors, Drawing(rows, rows))
 

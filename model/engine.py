@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -71,11 +71,11 @@ class ThreadEngine:
 
         # The result comes back over the same queue of the loop as the layers, so it is seen after all of them.
         try:
+            ended: Future[list[SampledToken | None]] = Future()
             told = None if on_layer is None else announce
-            launched = await loop.run_in_executor(self._executor, self._launch, batch, told, copies)
-            if launched.is_done:
-                return launched.result()
-            return await loop.run_in_executor(self._collector, self._collect, launched)
+            begun = self._executor.submit(self._step, ended, batch, told, copies)
+            begun.add_done_callback(lambda begun: ended.cancel() if begun.cancelled() else None)  # by `close`
+            return await asyncio.wrap_future(ended)
         finally:
             wanted.clear()
 
@@ -96,6 +96,27 @@ class ThreadEngine:
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._collector.shutdown(wait=True)
         self._runner.close()
+
+    def _step(
+        self,
+        ended: "Future[list[SampledToken | None]]",
+        batch: Sequence[SequenceStep],
+        on_layer: Callable[[int], None] | None,
+        copies: Sequence[BlockCopy],
+    ) -> None:
+        """Launch a step, and have it end where what it draws is known first: the event loop has no part between."""
+        if not ended.set_running_or_notify_cancel():
+            return
+        try:
+            launched = self._launch(batch, on_layer, copies)
+            if not launched.is_done:
+                self._collector.submit(self._collect, ended, launched)
+                return
+            found = launched.result()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(found)
 
     def _launch(
         self,
@@ -123,11 +144,17 @@ class ThreadEngine:
         except Exception as error:
             raise self._failed(error) from error
 
-    def _collect(self, launched: LaunchedStep) -> list[SampledToken | None]:
+    def _collect(self, ended: "Future[list[SampledToken | None]]", launched: LaunchedStep) -> None:
         try:
-            return launched.result()
+            found = launched.result()
         except Exception as error:
-            raise self._failed(error) from error
+            failed = self._failed(error)
+            failed.__cause__ = error
+            ended.set_exception(failed)
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(found)
 
     def _failed(self, error: Exception) -> WorkerLost:
         self._failure = error

@@ -1,7 +1,7 @@
 """What an engine is told, and what follows from it for this machine and this model."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ class EngineConfig:
     """
 
     model_dir: Path
+    _: KW_ONLY
     way: Way | None = None  # None: native where there is a decoder of ours
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees

@@ -8,6 +8,7 @@ from twostroke.model.sizes import (
     DEFAULT_BOUNDS,
     WORKER_BYTES,
     StepBounds,
+    communicator_bytes,
     kv_block_bytes,
     step_bytes_on_cpu,
 )
@@ -51,7 +52,8 @@ def fit(
     more.
     """
     step = step_bytes_on_cpu(shape, bounds, itemsize)
-    cache = memory - weights - step - (CUDA_CONTEXT_BYTES if is_gpu else WORKER_BYTES)
+    process = CUDA_CONTEXT_BYTES + communicator_bytes(ranks, stages) if is_gpu else WORKER_BYTES
+    cache = memory - weights - step - process
     # As many rows as the ranks that share blocks have together.
     groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, ranks, stages)
     rows = max(0, cache // of_row) * context_ranks

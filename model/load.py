@@ -48,7 +48,7 @@ from twostroke.model.parallel.tensor_parallel import (
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
-from twostroke.model.sizes import StepBounds, check_context_parts, step_bytes_on_cpu
+from twostroke.model.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
@@ -180,7 +180,7 @@ class LoadedEngine:
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache, block_bytes(config, model, self._kv_dtype))
         self.max_context = resolve_max_context(config, model, blocks)
-        captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
+        captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
         hits = self.expert_hits = _expert_hits(decoder)
         self.expert_slots = None
         if spare and isinstance(decoder, Decoder):
@@ -231,13 +231,18 @@ def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
 
 
 def _captured_steps(
-    config: EngineConfig, backend: Backend, decoder: StepDecoder, kv_cache: KVCache, max_context: int
+    config: EngineConfig,
+    backend: Backend,
+    decoder: StepDecoder,
+    kv_cache: KVCache,
+    max_context: int,
+    sampler: TokenSampler | None,
 ) -> tuple[CapturedSteps | None, PromptGraphs | None]:
     """What replays decode steps, and what replays small steps with prompts: nothing of one of several stages."""
     if config.pipeline_parallel > 1:
         return None, None
     if config.device == "cuda":
-        return _graphs(config, decoder, kv_cache, max_context)
+        return _graphs(config, decoder, kv_cache, max_context, sampler)
     if config.announces_layers:
         return None, None
     from twostroke.model.cpu.backend import CpuBackend
@@ -249,8 +254,10 @@ def _captured_steps(
 
 
 def _graphs(
-    config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache, max_context: int
+    config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache, max_context: int, sampler: TokenSampler | None
 ) -> tuple[CudaGraphSteps | None, PromptGraphs | None]:
+    from twostroke.model.cuda.sampler import DeviceSampler
+
     begin, recorder = time.monotonic(), Recorder(kv_cache.tensors[0].device)
     shapes = prompt_shapes(config, decoder, kv_cache)
     # The steps with the most rows first: the others fit into their memory.
@@ -258,6 +265,8 @@ def _graphs(
     decodes, most = None, config.bounds.max_sequences
     if not config.announces_layers:
         decodes = CudaGraphSteps(decoder, kv_cache, max_context, most, recorder)
+        if isinstance(sampler, DeviceSampler) and config.tensor_parallel == 1:  # else logits are gathered elsewhere
+            sampler.capture(decodes.all_logits, decodes.sizes, recorder)
     _log.info(
         "captured %d graphs of decode steps and %d of small steps with prompts in %.1f s",
         0 if decodes is None else len(batch_sizes(min(most, kv_cache.num_blocks))),
@@ -345,7 +354,16 @@ def measure_gpu(
     kv_cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return GpuMemory(total, free, config.gpu_memory_share, weights, peak_step, graphs, staging=config.staging_bytes)
+    return GpuMemory(
+        total,
+        free,
+        config.gpu_memory_share,
+        weights,
+        peak_step,
+        graphs,
+        staging=config.staging_bytes,
+        communicators=communicator_bytes(config.tensor_parallel, config.pipeline_parallel),
+    )
 
 
 def largest_batch(

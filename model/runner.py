@@ -15,7 +15,16 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.architectures.expert_hits import ExpertHits
-from twostroke.model.batch import Drawing, StepDecoder, StepInput, check_batch, make_layouts, place, take_drawn
+from twostroke.model.batch import (
+    CheckedTables,
+    Drawing,
+    StepDecoder,
+    StepInput,
+    check_batch,
+    make_layouts,
+    place,
+    take_drawn,
+)
 from twostroke.model.cache.kv_cache import KVCache, StepAnnouncements, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
@@ -197,6 +206,7 @@ class ModelRunner:
                 raise ValueError("only a decoder of ours can be one of several stages")
             self._pipeline = PipelinedSteps(decoder, kv_cache, self._parallel.link)
         self._masks = MaskFiller(decoder.vocab_size)
+        self._tables = CheckedTables()
         self._device = kv_cache.tensors[0].device
         self._announcer = layer_announcer(self._device)
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
@@ -263,7 +273,8 @@ class ModelRunner:
             drawn = earlier.on_device()
         if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.peek())
-        check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context, self.groups)
+        cache = self._kv_cache
+        check_batch(batch, cache.block_size, cache.num_blocks, self._max_context, self.groups, self._tables)
         if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:

@@ -10,7 +10,7 @@ import pytest
 from twostroke.cluster.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FILE = re.compile(
     r"(?<![\w./-])(?:protocol|model|kvtransfer|worker|benchmarks|tools|prefill_worker|decode_worker|router|cluster|deploy|loadtests|planner|advisor|tests|docs)"
     r"/(?:[\w./*-]*(?:\.\w+|/))?(?![\w/])"

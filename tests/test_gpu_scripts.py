@@ -25,7 +25,6 @@ from twostroke.benchmarks import transfer
 from twostroke.benchmarks.gpu import command
 from twostroke.benchmarks.gpu.command import KINDS, Report
 from twostroke.benchmarks.gpu.limits import Row
-from twostroke.model.engine_config import EngineConfig
 
 __all__ = ["write_checkpoint"]
 
@@ -305,9 +304,10 @@ def test_rows_are_told_whose_names_overflow_their_column(capsys: pytest.CaptureF
 
 
 def test_a_start_is_timed_on_a_cpu_too(write_checkpoint: Callable[..., Path]) -> None:
-    config = EngineConfig(write_checkpoint(), dtype="float32", block_size=start.BLOCK_SIZE, num_blocks=128, threads=1)
-    found = start.main(config, prompts=(5, 70), steps=2)
+    folder = str(write_checkpoint())
+    found = start.measure(start.engine_config([folder, "--device", "cpu", "--blocks", "128"]), prompts=(5, 70), steps=2)
     assert found["blocks"] == 128
+    assert start.engine_config([folder]).device == "cuda"
     assert all(found[name] > 0 for name in ("prompt_5_ms", "prompt_70_ms", "step_1_ms", "step_32_ms"))
 
 

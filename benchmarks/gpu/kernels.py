@@ -94,7 +94,7 @@ def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> It
     scales of rows and 0.7 with those of blocks, which are 1.6 and 1.4 of our kernel's rate; few tokens, which our
     kernel multiplies, at 0.75 of the bandwidth, where rounding is a launch of its own.
     """
-    rows, columns = 2 * sizes.model.mlp_width, sizes.model.hidden_size
+    rows, columns = 2 * sizes.model.intermediate_size, sizes.model.hidden_size
     codes = torch.empty((rows, columns), dtype=torch.bfloat16, device=place.device).normal_().to(torch.float8_e4m3fn)
     one, backend = torch.ones((), device=place.device), CudaBackend(place.target)
     linears, workspace = {}, SplitWorkspace(place.device)
@@ -127,7 +127,7 @@ def measure_gated_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> 
 
     Predicted: a launch of 2 to 3 us less beside 235 MB of bf16 weights, which take 75.
     """
-    rows, columns = 2 * sizes.model.mlp_width, sizes.model.hidden_size
+    rows, columns = 2 * sizes.model.intermediate_size, sizes.model.hidden_size
     weight = torch.empty((rows, columns), dtype=torch.bfloat16, device=place.device).normal_()
     backend = CudaBackend(place.target)
     linear = backend.make_linear(weight, None, "auto", torch.bfloat16)

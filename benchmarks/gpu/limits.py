@@ -110,7 +110,7 @@ class Sizes:
     prefix: int = 6144  # tokens that are cached before a chunk
     chunk: int = 2048
     prompts: tuple[int, ...] = (1024, 4096, 8192)
-    # Tokens, and the predicted part of the step that the GPU works; the last has no graph.
+    # Tokens, and the predicted part of the step that the GPU works.
     small_prompts: tuple[tuple[int, float], ...] = ((32, 0.93), (128, 0.93), (512, 0.95))
     decode_batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     decode_context: int = 1024

@@ -125,6 +125,7 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     prompts = PromptGraphs(decoder, cache, sizes.max_context, shapes, recorder)
     captured = CudaGraphSteps(decoder, cache, sizes.max_context, max_batch, recorder)
     sampler = DeviceSampler(config.vocab_size, device)
+    sampler.capture(captured.all_logits, captured.sizes, recorder)
     eager, replaying = (
         ModelRunner(decoder, sampler, cache, sizes.max_context, captured, prompt_graphs=graphs)
         for graphs in (None, prompts)

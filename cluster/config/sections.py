@@ -85,7 +85,7 @@ class ModelSection(Section):
     time (docs/engine.md#kv-in-fp8); perplexity +0.15 % with the bundled model. Not for latents (DeepSeek), and all
     workers have the same."""
     block_size: BlockSize | None = None
-    """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs, where the fastest attention needs 64 or 128.
+    """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs.
     Small ones waste less and share more of their prefixes; large ones travel in fewer pieces."""
     max_context: Annotated[int, Ge(2)] | None = None
     """Tokens of a request's prompt and output together; null: what the model and the cache allow."""

@@ -134,6 +134,18 @@ class WorkerSettings:
         stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
         return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
+    @property
+    def link_bytes(self) -> int:
+        """What links take of each rank's GPU: staging memory, and NCCL's communicator of each where all go over NCCL.
+
+        Where the transport is `auto` only those between hosts do, and of these the settings know nothing: what
+        `gpu_memory_utilization` leaves is there for them.
+        """
+        from twostroke.model.sizes import COMMUNICATOR_BYTES
+
+        goes_over_nccl = self.device == "cuda" and self.transport == "torch_distributed"
+        return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
+
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
         from twostroke.model.engine_config import EngineConfig
@@ -157,7 +169,7 @@ class WorkerSettings:
             num_blocks=self.resources.num_blocks,
             host_ranks=self.host_ranks,
             swap_bytes=self.swap_bytes,
-            staging_bytes=self.staged.total_bytes,
+            staging_bytes=self.link_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
             prefill_kernel=self.resources.prefill_kernel,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),

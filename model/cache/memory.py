@@ -25,13 +25,15 @@ class GpuMemory:
     peak_step: int  # what the largest step took beyond that
     graphs: int = 0  # what captured steps will keep, which no other step can use
     staging: int = 0  # what links will take for KV on its way
+    communicators: int = 0  # what NCCL has taken for the engine's ranks, beside torch
 
 
 def cache_bytes_on_gpu(memory: GpuMemory) -> int:
     """What is left for the KV cache. Raises ConfigError, with the arithmetic, where nothing is."""
     allowed = int(memory.total * memory.share)
     ahead = memory.peak_step + memory.graphs + memory.staging
-    own = allowed - memory.weights - ahead - CUDA_CONTEXT_BYTES
+    outside = CUDA_CONTEXT_BYTES + memory.communicators
+    own = allowed - memory.weights - ahead - outside
     # Other processes may hold more of the device than we leave them.
     left = min(own, memory.free - ahead)
     if left <= 0:
@@ -39,7 +41,7 @@ def cache_bytes_on_gpu(memory: GpuMemory) -> int:
             f"too little memory on cuda: {memory.share:.2f} of {gibibytes(memory.total)} = {gibibytes(allowed)} for "
             f"this worker, of which weights take {gibibytes(memory.weights)}, the largest step "
             f"{gibibytes(memory.peak_step)}, graphs {gibibytes(memory.graphs)}, KV on its way "
-            f"{gibibytes(memory.staging)} and CUDA itself {gibibytes(CUDA_CONTEXT_BYTES)}, and of the GPU "
+            f"{gibibytes(memory.staging)} and CUDA itself {gibibytes(outside)}, and of the GPU "
             f"{gibibytes(memory.free)} are free: nothing is left for the KV cache; raise gpu_memory_utilization, lower "
             "max_step_tokens, quantise, or take a smaller model"
         )

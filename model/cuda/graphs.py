@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.batch import StepDecoder, take_drawn
+from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
@@ -74,6 +75,7 @@ class StagedInputs(Generic[Inputs]):
 
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [staging(), staging()]
+        self._placed_tables = self._staging[0].inputs.block_tables.numpy().copy()  # what lies on the device
         self._tables = torch.empty_like(self._staging[0].tables, device=device)
         self.placed = make(device, False)
 
@@ -87,10 +89,18 @@ class StagedInputs(Generic[Inputs]):
         staging.copied.record()
 
     def place_tables(self, rows: int, width: int) -> None:
-        """Copy so much of the tables of the inputs that `next` gave: whole tables would be megabytes a step."""
+        """Copy so much of the tables of the inputs that `next` gave: whole tables would be megabytes a step.
+
+        Nothing is copied where they are as before: a sequence has a further block once in `block_size` steps.
+        """
         staging, placed = self._staging[0], self.placed.block_tables[:, :rows, :width]
-        host, there = (tables[: placed.numel()].view(placed.shape) for tables in (staging.tables, self._tables))
-        host.copy_(staging.inputs.block_tables[:, :rows, :width])
+        tables = staging.inputs.block_tables[:, :rows, :width]
+        before, now = self._placed_tables[:, :rows, :width], tables.numpy()
+        if np.array_equal(before, now):
+            return
+        before[:] = now
+        host, there = (flat[: placed.numel()].view(placed.shape) for flat in (staging.tables, self._tables))
+        host.copy_(tables)
         there.copy_(host, non_blocking=True)
         placed.copy_(there)
 
@@ -109,8 +119,9 @@ class CudaGraphSteps:
         """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
         device = kv_cache.tensors[0].device
         recorder = Recorder(device) if recorder is None else recorder
-        self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
-        largest, self._block_size = self._sizes[-1], kv_cache.block_size
+        self.sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
+        """Of the batches with a graph, ascending."""
+        largest, self._block_size = self.sizes[-1], kv_cache.block_size
 
         def inputs(device: torch.device | None, pinned: bool) -> DecodeInputs:
             return DecodeInputs(
@@ -125,9 +136,11 @@ class CudaGraphSteps:
 
         self._inputs = StagedInputs(inputs, device, recorder)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
-        self._logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
+        self.all_logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
+        """fp32 [largest, V]: the first rows are those of the last step."""
+        self._token_ids = torch.empty(largest, dtype=torch.int64, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
-        self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
+        self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self.sizes)}
         with torch.inference_mode():
             self._replays = {size: recorder.record(step) for size, step in self._steps.items()}
 
@@ -138,26 +151,29 @@ class CudaGraphSteps:
         the last step but one.
         """
         count = len(batch)
-        size = next((size for size in self._sizes if size >= count), None)
-        if size is None:
+        size = next((size for size in self.sizes if size >= count), None)
+        if size is None or (earlier is not None and len(earlier) > self.sizes[-1]):
             return None
         padded = [*batch, *[batch[-1]] * (size - count)]
+        placed = self._inputs.placed
         with self._inputs.next() as inputs:
             inputs.fill(padded)
-            for placed, rows in zip(self._inputs.placed.rows, inputs.rows, strict=True):
-                placed[:size].copy_(rows[:size], non_blocking=True)
+            inputs.follow(padded)
+            placed.packed.copy_(inputs.packed, non_blocking=True)
             self._inputs.place_tables(size, max(step.start for step in batch) // self._block_size + 1)
         if earlier is not None:
-            take_drawn(self._inputs.placed.token_ids, padded, earlier)
+            placed.drawn[: len(earlier)].copy_(earlier)
         self._replays[size]()
-        return self._logits[:count]
+        return self.all_logits[:count]
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""
-        run = decode_step(decoder, kv_cache, self._inputs.placed, size)
+        placed, token_ids = self._inputs.placed, self._token_ids[:size]
+        run = decode_step(decoder, kv_cache, placed, size, token_ids)
 
         def compute() -> None:
-            self._logits[:size].copy_(run())
+            torch.index_select(placed.candidates, 0, placed.sources[:size], out=token_ids)
+            self.all_logits[:size].copy_(run())
 
         return compute
 

@@ -4,8 +4,9 @@ So the next step can be launched before this one's tokens are known. Same draws 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
+from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.sampling.draws import row_keys
@@ -31,14 +33,14 @@ class DrawnTokens:
     """One step's tokens, on the device and on their way to the host."""
 
     tokens: Tensor  # int64 [N], on the device
-    _on_host: Tensor  # int64 [2, N]: tokens, and whether their rows were broken; pinned
+    _on_host: Tensor  # int64 [2, N or more]: tokens, and whether their rows were broken; pinned
     _arrived: LaunchedWork | None  # None where nothing is asynchronous
     _sampler: "DeviceSampler"
     _draws: Sequence[Draw]
 
     def collect(self) -> list[int]:
         """Do what `wait` does, and have broken rows counted, and told to their draws. To be called once."""
-        tokens, are_broken = self.wait(), self._on_host[1].tolist()
+        tokens, are_broken = self.wait(), self._on_host[1, : len(self.tokens)].tolist()
         if any(are_broken):
             self._sampler.num_broken_drawn += sum(are_broken)
             note_broken(self._draws, unsound_rows(tokens, are_broken))
@@ -48,7 +50,7 @@ class DrawnTokens:
         """Token ids; blocks the calling thread, without the interpreter's lock."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._on_host[0].tolist()
+        return self._on_host[0, : len(self.tokens)].tolist()
 
 
 class DeviceSampler:
@@ -62,6 +64,7 @@ class DeviceSampler:
         self._is_cuda = device.type == "cuda"
         self._with_logprobs = Sampler(vocab_size)
         self.num_broken_drawn = 0  # of the tokens that have been collected
+        self._captured: CapturedDraws | None = None
 
     @property
     def num_broken_rows(self) -> int:
@@ -98,43 +101,108 @@ class DeviceSampler:
             adjust(logits, adjusted, [draws[i] for i in adjusted])
         if masks is not None:
             mask_on_device(logits, place(masks.rows, self._device), place(masks.words, self._device))
-        return self.take(draw_on_device(logits, self._parameters(draws, positions), _asked(draws)), draws)
+        drawn = None if self._captured is None else self._captured.draw(logits, draws, positions)
+        if drawn is None:
+            parameters = _placed(
+                _staged(draws, positions, len(draws), self._is_cuda).to(self._device, non_blocking=True)
+            )
+            drawn = draw_on_device(logits, parameters, _asked(draws))
+        return self.take(drawn, draws)
+
+    def capture(self, logits: Tensor, sizes: Sequence[int], recorder: Recorder) -> None:
+        """Record the draws from these logits, fp32 [largest size, V], which are those of captured steps of `sizes`."""
+        few = [size for size in sizes if size <= MOST_CAPTURED_ROWS]
+        self._captured = CapturedDraws(logits, few, recorder) if few else None
 
     def take(self, drawn: Tensor, draws: Sequence[Draw]) -> DrawnTokens:
-        """int64 [2, N], on the device: tokens, and whether their rows were broken. Never waits."""
+        """int64 [2, N or more], on the device: tokens, and whether their rows were broken. Never waits."""
         if not self._is_cuda:
-            return DrawnTokens(drawn[0], drawn, None, self, draws)
+            drawn = drawn.clone()  # which captured draws would write anew
+            return DrawnTokens(drawn[0, : len(draws)], drawn, None, self, draws)
         on_host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(drawn, non_blocking=True)
-        return DrawnTokens(drawn[0], on_host, LaunchedWork(self._device), self, draws)
+        return DrawnTokens(drawn[0, : len(draws)], on_host, LaunchedWork(self._device), self, draws)
 
-    def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
-        """All fields travel in one copy out of pinned memory.
 
-        Each begins at a multiple of 16 bytes: for any other place Triton would compile the kernels anew.
-        """
-        count = len(draws) + len(draws) % 2
-        sampling = [draw.sampling for draw in draws]
-        sampling += [SamplingParams()] * (count - len(draws))
-        positions = [*positions, *[0] * (count - len(draws))]
-        staged = torch.empty(count * _ROW_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda)
-        columns = staged.numpy()
-        seeds = np.fromiter((one.seed & _WORD for one in sampling), np.uint64, count)
-        columns[: 8 * count].view(np.uint64)[:] = row_keys(seeds, np.array(positions, np.uint64))
-        reals = columns[8 * count : 32 * count].view(np.float64).reshape(3, count)
-        reals[0] = [_temperature(one) for one in sampling]
-        reals[1] = [one.top_p for one in sampling]
-        reals[2] = [math.log(min(one.min_p, 1.0)) if one.min_p > 0 else -math.inf for one in sampling]
-        columns[32 * count :].view(np.int32)[:] = [min(one.top_k, 2**31 - 1) for one in sampling]
-        placed = staged.to(self._device, non_blocking=True)
-        on_device = placed[8 * count : 32 * count].view(torch.float64).view(3, count)
-        return DrawParameters(
-            temperature=on_device[0],
-            top_k=placed[32 * count :].view(torch.int32),
-            top_p=on_device[1],
-            log_min_p=on_device[2],
-            keys=placed[: 8 * count].view(torch.int64),
-        )
+MOST_CAPTURED_ROWS = 64
+"""A draw is up to a dozen launches, of some 20 us each of the host's time: beside larger batches that is little."""
+_ASKED = [Asked(False, False, False), *(Asked(True, *filters) for filters in product((False, True), repeat=2))]
+
+
+class CapturedDraws:
+    """Draws from the logits of captured decode steps, each one launch whatever its rows ask for.
+
+    What is drawn stays in its place until the next draw of that size.
+    """
+
+    def __init__(self, logits: Tensor, sizes: Sequence[int], recorder: Recorder):
+        """`sizes` of batches, ascending. Captures a graph for each, and for all that its rows may ask for."""
+        self._logits = logits
+        self._sizes = sizes
+        self._is_pinned = logits.is_cuda
+        nothing = {size: _staged([], [], size, False) for size in sizes}
+        self._parameters = {size: given.to(logits.device) for size, given in nothing.items()}
+        greedy = {size: given.clone() for size, given in self._parameters.items()}
+        for given in greedy.values():
+            _placed(given).temperature.zero_()
+        self._drawn = {size: torch.zeros((2, size), dtype=torch.int64, device=logits.device) for size in sizes}
+
+        def drawing(size: int, asked: Asked) -> Callable[[], None]:
+            given = _placed((self._parameters if asked.draws else greedy)[size])
+
+            def draw() -> None:
+                self._drawn[size].copy_(draw_on_device(logits[:size], given, asked))
+
+            return draw
+
+        self._steps = {(size, asked): drawing(size, asked) for size in reversed(sizes) for asked in _ASKED}
+        with torch.inference_mode():
+            self._replays = {key: recorder.record(step) for key, step in self._steps.items()}
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Tensor | None:
+        """int64 [2, N or more], as draw_on_device. None for logits of others, and for a batch of no size."""
+        size = next((size for size in self._sizes if size >= len(draws)), None)
+        if size is None or logits.data_ptr() != self._logits.data_ptr():
+            return None
+        asked = _asked(draws)
+        if asked.draws:
+            self._parameters[size].copy_(_staged(draws, positions, size, self._is_pinned), non_blocking=True)
+        self._replays[size, asked]()
+        return self._drawn[size]
+
+
+def _staged(draws: Sequence[Draw], positions: Sequence[int], size: int, is_pinned: bool) -> Tensor:
+    """The DrawParameters of `size` rows on the host, uint8: one copy brings all fields to a device.
+
+    Each begins at a multiple of 16 bytes: for any other place Triton would compile the kernels anew.
+    """
+    count = size + size % 2
+    sampling = [draw.sampling for draw in draws]
+    sampling += [SamplingParams()] * (count - len(draws))
+    positions = [*positions, *[0] * (count - len(draws))]
+    staged = torch.empty(count * _ROW_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+    columns = staged.numpy()
+    seeds = np.fromiter((one.seed & _WORD for one in sampling), np.uint64, count)
+    columns[: 8 * count].view(np.uint64)[:] = row_keys(seeds, np.array(positions, np.uint64))
+    reals = columns[8 * count : 32 * count].view(np.float64).reshape(3, count)
+    reals[0] = [_temperature(one) for one in sampling]
+    reals[1] = [one.top_p for one in sampling]
+    reals[2] = [math.log(min(one.min_p, 1.0)) if one.min_p > 0 else -math.inf for one in sampling]
+    columns[32 * count :].view(np.int32)[:] = [min(one.top_k, 2**31 - 1) for one in sampling]
+    return staged
+
+
+def _placed(staged: Tensor) -> DrawParameters:
+    """The fields of what `_staged` gave, wherever it lies."""
+    count = staged.numel() // _ROW_BYTES
+    reals = staged[8 * count : 32 * count].view(torch.float64).view(3, count)
+    return DrawParameters(
+        temperature=reals[0],
+        top_k=staged[32 * count :].view(torch.int32),
+        top_p=reals[1],
+        log_min_p=reals[2],
+        keys=staged[: 8 * count].view(torch.int64),
+    )
 
 
 def _temperature(sampling: SamplingParams) -> float:

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from tests.model.conftest import make_decoder
-from tests.rigs.engine_runner import EngineRunner
+from tests.rigs.engine_runner import greedy_tokens
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, StepInput, make_layout
 from twostroke.model.cache.kv_cache import KVCache
@@ -234,7 +234,7 @@ def test_draws_are_captured_in_a_graph_and_follow_its_inputs(rows: int) -> None:
 
 
 def in_parts(batch: DrawBatch, size: int) -> list[DrawBatch]:
-    fields = (batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys)
+    fields: tuple[Any, ...] = (batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys)
     return [DrawBatch(*(field[first : first + size] for field in fields)) for first in range(0, len(batch.rows), size)]
 
 
@@ -330,9 +330,11 @@ def test_greedy_tokens_on_cuda_equal_those_on_a_cpu(
     folder = write_checkpoint(seed=1, **fields)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 96, (n,), generator=generator).tolist() for n in (1, 15, 33, 200)]
-    answers = []
-    for device in DEVICES:
-        loaded = load_engine(EngineConfig(folder, device, dtype="float32", block_size=16, num_blocks=NUM_BLOCKS))
-        answers.append(generate(EngineRunner(loaded), prompts, NEW_TOKENS, chunk=37, block_size=16))
-        loaded.engine.close()
-    assert answers[0] == answers[1]
+    on_gpu, on_cpu = (
+        greedy_tokens(
+            EngineConfig(folder, device=device, dtype="float32", block_size=16, num_blocks=NUM_BLOCKS),
+            *(generate, prompts, NEW_TOKENS, 37),
+        )
+        for device in DEVICES
+    )
+    assert on_gpu == on_cpu

@@ -33,6 +33,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
+from twostroke.model.cuda.kernels import dependent
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
 from twostroke.model.cuda.kernels.elementwise import gate
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
@@ -387,6 +388,7 @@ def compile_family(capability: int, family: str, cache: Path | None = None) -> l
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
     driver.set_active(AbsentGpu(capability))
+    dependent.has_dependent_launch = lambda device: capability >= 90  # type: ignore[assignment]
     launch = JITFunction.run
     kernels: dict[Any, dict[str, Any]] = {}  # by what Triton compiled, which it gives again for a like launch
 
@@ -409,6 +411,8 @@ def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     described["shared_bytes"] = compiled.metadata.shared
     described["wgmma"] = "wgmma.mma_async" in ptx
     described["tcgen05"] = "tcgen05.mma" in ptx
+    described["awaits_inputs"] = "griddepcontrol.wait" in ptx
+    described["launched_early"] = compiled.metadata.launch_pdl
     described["async_copies"] = "cp.async.cg" in ptx
     described["fused_products"] = "fma.rn.f32" in ptx
     described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))

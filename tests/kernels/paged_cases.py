@@ -241,4 +241,4 @@ class ReferenceBackend:
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
     ) -> Experts:
-        return lambda x, chosen: reference.experts(x, chosen, weights, activation)
+        return lambda x, chosen: reference.experts(x, chosen, weights, activation)  # type: ignore[return-value]

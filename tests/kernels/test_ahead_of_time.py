@@ -12,11 +12,12 @@ import pytest
 from tests.kernels.ahead_of_time import FAMILIES, TARGETS, compile_family
 
 LIMIT_S = 240.0
+EARLY = {"rms_norm_kernel", "gemm_kernel", "rope_kv_kernel", "decode_attention_kernel", "merge_segments_kernel"}
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
 
 
 def compiled_for(family: str, *capabilities: int) -> Any:
-    """`make test` compiles the family for a GPU with TMA and wgmma, in few shapes where it has a version of these;
+    """`make test` compiles the family for a GPU with wgmma, in few shapes where it has a version of these;
     `make test-wide` has all of it for each GPU."""
     first = f"few_{family}" if f"few_{family}" in FAMILIES else family
     cases = [pytest.param(first, 90, id="90")]
@@ -54,6 +55,9 @@ def compiled(forks: Any, tmp_path: Path) -> Compiled:
         for kernel in kernels:
             assert kernel["spilled_bytes"] <= most_spilled, kernel
             assert kernel["shared_bytes"] < SHARED_BYTES[capability], kernel
+            # Whoever is launched before the kernel ahead of it has ended must wait for it.
+            is_early = capability >= 90 and kernel["kernel"] in EARLY
+            assert kernel["awaits_inputs"] == kernel["launched_early"] == is_early, kernel
         return kernels
 
     return compile_anew

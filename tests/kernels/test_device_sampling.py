@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,20 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from tests.model.conftest import draw_batch
+from tests.model.conftest import draw_batch, make_decoder
+from twostroke.benchmarks.gpu.dry_run import Repeating
+from twostroke.model import load
+from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cuda.kernels import device_sampling
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
-from twostroke.model.cuda.sampler import DeviceSampler
+from twostroke.model.cuda.sampler import MOST_CAPTURED_ROWS, DeviceSampler
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.step import Constraint, Draw
+from twostroke.model.sizes import StepBounds
+from twostroke.model.step import BrokenLogits, Constraint, Draw, RowFault, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -290,6 +297,87 @@ def test_the_device_sampler_draws_what_the_other_one_does() -> None:
     assert drawn.collect() == [token.token_id for token in expected]
     assert sampler.num_broken_rows == 0
     assert drawn.tokens.tolist() == [token.token_id for token in expected]
+
+
+class Replayed(Repeating):
+    """Counts the replays of its graphs, which are the functions themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_recorded = self.num_replays = 0
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        run()
+
+        def replay() -> None:
+            self.num_replays += 1
+            run()
+
+        return replay
+
+
+ROWS_ASKING: dict[str, list[SamplingParams]] = {
+    "nothing": [SamplingParams(temperature=0.0)] * 3,
+    "draws": [SamplingParams(seed=7), SamplingParams(seed=8, temperature=0.5)],
+    "top_k": [SamplingParams(seed=9, top_k=5)],
+    "top_p": [SamplingParams(seed=9, top_p=0.5), SamplingParams(temperature=0.0), SamplingParams(seed=2)],
+    "both, and adjusted logits": [SamplingParams(seed=1, top_k=9, top_p=0.8, presence_penalty=1.5)] * 4,
+}
+
+
+def test_captured_draws_are_those_of_each_step_and_one_launch_whatever_rows_ask_for() -> None:
+    cpu, random = torch.device("cpu"), torch.Generator().manual_seed(5)
+    sampler, recorder = DeviceSampler(200, cpu), Replayed()
+    captured = torch.zeros(5, 200)  # a graph's place for its logits
+    sampler.capture(captured, [1, 3, 5, MOST_CAPTURED_ROWS + 1], recorder)
+    assert recorder.num_recorded == 3 * 5, "what many rows take, they take eagerly"
+    drawn_before: list[tuple[Any, list[int]]] = []
+    for number, sampling in enumerate([*ROWS_ASKING.values(), *ROWS_ASKING.values()]):
+        rows = len(sampling)
+        captured[:rows] = torch.randn(rows, 200, generator=random) * 3
+        draws = [Draw(one, [3, 5, 5, 9], 2) for one in sampling]
+        positions = [4 + number + row for row in range(rows)]
+        expected = [token.token_id for token in Sampler(200).sample(captured[:rows].clone(), draws, positions)]
+        drawn = sampler.launch(captured[:rows], draws, positions)
+        assert drawn.tokens.tolist() == expected
+        assert recorder.num_replays == number + 1
+        drawn_before.append((drawn, expected))
+    assert [drawn.collect() for drawn, _ in drawn_before] == [expected for _, expected in drawn_before]
+    others = torch.randn(2, 200, generator=random)
+    draws = [Draw(SamplingParams(temperature=0.0), [1], 1)] * 2
+    assert sampler.launch(others, draws, [4, 4]).collect() == others.argmax(1).tolist()
+    assert recorder.num_replays == 10, "logits of other steps are drawn from where they lie"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_captures_draws_behind_its_decode_steps_unless_ranks_gather_logits(
+    ranks: int, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=16, block_size=4, max_context=16)
+    recorder = Replayed()
+    monkeypatch.setattr(load, "Recorder", lambda device: recorder)
+    monkeypatch.setattr(load, "prompt_shapes", lambda *_: [])
+    sampler = DeviceSampler(decoder.vocab_size, torch.device("cpu"))
+    config = EngineConfig(Path(), device="cuda", tensor_parallel=ranks, bounds=StepBounds(16, 2))
+    steps, _ = load._graphs(config, decoder, cache, 16, sampler)
+    assert recorder.num_recorded == (2 + 2 * 5 if ranks == 1 else 2)
+    draw = Draw(SamplingParams(seed=3, top_p=0.9), [1], 1)
+    runner = ModelRunner(decoder, sampler, cache, 16, steps)
+    drawn = runner.run([SequenceStep([5], 0, [1], draw)])
+    assert recorder.num_replays == (2 if ranks == 1 else 1)
+    assert drawn == ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 16).run([SequenceStep([5], 0, [1], draw)])
+
+
+def test_broken_rows_of_captured_draws_are_counted_and_rows_of_no_request_are_not() -> None:
+    sampler, captured = DeviceSampler(50, torch.device("cpu")), torch.full((4, 50), float("nan"))
+    sampler.capture(captured, [4], Repeating())
+    captured[1] = 0.0
+    fault = RowFault()
+    draws = [Draw(SamplingParams(temperature=0.0), [1], 1, fault=fault), Draw(SamplingParams(seed=1), [1], 1)]
+    assert len(sampler.launch(captured[:2], draws, [4, 4]).collect()) == 2
+    assert sampler.num_broken_rows == 1
+    assert isinstance(fault.error, BrokenLogits)
 
 
 def test_the_device_sampler_keeps_to_masks_with_and_without_log_probabilities() -> None:

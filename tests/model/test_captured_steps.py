@@ -12,6 +12,7 @@ import pytest
 import torch
 from numba import carray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model.conftest import make_decoder
 from tests.model.test_conformance import FAMILY_SHAPES
@@ -290,6 +291,80 @@ def test_tokens_that_follow_come_from_the_step_before(
         again = captured.logits(told)
         assert again is not None
         assert torch.equal(again, expected)
+
+
+def test_tables_that_grow_are_written_as_whole_ones_are_whoever_comes_and_goes() -> None:
+    """Of a list that was there before only what it has more of is looked at."""
+    rng, kept, num_read = random.Random(2), DecodeInputs(8, MAX_CONTEXT, BLOCK_SIZE), [0]
+
+    class Blocks(list[int]):
+        def __getitem__(self, part: Any) -> Any:
+            num_read[0] += len(range(len(self))[part])
+            return super().__getitem__(part)
+
+    running: list[tuple[Blocks, int]] = []
+    few = 0
+    for number in range(200):
+        running = [(blocks, start + 1) for blocks, start in running if start + 1 < MAX_CONTEXT and rng.random() > 0.01]
+        if (len(running) < 8 and rng.random() < 0.1) or not running:
+            start = rng.randrange(40)
+            running.insert(0, (Blocks(rng.sample(range(NUM_BLOCKS), start // BLOCK_SIZE + 1)), start))
+        for blocks, start in running:
+            while len(blocks) <= start // BLOCK_SIZE + rng.randrange(2):
+                blocks.append(rng.randrange(NUM_BLOCKS))
+        batch = [SequenceStep([number], start, blocks, None) for blocks, start in running]
+        num_read[0] = 0
+        kept.fill(batch)
+        few += num_read[0] <= len(batch)
+        fresh = DecodeInputs(8, MAX_CONTEXT, BLOCK_SIZE)
+        fresh.fill([SequenceStep([number], start, list(blocks), None) for blocks, start in running])
+        assert torch.equal(kept.slots[:, : len(running)], fresh.slots[:, : len(running)])
+        for row, (_, start) in enumerate(running):
+            used = start // BLOCK_SIZE + 1
+            assert torch.equal(kept.block_tables[0, row, :used], fresh.block_tables[0, row, :used])
+    assert few > 150
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operations that torch is asked for, views aside: each is a launch or a copy on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not operation.is_view:
+            self.names.append(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+class Silent(Repeating):
+    """Its graphs are one launch, and no operation of torch's."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: None
+
+
+def test_a_replayed_step_asks_for_one_copy_and_few_more_for_new_tokens_and_new_blocks(
+    write_checkpoint: Callable[..., Any],
+) -> None:
+    decoder, cache = decoder_with_kv(write_checkpoint(), CpuBackend())
+    captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, 12, Silent())
+    drawn = torch.tensor([1, 2, 3])
+
+    def step(start: int, blocks: list[int], follows: int | None = None) -> SequenceStep:
+        return SequenceStep([5], start, blocks, Draw(SamplingParams(), [], 0), follows)
+
+    def launches(batch: list[SequenceStep], earlier: Tensor | None = None) -> int:
+        with torch.inference_mode(), Launches() as noted:
+            assert captured.logits(batch, earlier) is not None
+        return len(noted.names)
+
+    assert launches([step(1, [3]), step(2, [4])]) == 4, "inputs, and tables by way of their entries in use"
+    assert launches([step(2, [3], 1), step(3, [4], 0)], drawn) == 2, "inputs, and the tokens of the step before"
+    assert launches([step(3, [3]), step(BLOCK_SIZE, [4, 5])]) == 4
+    assert launches([step(3, [3])]) == 1, "the first row's table is there"
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 9, 60, 100, 256, 1000])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.rigs.engine_runner import EngineRunner
+from tests.rigs.engine_runner import greedy_tokens
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
@@ -185,6 +185,35 @@ async def test_a_step_is_launched_while_the_device_has_still_to_end_the_one_befo
     assert await asyncio.gather(*steps) == [[SampledToken(5)], [SampledToken(6)]]
 
 
+async def test_a_launched_step_is_waited_for_though_the_event_loop_is_busy(engine_of: Any) -> None:
+    runner = LaunchingRunner([5])
+    collecting = threading.Event()
+
+    class Noting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            collecting.set()
+            return super().wait(timeout)
+
+    runner._steps[0]._has_ended = end = Noting()
+    step = asyncio.create_task(engine_of(runner).step(BATCH))
+    await asyncio.sleep(0)
+    assert collecting.wait(20), "on the event loop's thread, which does nothing else meanwhile"
+    end.set()
+    assert await step == [SampledToken(5)]
+
+
+async def test_closing_drops_the_steps_that_wait(engine: ThreadEngine, runner: FakeRunner) -> None:
+    steps = [asyncio.create_task(engine.step(BATCH)) for _ in range(3)]
+    await asyncio.to_thread(runner.entered.wait, 30)
+    closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    with pytest.raises(asyncio.CancelledError):
+        await steps[2]
+    runner.gate.set()
+    await closing
+    assert [step.cancelled() for step in steps[1:]] == [True, True]
+    assert await steps[0] == [SampledToken(1)]
+
+
 async def test_a_step_that_fails_on_the_device_ends_the_engine(engine_of: Any) -> None:
     runner = LaunchingRunner([-1, 6])
     engine = engine_of(runner)
@@ -284,15 +313,9 @@ def test_an_engine_continues_prompts_alike_however_they_are_cut_into_chunks(
     write_checkpoint: Any, generate: Callable[..., list[list[int]]]
 ) -> None:
     """By the rig of tests/gpu, which so can't break unseen where there is no GPU."""
-    loaded = load_engine(EngineConfig(write_checkpoint(), dtype="float32", num_blocks=32, block_size=4, threads=1))
-    try:
-        whole, cut = (
-            generate(EngineRunner(loaded), [[44], [15, 53, 3, 67, 27], [24, 12]], 5, chunk=chunk, block_size=4)
-            for chunk in (16, 3)
-        )
-        assert whole == cut
-    finally:
-        loaded.engine.close()
+    config = EngineConfig(write_checkpoint(), device="cpu", dtype="float32", num_blocks=32, block_size=4, threads=1)
+    whole, cut = (greedy_tokens(config, generate, [[44], [15, 53, 3, 67, 27], [24, 12]], 5, chunk) for chunk in (16, 3))
+    assert whole == cut
 
 
 def test_a_folder_whose_weights_are_no_numbers_is_refused_by_name(write_checkpoint: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.model.conftest import make_decoder
-from twostroke.model.batch import make_layout
+from twostroke.model.batch import CheckedTables, check_batch, make_layout
 from twostroke.model.cache.kv_cache import LayerAnnouncer
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
@@ -215,3 +215,34 @@ def test_a_batch_that_cannot_be_right_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
         model[0].run(batch)
+
+
+def test_tables_are_checked_as_far_as_they_have_grown_and_anew_after_an_error() -> None:
+    looked_at: list[int] = []
+
+    class Block(int):
+        def __lt__(self, other: int) -> bool:
+            looked_at.append(int(self))
+            return int(self) < other
+
+    tables, blocks = CheckedTables(), [Block(3), Block(4)]
+
+    def check(*lists: list[Any]) -> None:
+        looked_at.clear()
+        check_batch([SequenceStep([1], 0, one, None) for one in lists], 4, 16, 64, tables=tables)
+
+    check(blocks)
+    assert 3 in looked_at
+    check(blocks)
+    assert looked_at == []
+    blocks.append(Block(5))
+    check([1], blocks)
+    assert set(looked_at) == {5}
+    wrong = [2]
+    check(wrong, blocks)
+    wrong.append(16)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="outside the 16"):
+            check(wrong, blocks)
+    check(blocks)
+    assert 3 in looked_at

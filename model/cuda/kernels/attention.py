@@ -24,6 +24,7 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
+from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import beside_cache, of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
@@ -417,12 +418,14 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Programs (KV group, equal part of all contexts); rows are the group's heads.
 
     The result of a row's only segment goes to out. Of several, each one's own softmax average goes to partial_out
     [segments, H, D] and the base-2 logarithm of its sum to partial_log_sums [segments, H]; splits as in Partials.
     """
+    await_inputs(DEPENDENT)
     group = tl.program_id(0)
     program = tl.program_id(1)
     share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), WINDOW, BLOCK_N)
@@ -487,7 +490,7 @@ def decode_attention(
         NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
         WINDOW=form.window, SOFT_CAP=form.soft_cap, PRECISION=dot_precision(q.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **dependent_launch(q),
     )  # fmt: skip
     if split.may_split:
         merge_segments(partials, out, out.stride(0))

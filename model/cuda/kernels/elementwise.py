@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
+from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import rounded
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight, activate
 from twostroke.model.cuda.kernels.launch import power_of_two
@@ -38,8 +39,10 @@ def rms_norm_kernel(
     HIDDEN: tl.constexpr,
     PADDED: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program a row. With ADD, x + residual replaces the residual and is what gets normalised."""
+    await_inputs(DEPENDENT)
     columns = tl.arange(0, PADDED)
     inside = columns < HIDDEN
     at = tl.program_id(0).to(tl.int64) * HIDDEN + columns
@@ -71,8 +74,9 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: 
     padded = power_of_two(hidden)
     if rows:
         rms_norm_kernel[(rows,)](
-            x, residual, weight, out, eps, HIDDEN=hidden, PADDED=padded, ADD=adds, num_warps=_row_warps(padded)
-        )
+            x, residual, weight, out, eps, HIDDEN=hidden, PADDED=padded, ADD=adds, num_warps=_row_warps(padded),
+            **dependent_launch(x),
+        )  # fmt: skip
 
 
 def _row_warps(padded: int) -> int:
@@ -224,8 +228,10 @@ def rope_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program a token and TILE_HEADS heads: those of Q first, then those of K with V's."""
+    await_inputs(DEPENDENT)
     HALF: tl.constexpr = HEAD_DIM // 2
     KIND: tl.constexpr = NUM_GROUPS * BLOCK_SIZE * HEAD_DIM  # of a block, from keys to values
     Q_TILES: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS
@@ -289,7 +295,7 @@ def rope_and_write_kv(
             *((qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)),
             1 / kv_scales.key, 1 / kv_scales.value,
             NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HALF_PADDED=half_padded, BLOCK_SIZE=block_size,
-            TILE_HEADS=tile_heads, NORMALISE=norms is not None, num_warps=_BLOCK_WARPS,
+            TILE_HEADS=tile_heads, NORMALISE=norms is not None, num_warps=_BLOCK_WARPS, **dependent_launch(qkv),
         )  # fmt: skip
     return q_out
 

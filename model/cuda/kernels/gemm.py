@@ -45,6 +45,7 @@ from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
+from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
 from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
 from twostroke.model.sizes import INT4_GROUP
@@ -388,6 +389,7 @@ def gemm_kernel(
     FP8: tl.constexpr,
     SCALES_STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
 
@@ -402,6 +404,7 @@ def gemm_kernel(
     With an ACTIVATION the weight's first half are rows of gates, and y has `activate` of each with its row of the
     other half. A tile has both by turns of eight, which a thread of the matrix instruction holds the sums of.
     """
+    await_inputs(DEPENDENT)
     split = tl.program_id(0)
     if BITS == 16:  # of no more tokens than one tile has
         token_tile, tile = 0, tl.program_id(1)
@@ -552,6 +555,6 @@ def gemm(
             HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype), SCALE_GROUP=INT4_GROUP,
             FP8=weight.is_fp8, SCALES_STEPS=weight.is_fp8 and len(weight.scales) > 1,
             ACTIVATION=activation,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, **dependent_launch(x),
         )  # fmt: skip
     return y

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.launch import LOG2_E, Target, padded_head
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -130,12 +131,14 @@ def merge_segments_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     STEP: tl.constexpr,
     HAS_LOG_SUMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program a head and a row: the segments' averages, weighted by their sums, to out [rows, H * D], and where
     HAS_LOG_SUMS natural logarithms of the sums together to log_sums [rows, H].
 
     Rows of one segment have their result already.
     """
+    await_inputs(DEPENDENT)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     segments = tl.load(splits + 2 * row + 1)
@@ -192,5 +195,5 @@ def merge_segments(partials: Partials, out: Tensor, out_stride: int, log_sums: T
     merge_segments_kernel[(heads, len(partials.splits))](
         partials.out, partials.log_sums, partials.splits, out, log_sums, out_stride,
         NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), STEP=_MERGED,
-        HAS_LOG_SUMS=log_sums is not None, num_warps=4,
+        HAS_LOG_SUMS=log_sums is not None, num_warps=4, **dependent_launch(out),
     )  # fmt: skip

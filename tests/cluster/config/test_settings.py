@@ -379,6 +379,7 @@ def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
         ({"prefill": {"replicas": 0}}, (2, 0), (192, 0)),
         ({"kv_transfer": {"max_chunk_bytes": 2**20}}, (2, 2), (6, 6)),
         ({"kv_transfer": {"transport": "cuda_ipc"}}, (2, 2), (0, 0)),
+        ({"kv_transfer": {"transport": "torch_distributed"}}, (2, 2), (192 + 1800, 192 + 1800)),
         ({"model": {"device": "cpu"}}, (2, 2), (0, 0)),
         (
             {role: {"tensor_parallel": 4, "context_parallel": True} for role in ("prefill", "decode")},

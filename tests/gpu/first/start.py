@@ -1,4 +1,4 @@
-"""`python3 -m tests.gpu.first.start [--device cpu] FOLDER`: a worker's engine, from its start to its first tokens.
+"""`python3 -m tests.gpu.first.start FOLDER`: a worker's engine, from its start to its first tokens.
 
 Says how long that takes, what of the GPU's memory is taken, and the time of steps through the engine's thread. A folder
 that is not there gets a random model of 1.2 billion parameters.
@@ -30,7 +30,7 @@ ROWS = (1, 32)  # of decode steps
 STEPS = 40  # the median of which counts
 
 
-def main(config: EngineConfig, prompts: Sequence[int] = PROMPTS, steps: int = STEPS) -> dict[str, Any]:
+def measure(config: EngineConfig, prompts: Sequence[int] = PROMPTS, steps: int = STEPS) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     on_gpu = config.device == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else 0
@@ -71,15 +71,22 @@ async def _step_times(loaded: LoadedEngine, prompts: Sequence[int], steps: int) 
     return times
 
 
-if __name__ == "__main__":
-    log_to_stderr()
+def engine_config(arguments: Sequence[str] | None = None) -> EngineConfig:
+    """Raises SystemExit for what argparse refuses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    arguments = parser.parse_args()
-    if not (arguments.folder / "config.json").exists():
-        arguments.folder.mkdir(parents=True, exist_ok=True)
-        write_random_model(arguments.folder, "1.2b")
-    print(
-        json.dumps(main(EngineConfig(arguments.folder, arguments.device, block_size=BLOCK_SIZE, gpu_memory_share=0.5)))
+    parser.add_argument("--blocks", type=int, help="of the cache; default: what half of the memory holds")
+    parsed = parser.parse_args(arguments)
+    return EngineConfig(
+        parsed.folder, device=parsed.device, block_size=BLOCK_SIZE, num_blocks=parsed.blocks, gpu_memory_share=0.5
     )
+
+
+if __name__ == "__main__":
+    log_to_stderr()
+    config = engine_config()
+    if not (config.model_dir / "config.json").exists():
+        config.model_dir.mkdir(parents=True, exist_ok=True)
+        write_random_model(config.model_dir, "1.2b")
+    print(json.dumps(measure(config)))

@@ -26,7 +26,7 @@ from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
-from twostroke.model.load import largest_batch, load_engine
+from twostroke.model.load import largest_batch, load_engine, measure_gpu
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
@@ -41,7 +41,7 @@ from twostroke.model.parallel.tensor_parallel import (
 )
 from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.sizes import CUDA_CONTEXT_BYTES, StepBounds, check_size
+from twostroke.model.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, check_size
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -448,6 +448,26 @@ def test_a_model_that_ranks_can_not_share_is_refused_with_both_numbers(
     config = load_model_config(write_checkpoint(**fields))
     with pytest.raises(ConfigError, match=rf"tensor_parallel: (?={size} ).*{named}"):
         check_size(config, size)
+
+
+def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_counted(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU here: what is asked of CUDA is recorded."""
+    done: list[str] = []
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 1000 + len(done))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (done.append("measured"), (50, 80))[1])
+    monkeypatch.setattr(
+        ModelRunner, "run", lambda _, batch: done.append(f"{sum(len(one.token_ids) for one in batch)} tokens")
+    )
+    decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
+    config = EngineConfig(Path(), tensor_parallel=2, pipeline_parallel=2, bounds=StepBounds(16, 4), staging_bytes=7)
+    found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
+    assert done == ["16 tokens", "16 tokens", "measured"]
+    assert found == GpuMemory(80, 50, 0.9, 1000, 2, 0, 7, 2 * COMMUNICATOR_BYTES)
 
 
 def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
