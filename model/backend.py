@@ -263,6 +263,9 @@ class Backend(Protocol):
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """What `gate_up` makes of x, [T, 2 I], gate first -> activation(gate) * up, [T, I]."""
 
+    def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
+        """Return `down` of what `gated` makes of x."""
+
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
     ) -> Experts:

@@ -48,6 +48,7 @@ TINY = Sizes(
     long_decodes=((2, 100), (2, 300), (3, 200)),
     skewed_decode=(700, (3, 20)),
     gated_tokens=(1, 16, 20),
+    gated_prompts=(20, 70),
     fp8_tokens=(1, 20, 65, 130),
     experts=(4, 2, 64, 64),
     expert_tokens=(1, 20, 130),

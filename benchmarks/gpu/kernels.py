@@ -27,7 +27,8 @@ from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights
 from twostroke.model.batch import make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear
-from twostroke.model.cuda.kernels.elementwise import gate
+from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
+from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MOST_TOKENS, SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
 from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
@@ -166,6 +167,25 @@ def measure_experts(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterato
         yield Row(
             f"experts, {tokens} tokens", least_s / taken_s, None, f"{taken_s * 1e6:.0f} us", "the limit", predicted
         )
+
+
+def measure_gated_codes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    """The activation of FP8 prompts with the rounding of its result, by a launch for each.
+
+    Predicted: 235 MB read and 59 written of 4,096 tokens by 8B's width, where two launches read 352 and write 176.
+    """
+
+    def apart(x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_tokens(gate(x, "silu"))
+
+    width = sizes.model.mlp_width
+    for tokens in sizes.gated_prompts:
+        x = torch.empty((tokens, 2 * width), dtype=torch.bfloat16, device=place.device).normal_()
+        ours_s = place.clock.seconds(partial(gate_codes, x, "silu"))
+        apart_s = place.clock.seconds(partial(apart, x))
+        moved = 5 * tokens * width / ours_s
+        name = f"gate and FP8 in one launch, {tokens} tokens"
+        yield Row(name, apart_s / ours_s, 1.0, f"{moved / 1e12:.2f} TB/s", "two launches", 1.4)
 
 
 def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:

@@ -119,6 +119,7 @@ class Sizes:
     long_decodes: tuple[tuple[int, int], ...] = ((32, 4096), (32, 16384), (128, 4096))  # batch, context
     skewed_decode: tuple[int, tuple[int, int]] = (131072, (63, 1024))  # a context, and beside it: how many, how long
     gated_tokens: tuple[int, ...] = (1, 16, 64)
+    gated_prompts: tuple[int, ...] = (512, 4096)
     fp8_tokens: tuple[int, ...] = (1, 64, 1024, 8192)
     experts: tuple[int, int, int, int] = (128, 8, 768, 2048)  # their number, a token's, features inside and out
     expert_tokens: tuple[int, ...] = (32, 512, 8192)

@@ -250,7 +250,8 @@ class Decoder:
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
         """This rank's summand of what MLP and experts make of x, or, and then it says so, the whole sum."""
         backend, mlp, routed = self._backend, layer.mlp, layer.routed
-        beside = None if mlp is None else mlp.down(backend.gated(x, mlp.gate_up, self._config.activation))
+        activation = self._config.activation
+        beside = None if mlp is None else backend.feed_forward(x, mlp.gate_up, mlp.down, activation)
         if routed is None:
             assert beside is not None
             return beside, False

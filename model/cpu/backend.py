@@ -114,6 +114,10 @@ class CpuBackend:
         """As Backend.gated."""
         return elementwise.gate(self.launcher, gate_up(x), activation)
 
+    def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
+        """As Backend.feed_forward."""
+        return down(self.gated(x, gate_up, activation))
+
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
     ) -> Experts:

@@ -182,8 +182,13 @@ class Fp8CudaLinear:
     def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
         if activation is not None and len(x) > MOST_TOKENS:
             return elementwise.gate(self._product(x, out_dtype, None), activation)
-        codes, scales = quantize_tokens(x)
-        if self._torch_product is not None and out_dtype == torch.bfloat16 and len(x) > MOST_TOKENS:
+        return self.of_codes(*quantize_tokens(x), out_dtype, activation)
+
+    def of_codes(
+        self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype, activation: Activation | None = None
+    ) -> Tensor:
+        """Return the product of tokens that are FP8 already, codes [T, in] with scales fp32 [T]."""
+        if self._torch_product is not None and out_dtype == torch.bfloat16 and len(codes) > MOST_TOKENS:
             return self._torch_product(codes, scales, self._bias)
         return self._ours(codes, scales, out_dtype, activation)
 
@@ -282,6 +287,7 @@ class CudaBackend:
         self._prompts = PromptAttention(target, prefill_kernel)
         self._compiled: set[tuple[object, ...]] = set()
         self._torch_products = TorchProducts()
+        self._with_codes: set[Fp8CudaLinear] = set()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
     def make_linear(
@@ -345,6 +351,20 @@ class CudaBackend:
         if isinstance(gate_up, CudaLinear | Fp8CudaLinear):
             return gate_up(x, activation=activation)
         return elementwise.gate(gate_up(x), activation)
+
+    def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
+        if not isinstance(down, Fp8CudaLinear):
+            return down(self.gated(x, gate_up, activation))
+
+        def of_many(x: Tensor) -> Tensor:
+            return down.of_codes(*elementwise.gate_codes(gate_up(x), activation), x.dtype)
+
+        if down not in self._with_codes:  # compiles what any later step could need
+            if not launch.compiles_only:
+                self._with_codes.add(down)
+            down(x.new_zeros((1, down.in_features)))
+            of_many(x.new_zeros((MOST_TOKENS + 1, x.shape[1])))
+        return of_many(x) if len(x) > MOST_TOKENS else down(self.gated(x, gate_up, activation))
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:

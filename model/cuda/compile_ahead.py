@@ -23,7 +23,6 @@ from twostroke.model.batch import Drawing, StepDecoder, StepInput, make_layouts,
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cuda.kernels import launch
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.runner import TokenSampler
 from twostroke.model.sampling.token_masks import TokenMasks
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
@@ -65,10 +64,10 @@ def compiling_in_threads(threads: int) -> Iterator[Compiled]:
         launch.compiles_only = False
 
 
-def compile_steps(decoder: StepDecoder, sampler: TokenSampler | None, make_cache: Callable[..., KVCache]) -> None:
+def compile_steps(decoder: StepDecoder, sampler: object, make_cache: Callable[..., KVCache]) -> None:
     """Compile what steps of decodes and of prompts launch, and draws of every kind. All ranks call this together.
 
-    `sampler` is None on ranks that don't draw. `make_cache` is called for a cache of one block.
+    `sampler` draws where it is a DeviceSampler. `make_cache` is called for a cache of one block.
     """
     kv_cache = make_cache(num_blocks=1, model_digest="")
     begin, threads = time.monotonic(), min(_MOST_THREADS, len(os.sched_getaffinity(0)))

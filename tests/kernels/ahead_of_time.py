@@ -35,7 +35,7 @@ from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels import dependent
 from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
-from twostroke.model.cuda.kernels.elementwise import gate
+from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
     copy_and_digest_units,
@@ -137,6 +137,7 @@ def elementwise(capability: int) -> None:
         for norms in (None, HeadNorms(gains(head_dim), gains(head_dim), 1e-6)):
             backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size), norms)
         gate(empty(tokens, 2 * 4 * hidden), activation)
+        gate_codes(empty(tokens, 2 * 4 * hidden), activation)
     row_norms = RowNorms(gains(32 * 128), gains(groups * 128), ranks=1, eps=1e-6)
     qkv = empty(tokens, (32 + 2 * groups) * 128)
     backend.norm_rows(qkv, backend.square_sums(qkv, row_norms), row_norms)

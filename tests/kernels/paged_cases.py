@@ -235,6 +235,9 @@ class ReferenceBackend:
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return reference.gate(gate_up(x), activation)
 
+    def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
+        return down(self.gated(x, gate_up, activation))
+
     route = staticmethod(reference.route)
     gate_by_sigmoid = staticmethod(reference.gate_by_sigmoid)
 

@@ -127,7 +127,9 @@ def test_attention_to_latents_compiles_to_asynchronous_copies(family: str, capab
 def test_elementwise_kernels_compile_to_wide_loads(family: str, capability: int, compiled: Compiled) -> None:
     kernels = compiled(family, capability)
     of_some_families = {"square_sums_kernel", "norm_rows_kernel", "soft_cap_kernel"}
-    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel"} | of_some_families
+    assert (
+        names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "gate_kernel", "gate_codes_kernel"} | of_some_families
+    )
     for kernel in kernels:
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
 

@@ -1,6 +1,6 @@
 """Products of FP8 that torch computes, held against ours in Triton's interpreter."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,8 +9,11 @@ from torch.nn import functional
 
 from tests.kernels.paged_cases import assert_close
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.cuda.backend import Fp8CudaLinear
+from twostroke.model.config import Activation
+from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear
 from twostroke.model.cuda.fp8_products import TorchProducts, torch_product
+from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
+from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, SplitWorkspace, fp8_linear_reference, pack_fp8
 from twostroke.model.cuda.kernels.launch import H100
 
@@ -104,6 +107,36 @@ def test_ours_is_taken_where_torch_fails_or_is_wrong(
         assert_close(linear(x), fp8_linear_reference(x, pack_fp8(weight), None, x.dtype), scale=2)
     assert len(caplog.records) == 1
     assert told in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(("rows", "width"), [(0, 16), (1, 16), (5, 2100), (3, 4096)])
+def test_codes_of_the_gate_are_those_of_its_result(
+    rows: int, width: int, activation: Activation, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(rows, 2 * width) * torch.logspace(-3, 1, rows)[:, None]).to(dtype)
+    if rows > 3:
+        x[1, 3], x[2, width + 4], x[3] = float("nan"), float("inf"), 0.0
+    codes, scales = gate_codes(x, activation)
+    expected, expected_scales = quantize_tokens(gate(x, activation))
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_prompts_activations_reach_the_next_product_as_codes(has_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CudaBackend(H100)
+    gate_up, down = (
+        backend.make_linear(make_weight(*shape, has_blocks), None, "auto", torch.bfloat16)
+        for shape in ((512, 128), (128, 256))
+    )
+    inputs = [torch.randn(tokens, 128).bfloat16() for tokens in (64, 65, 130)]
+    expected = [down(backend.gated(x, gate_up, "silu")) for x in inputs]
+    backend.feed_forward(inputs[0], gate_up, down, "silu")  # compiles
+    monkeypatch.setattr("twostroke.model.cuda.kernels.elementwise.gate", None)  # which prompts don't take
+    for x, apart in zip(inputs, expected, strict=True):
+        assert torch.equal(backend.feed_forward(x, gate_up, down, "silu"), apart)
 
 
 def test_scales_that_differ_within_a_block_are_none_that_torch_knows() -> None:

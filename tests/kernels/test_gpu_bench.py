@@ -47,6 +47,7 @@ ONE_OF_EACH = Sizes(
     long_decodes=((2, 9),),
     skewed_decode=(30, (2, 5)),
     gated_tokens=(2,),
+    gated_prompts=(3,),
     fp8_tokens=(3,),
     experts=(3, 2, 16, 32),
     expert_tokens=(2,),

@@ -17,7 +17,7 @@ from torch import Tensor
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
 from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
-from twostroke.model.cuda.kernels.fp8 import rounded
+from twostroke.model.cuda.kernels.fp8 import LEAST, rounded, size_of, token_scale
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight, activate
 from twostroke.model.cuda.kernels.launch import power_of_two
 
@@ -181,6 +181,45 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
             gate_up, out, WIDTH=width, BLOCK=_BLOCK, ACTIVATION=activation, num_warps=_BLOCK_WARPS
         )
     return out
+
+
+@triton.jit
+def _gated(gate_at, columns, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
+    """fp32 of what `gate_kernel` writes."""
+    inside = columns < WIDTH
+    gate = tl.load(gate_at + columns, mask=inside, other=0.0)
+    up = tl.load(gate_at + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    return activate(gate.to(tl.float32), up, ACTIVATION).to(gate.dtype).to(tl.float32)
+
+
+@triton.jit
+def gate_codes_kernel(
+    gate_up, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr
+):
+    """One program a row, which it reads twice: from memory for its scale, and from the second-level cache."""
+    row = tl.program_id(0).to(tl.int64)
+    gate_at, lanes = gate_up + row * (2 * WIDTH), tl.arange(0, BLOCK)
+    sizes = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        sizes = tl.maximum(sizes, size_of(_gated(gate_at, first + lanes, WIDTH, ACTIVATION)))
+    scale, inverse = token_scale(tl.max(sizes, axis=0), LEAST)
+    for first in range(0, WIDTH, BLOCK):
+        columns = first + lanes
+        values = _gated(gate_at, columns, WIDTH, ACTIVATION)
+        tl.store(codes + row * WIDTH + columns, rounded(values * inverse, tl.uint8), mask=columns < WIDTH)
+    tl.store(scales + row, scale)
+
+
+def gate_codes(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Return `fp8.quantize_tokens` of `gate`, in one launch."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=gate_up.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
+    if rows:
+        gate_codes_kernel[(rows,)](
+            gate_up, codes, scales, WIDTH=width, BLOCK=2 * _BLOCK, ACTIVATION=activation, LEAST=LEAST, num_warps=8
+        )
+    return codes.view(torch.float8_e4m3fn), scales
 
 
 @triton.jit

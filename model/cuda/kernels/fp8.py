@@ -15,7 +15,7 @@ from twostroke.model.cuda.kernels.launch import power_of_two
 from twostroke.model.reference import FP8_LIMIT
 
 _LIMIT = tl.constexpr(FP8_LIMIT)
-_LEAST = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too
+LEAST = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too
 
 
 @triton.jit
@@ -81,10 +81,23 @@ def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     token that holds NaN or infinity."""
     wide = x.float()
     # By a tensor: on a GPU torch would multiply with a number's reciprocal, which is off by a bit for one in three.
-    scales = wide.abs().amax(1).clamp(min=_LEAST) / wide.new_tensor(FP8_LIMIT)
+    scales = wide.abs().amax(1).clamp(min=LEAST) / wide.new_tensor(FP8_LIMIT)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
     return codes.to(torch.float8_e4m3fn), scales
+
+
+@triton.jit
+def size_of(values):
+    """Magnitudes, infinite for NaN: a maximum passes over that."""
+    return tl.where(values == values, tl.abs(values), float("inf"))
+
+
+@triton.jit
+def token_scale(largest, LEAST: tl.constexpr):
+    """The scale of a token whose largest magnitude this is, and what its values are multiplied with."""
+    scale = tl.where(largest < float("inf"), tl.div_rn(tl.maximum(largest, LEAST), _LIMIT), float("nan"))
+    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -93,10 +106,7 @@ def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.c
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
-    # A maximum passes over NaN.
-    largest = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)
-    scale = tl.where(largest < float("inf"), tl.div_rn(tl.maximum(largest, LEAST), _LIMIT), float("nan"))
-    inverse = tl.div_rn(1.0, scale)
+    scale, inverse = token_scale(tl.max(size_of(values), axis=0), LEAST)
     tl.store(codes + token * COLUMNS + columns, rounded(values * inverse, tl.uint8), mask=columns < COLUMNS)
     tl.store(scales + token, scale)
 
@@ -109,6 +119,6 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = power_of_two(columns)
     if tokens:
         quantize_tokens_kernel[(tokens,)](
-            x, codes, scales, COLUMNS=columns, PADDED=padded, LEAST=_LEAST, num_warps=8 if padded > 2048 else 4
+            x, codes, scales, COLUMNS=columns, PADDED=padded, LEAST=LEAST, num_warps=8 if padded > 2048 else 4
         )
     return codes.view(torch.float8_e4m3fn), scales
