@@ -72,7 +72,7 @@ class TorchProducts:
         self._agreeing: dict[tuple[object, ...], bool] = {}
 
     def agrees(self, weight: PackedWeight, bias: Tensor | None, theirs: Product, ours: Product) -> bool:
-        """Whether both give the same for some random tokens, a number of them that needs filling up; logged if not."""
+        """Tell whether both give the same for random tokens, a number of them that needs filling up; log if not."""
         key = weight.rows, weight.columns, len(weight.scales), bias is None
         if key not in self._agreeing:
             device = weight.packed.device
