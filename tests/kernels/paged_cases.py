@@ -49,6 +49,8 @@ def make_layout(lengths: Sequence[tuple[int, int]], block_size: int, device: str
 
     Blocks are handed out in a scattered order; block 0 belongs to nobody and is what the tables' unused entries name.
     """
+    num_decodes = sum(query == 1 for query, _ in lengths)
+    assert all(query == 1 for query, _ in lengths[:num_decodes]), "kernels rely on that order"
     generator = torch.Generator().manual_seed(len(lengths))
     used = [-(-context // block_size) for _, context in lengths]
     free = (torch.randperm(sum(used), generator=generator) + 1).tolist()
@@ -67,7 +69,7 @@ def make_layout(lengths: Sequence[tuple[int, int]], block_size: int, device: str
         query_starts=queries.cumsum(0).to(torch.int32),
         context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
         block_tables=tables.to(device),
-        num_decodes=sum(query == 1 for query, _ in lengths),
+        num_decodes=num_decodes,
         max_query_len=max(query for query, _ in lengths),
         max_context_len=max(context for _, context in lengths),
     )
