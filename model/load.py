@@ -1,5 +1,6 @@
 """From a model folder to a running engine."""
 
+import gc
 import logging
 import time
 from functools import partial
@@ -321,6 +322,7 @@ def measure_gpu(
     """
     bounds, block_size, device = config.bounds, kv_cache.block_size, kv_cache.tensors[0].device
     runner = ModelRunner(decoder, sampler, kv_cache, max_context, parallel=parallel)
+    gc.collect()  # what an engine before this one held, in circles too, is none of its weights
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
 
