@@ -127,7 +127,7 @@ C)
   TRITON_CACHE_DIR=$WORK/cold program start_cold 70 start "$WORK/model"
   TRITON_CACHE_DIR=$WORK/cold program start_warm 40 start "$WORK/model"
   transfer
-  rows more "$(at_least 25 $(($(left) - 26)))" quantized,fp8,gated,packing,prefix,windows
+  rows more "$(at_least 25 $(($(left) - 26)))" quantized,fp8,gated,gated-codes,experts,packing,prefix,windows
   ;;
 T)
   [ -n "$CHOSEN_TESTS" ] && TEST_S=60 tests chosen 100 $((WORKERS < 12 ? WORKERS : 12)) "$CHOSEN_TESTS"
