@@ -322,7 +322,7 @@ def measure_gpu(
     """
     bounds, block_size, device = config.bounds, kv_cache.block_size, kv_cache.tensors[0].device
     runner = ModelRunner(decoder, sampler, kv_cache, max_context, parallel=parallel)
-    gc.collect()  # what goes only later would be counted as weights, and missing in what steps take beyond them
+    gc.collect()  # what an engine before this one held, in circles too, is none of its weights
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
 

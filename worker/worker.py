@@ -131,7 +131,7 @@ class WorkerCounters:
 
 _UNREAD = ReadingParams()
 
-AHEAD_S = 0.005
+AHEAD_S = 0.003
 """How long before its expected end a step with prompts has the next one scheduled behind it. Enough for the event loop
 and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
 

@@ -35,8 +35,9 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 
 SWITCH_S = 1e-4
-"""How long a thread of a rank's process may keep the interpreter from the others: the event loop, the engine's thread
-and the one that waits for a GPU take turns in each step. Python's own 5 ms are as long as a GPU's step."""
+"""How long a thread of a GPU's rank may keep the interpreter from the others: the event loop, the engine's thread and
+the one that waits for the GPU take turns in each step. Python's own 5 ms are as long as such a step. On CPUs steps are
+longer, and computed without the interpreter: there more turns only cost."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ async def load_rank(
     from twostroke.kvtransfer.transports import make_transports
     from twostroke.model.load import load_engine
 
-    sys.setswitchinterval(SWITCH_S)
+    if settings.device == "cuda":
+        sys.setswitchinterval(SWITCH_S)
     gpu = 0 if place is None else place.rank % settings.tensor_parallel
     config = settings.engine_config(resolve_model_folder(settings.model.path, revision=settings.model.revision), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.

@@ -192,6 +192,11 @@ class Fp8CudaLinear:
             return self._torch_product(codes, scales, self._bias)
         return self._ours(codes, scales, out_dtype, activation)
 
+    @property
+    def multiplies_by_torch(self) -> bool:
+        """Whether torch has its prompts' products in bf16: so far as is known until the first call."""
+        return self._torch_product is not None
+
     def _ours(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
         config = gemm_config(self._target, codes.dtype, 8, len(codes), self.out_features, self.in_features)
         return gemm(codes, self._weight, self._bias, out_dtype, self._workspace, config, scales, activation)

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
 from twostroke.model import reference
-from twostroke.model.backend import Backend, KVScales
+from twostroke.model.backend import Backend, Chosen, ExpertWeights, KVScales
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization
+from twostroke.model.cuda.backend import Fp8CudaLinear
+from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
+from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, fp8_linear_reference, pack_fp8
 
 pytestmark = pytest.mark.gpu
@@ -156,7 +159,7 @@ def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend, w
 
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize(
-    "lengths", [[(4096, 4096)], [(700, 16384), (64, 9001)], [(1, 7000), (2048, 12288), (333, 333)]]
+    "lengths", [[(4096, 4096)], [(700, 16384), (64, 9001)], [(2048, 12288), (1, 7000), (333, 333)]]
 )
 def test_prefill_over_long_contexts_equals_its_reference(
     backend: Backend, lengths: list[tuple[int, int]], block_size: int
@@ -217,6 +220,57 @@ def test_products_of_fp8_equal_their_reference(backend: Backend, rows: int, colu
         x = randn(tokens, columns, dtype=torch.bfloat16)
         expected = fp8_linear_reference(x, pack_fp8(weight), None, torch.float32)
         assert_near(linear(x, torch.float32), expected, 1e-3)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_fp8_products_of_prompts_are_torchs_on_hopper_and_equal_their_reference(
+    backend: Backend, has_blocks: bool, has_bias: bool
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch multiplies by blocks on Hopper alone")
+    rows, columns = 1536, 1152
+    values = randn(rows, columns, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    shape = (rows // FP8_GROUP, columns // FP8_GROUP) if has_blocks else (rows, 1)
+    scales = (torch.rand(shape, device="cuda") + 0.1) / 100 / columns**0.5
+    scales = scales.repeat_interleave(FP8_GROUP, dim=0) if has_blocks else scales
+    weight = QuantizedWeight(values, scales, FP8_GROUP if has_blocks else columns, 8)
+    bias = randn(rows, dtype=torch.bfloat16) if has_bias else None
+    linear = backend.make_linear(weight, bias, "auto", torch.bfloat16)
+    assert isinstance(linear, Fp8CudaLinear)
+    for tokens in (65, 66, 200, 1111):
+        x = randn(tokens, columns, dtype=torch.bfloat16)
+        assert_near(linear(x), fp8_linear_reference(x, pack_fp8(weight), bias, torch.bfloat16))
+    assert linear.multiplies_by_torch
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("tokens", [1, 40, 300, 2000])
+def test_experts_equal_their_reference(backend: Backend, tokens: int, quantization: Quantization) -> None:
+    number, top_k, size, hidden = 8, 2, 192, 256
+    gate_up, down = (
+        (randn(rows, columns, dtype=torch.float32) / columns**0.5).to(torch.bfloat16)
+        for rows, columns in ((number * 2 * size, hidden), (number * hidden, size))
+    )
+    meant = ExpertWeights(number, gate_up, down, None, None)
+    if quantization == "int4":
+        meant = ExpertWeights(number, quantize(gate_up, 4), quantize(down, 4), None, None)
+    scores = torch.rand((tokens, number), device="cuda")
+    scores[: tokens // 2, 5] = 2  # one takes half of all tokens, and another none
+    scores[:, 3] = -1
+    shares, experts = scores.topk(top_k)
+    chosen, x = Chosen(experts.int(), shares), randn(tokens, hidden, dtype=torch.bfloat16)
+    layer = backend.make_experts(ExpertWeights(number, gate_up, down, None, None), "silu", quantization, x.dtype)
+    expected = reference.experts(x, chosen, meant, "silu")
+    assert_near(layer(x, chosen), expected)
+
+
+@pytest.mark.parametrize("width", [1100, 14336])
+def test_codes_of_a_gate_are_near_those_of_its_result(width: int) -> None:
+    x = randn(300, 2 * width, dtype=torch.bfloat16)
+    codes, scales = gate_codes(x, "silu")
+    expected, expected_scales = quantize_tokens(gate(x, "silu"))
+    assert_near(codes.float() * scales[:, None], expected.float() * expected_scales[:, None], 1e-3)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

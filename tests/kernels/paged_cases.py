@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -45,12 +46,12 @@ def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 
 
 def make_layout(lengths: Sequence[tuple[int, int]], block_size: int, device: str = "cpu") -> tuple[BatchLayout, int]:
-    """A layout of sequences (query length, context length), decodes first, and how many blocks a cache for it has.
+    """A layout of sequences (query length, context length), and how many blocks a cache for it has.
+
+    Sequences of one query are decodes where none of several stands before them, and else chunks.
 
     Blocks are handed out in a scattered order; block 0 belongs to nobody and is what the tables' unused entries name.
     """
-    num_decodes = sum(query == 1 for query, _ in lengths)
-    assert all(query == 1 for query, _ in lengths[:num_decodes]), "kernels rely on that order"
     generator = torch.Generator().manual_seed(len(lengths))
     used = [-(-context // block_size) for _, context in lengths]
     free = (torch.randperm(sum(used), generator=generator) + 1).tolist()
@@ -69,7 +70,7 @@ def make_layout(lengths: Sequence[tuple[int, int]], block_size: int, device: str
         query_starts=queries.cumsum(0).to(torch.int32),
         context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
         block_tables=tables.to(device),
-        num_decodes=num_decodes,
+        num_decodes=len(list(takewhile(lambda length: length[0] == 1, lengths))),
         max_query_len=max(query for query, _ in lengths),
         max_context_len=max(context for _, context in lengths),
     )

@@ -256,7 +256,7 @@ async def test_behind_prompts_the_next_step_is_scheduled_shortly_before_the_expe
     await asyncio.sleep(0.020)
     assert len(under_way) == 1
     late = begin(rig.ask(a_request(8, "late", max_tokens=1, cache_salt=b"another")))
-    await asyncio.sleep(0.002)
+    await asyncio.sleep(0.004)
     assert len(under_way) == 2
     await asyncio.sleep(0.010)
     assert len(under_way) == 1, "it runs, and is given its own time"

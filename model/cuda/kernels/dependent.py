@@ -26,14 +26,6 @@ def await_inputs(DEPENDENT: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def prefetch(at):
-    """Bring the lines of 128 bytes at these addresses to the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Tell whether kernels on this device can be launched so."""

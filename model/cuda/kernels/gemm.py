@@ -45,7 +45,7 @@ from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch, prefetch
+from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
 from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
 from twostroke.model.sizes import INT4_GROUP
@@ -152,7 +152,6 @@ MOST_TOKENS = 64  # of a launch that splits
 _SPLITS = (1, 2, 4, 8)
 _CAPACITY = 1 << 22  # fp32 sums that the workspace holds, 16 MiB
 _LEAST_ROWS = 16  # of a tile
-PREFETCHED_LINES = 8  # of 128 bytes, of each row of a tile, that come to the cache before the inputs are there
 
 
 class SplitWorkspace:
@@ -391,7 +390,6 @@ def gemm_kernel(
     SCALES_STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
 
@@ -406,6 +404,7 @@ def gemm_kernel(
     With an ACTIVATION the weight's first half are rows of gates, and y has `activate` of each with its row of the
     other half. A tile has both by turns of eight, which a thread of the matrix instruction holds the sums of.
     """
+    await_inputs(DEPENDENT)
     split = tl.program_id(0)
     if BITS == 16:  # of no more tokens than one tile has
         token_tile, tile = 0, tl.program_id(1)
@@ -427,13 +426,6 @@ def gemm_kernel(
         real_row = pair < width
         rows = pair + lanes_n // 8 % 2 * width
         real_rows = tl.minimum(pair, width - 1) + lanes_n // 8 % 2 * width
-    if PREFETCH:
-        # Weights wait for no kernel: while the one before runs, the first steps' come to the second-level cache.
-        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        ahead = split * tl.cdiv(tl.cdiv(num_columns, BLOCK_K), SPLITS) * BLOCK_K + tl.arange(0, PREFETCH) * LINE
-        ahead = tl.minimum(ahead, num_columns - 1)
-        prefetch(weight + real_rows.to(tl.int64)[:, None] * num_columns + ahead[None, :])
-    await_inputs(DEPENDENT)
     tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     real = (tokens < num_tokens)[None, :]
     x_rows = x + tokens.to(tl.int64)[None, :] * num_columns
@@ -554,8 +546,6 @@ def gemm(
     rows = weight.rows
     y = torch.empty((tokens, rows if activation is None else rows // 2), dtype=out_dtype, device=x.device)
     if tokens and rows:
-        early = dependent_launch(x)
-        prefetched = PREFETCHED_LINES if early["DEPENDENT"] and weight.bits > 4 and tokens <= MOST_TOKENS else 0
         gemm_kernel[(config.splits, triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, config.block_t))](
             x, weight.packed, weight.scales, weight.scales if x_scales is None else x_scales,
             x if bias is None else bias, y, workspace.sums, workspace.arrived,
@@ -565,6 +555,6 @@ def gemm(
             HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype), SCALE_GROUP=INT4_GROUP,
             FP8=weight.is_fp8, SCALES_STEPS=weight.is_fp8 and len(weight.scales) > 1,
             ACTIVATION=activation,
-            num_warps=config.num_warps, num_stages=config.num_stages, PREFETCH=prefetched, **early,
+            num_warps=config.num_warps, num_stages=config.num_stages, **dependent_launch(x),
         )  # fmt: skip
     return y

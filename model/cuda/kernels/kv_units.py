@@ -213,7 +213,9 @@ def move_units_kernel(
         target = tl.multiple_of(tl.load(targets + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
         tl.store(target + (kind * TARGET_KIND + head * TARGET_HEAD) + words, value, mask=inside)
     if DIGEST:
-        to_a, to_b = _terms(value, tl.program_id(0).to(tl.int64) * RUN_WORDS + words, seal)
+        # The program's part of the place is multiplied once, and each lane's is a constant: fewer products a word.
+        first = tl.program_id(0).to(tl.uint64) * RUN_WORDS + tl.program_id(1).to(tl.uint64) * TILE
+        to_a, to_b = _terms(value, tl.arange(0, TILE), seal.to(tl.uint64) + first * G)
         part = parts + 2 * (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1))
         tl.store(part, tl.sum(tl.where(inside, to_a, 0), axis=0).to(tl.int64))
         tl.store(part + 1, tl.sum(tl.where(inside, to_b, 0), axis=0).to(tl.int64))

@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -240,12 +241,15 @@ def test_steps_that_no_message_could_hold_are_refused() -> None:
         check_step_size(settings, max_context=32_768, blocks_of_one=2048, host_blocks=1_000_000)
 
 
-async def test_the_threads_of_a_rank_take_turns_many_times_in_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device", "interval_s"), [("cuda", [1e-4]), ("cpu", [])])
+async def test_the_threads_of_a_gpus_rank_take_turns_many_times_in_a_step(
+    device: Literal["cuda", "cpu"], interval_s: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
     monkeypatch.setattr(sys, "setswitchinterval", asked.append)
     config = read_config({"model": {"path": str(tmp_path / "none")}})
     with pytest.raises(ConfigError):
-        await load_rank(WorkerSettings.of(config, config.decode), WORKER, TcpNetwork(SECRET), SECRET)
-    assert asked == [1e-4]
+        await load_rank(
+            replace(WorkerSettings.of(config, config.decode), device=device), WORKER, TcpNetwork(SECRET), SECRET
+        )
+    assert asked == interval_s
