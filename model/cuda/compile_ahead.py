@@ -29,6 +29,7 @@ from twostroke.protocol.requests import SamplingParams
 
 _log = logging.getLogger(__name__)
 _MOST_THREADS = 16
+_ALONE = threading.Lock()  # of two at once the last to end would leave the other's patch in Triton
 
 
 @dataclass
@@ -44,6 +45,7 @@ def compiling_in_threads(threads: int) -> Iterator[Compiled]:
 
     What kernels would have written is of any value: nothing may depend on it.
     """
+    _ALONE.acquire()
     run, caller, compiled = JITFunction.run, threading.get_ident(), Compiled()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -62,6 +64,7 @@ def compiling_in_threads(threads: int) -> Iterator[Compiled]:
     finally:
         JITFunction.run = run
         launch.compiles_only = False
+        _ALONE.release()
 
 
 def compile_steps(decoder: StepDecoder, sampler: object, make_cache: Callable[..., KVCache]) -> None:

@@ -1,6 +1,7 @@
 """What is compiled ahead of an engine's first step is what steps launch: on a GPU that is not there."""
 
 import multiprocessing
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -125,3 +126,26 @@ def test_kernels_compiled_in_threads_are_there_when_they_are_launched(process: A
     with process() as executor:
         kernels, later, compiles_only = executor.submit(compile_some, tmp_path).result(LIMIT_S)
     assert (kernels, later, compiles_only) == (2, [], False)
+
+
+def compile_in_two_threads() -> bool:
+    """Whether Triton launches as before once both are done, the second of which was begun within the first."""
+    run, within, second_is_in = JITFunction.run, threading.Event(), threading.Event()
+
+    def first() -> None:
+        with compiling_in_threads(1):
+            within.set()
+            second_is_in.wait(0.5)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    within.wait()
+    with compiling_in_threads(1):
+        second_is_in.set()
+        thread.join()
+    return JITFunction.run is run and not launch.compiles_only
+
+
+def test_two_compilations_at_once_leave_triton_as_it_was(process: Any) -> None:
+    with process() as executor:
+        assert executor.submit(compile_in_two_threads).result(LIMIT_S)
