@@ -425,8 +425,8 @@ class ModelRunner:
             if earlier is not None and any(step.follows is not None for step in drawing):
                 drawing = list(with_drawn_tokens(drawing, earlier.peek()))
             last_tokens = [step.token_ids[-1] for step in drawing]
-            draws = [draw.settled(*before) for draw, *before in zip(draws, last_tokens, positions, strict=True)]
             masks = self._masks.fill(draws, positions, last_tokens)
+            draws = [draw.settled(*before) for draw, *before in zip(draws, last_tokens, positions, strict=True)]
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
             return self._drawn(self._sampler.launch(logits, draws, positions, masks), batch, entries)
         return self._drawn(self._sampler.sample(logits, draws, positions, masks), batch, entries)

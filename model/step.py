@@ -68,14 +68,18 @@ class Draw(msgspec.Struct, frozen=True):
     def settled(self, last_token: int, position: int) -> "Draw":
         """This draw at `position`, with `last_token` right before it: what penalties are made of is complete.
 
-        For the engine, at the launch: the token may have been under way when the step was scheduled.
+        For the engine, at the launch: the token may have been under way when the step was scheduled. Of the history
+        only what `bad_words` look at is left, since a copy of a long one takes a millisecond.
         """
         if self.counts is None:
             return self
         self.counts.advance(self.history, last_token, position)
-        if not any(len(word) > 1 for word in self.sampling.bad_words):
+        longest = max(map(len, self.sampling.bad_words), default=0) - 1
+        if longest < 1:
             return self
-        return msgspec.structs.replace(self, history=[*self.history[: position - 1], last_token])
+        begin = max(self.num_prompt_tokens, position - longest)  # they are banned from the output alone
+        outputs = [*self.history[begin : position - 1], last_token] if begin < position else []
+        return msgspec.structs.replace(self, history=outputs, num_prompt_tokens=0)
 
 
 def is_penalised(sampling: SamplingParams) -> bool:

@@ -74,6 +74,19 @@ def test_a_draw_ahead_takes_in_the_token_before_it_once(is_known: bool) -> None:
         assert logits[0].tolist() == [0, 0, 0, 0, -0.75, -np.inf, 0, 0]
 
 
+def test_a_settled_draw_copies_no_more_of_a_history_than_bad_words_look_at() -> None:
+    history = [*range(40), 4, 5]
+    sampling = SamplingParams(bad_words=((4, 5, 6), (39, 4, 5, 7), (5, 3), (38, 39, 2)))
+    for num_prompt_tokens, banned in ((40, {6, 3}), (39, {6, 3, 7}), (41, {3}), (42, set())):
+        draw = Draw(sampling, history, num_prompt_tokens, counts=TokenCounts(history, num_prompt_tokens))
+        settled = draw.settled(5, 42)
+        assert len(settled.history) <= 3
+        for one in (draw, settled):
+            logits = torch.zeros(1, 8)
+            adjust(logits, [0], [one])
+            assert {token for token, value in enumerate(logits[0].tolist()) if value == -np.inf} == banned
+
+
 def test_a_request_without_penalties_counts_nothing() -> None:
     pool = BlockPool(4, 4)
     sequence = SequenceState(GenerateRequest("r", "router", (1, 2, 3), 3, SamplingParams(), 5), 4)
