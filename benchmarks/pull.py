@@ -51,7 +51,7 @@ AT_ONCE = 4  # prompts
 
 @dataclass(frozen=True)
 class PullSizes:
-    """What is moved. KV of `AT_ONCE` prompts has to fit into `num_blocks`."""
+    """Sizes of what is moved. KV of `AT_ONCE` prompts has to fit into `num_blocks`."""
 
     shape: str  # of MODELS
     num_layers: int
@@ -334,7 +334,7 @@ def _told(figures: dict[str, float]) -> dict[str, float]:
 
 
 async def _rate(target: Target, sizes: PullSizes, name: str, at_once: int = 1) -> dict[str, float]:
-    """Of whole prompts, so many at a time."""
+    """Pull whole prompts, so many at a time, and return bytes a second."""
     times = [await target.pull(sizes.prompt_tokens, None, at_once) for _ in range(sizes.rounds)]
     return _told({name: at_once * target.bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9})
 

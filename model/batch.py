@@ -122,7 +122,7 @@ def take_drawn(token_ids: Tensor, steps: Sequence[SequenceStep], drawn: Tensor) 
 
 
 class CheckedTables:
-    """How far the block tables of a step have been checked, for the next one.
+    """Remembers how far the block tables of a step have been checked, for the next one.
 
     A sequence's blocks are one list that only grows, but where there are windows. So of long contexts a step has next
     to nothing to check.

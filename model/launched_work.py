@@ -1,4 +1,4 @@
-"""What a GPU has been given to do so far, for any thread to wait for."""
+"""Work that a GPU has been given so far, for any thread to wait for."""
 
 import torch
 

@@ -357,11 +357,11 @@ CUDA_CONTEXT_BYTES = 640 * 2**20
 """What a process holds on a GPU beside torch's memory: the driver's context (620 MiB on an H200, CUDA 13), loaded
 kernels, libraries' workspaces."""
 COMMUNICATOR_BYTES = 900 * 2**20
-"""What NCCL takes of a rank's GPU for one communicator, beside torch's memory (H200, NCCL 2.28)."""
+"""Memory of a rank's GPU that NCCL takes for one communicator, beside torch's (H200, NCCL 2.28)."""
 
 
 def communicator_bytes(ranks: int, stages: int) -> int:
-    """NCCL's, of each rank of a worker's engine: one with the ranks of its stage, one with the other stages."""
+    """Return the memory of each rank's communicators: one with the ranks of its stage, one with the other stages."""
     return ((ranks > 1) + (stages > 1)) * COMMUNICATOR_BYTES
 
 

@@ -77,7 +77,7 @@ class SequenceState:
 
     @property
     def num_held(self) -> int:
-        """How many tokens, from the first on, have blocks; of windows' groups, those that they have come to."""
+        """Number of tokens, from the first on, that have blocks; of windows' groups, those that they have come to."""
         return min([self.num_rows, *[end for _, end in self._held.values()]]) * self.block_size
 
     def blocks_needed(self, num_tokens: int) -> int:

@@ -136,7 +136,7 @@ class WorkerSettings:
 
     @property
     def link_bytes(self) -> int:
-        """What links take of each rank's GPU: staging memory, and NCCL's communicator of each where all go over NCCL.
+        """Memory of each rank's GPU that links take: for staging, and for a communicator each where all go over NCCL.
 
         Where the transport is `auto` only those between hosts do, and of these the settings know nothing: what
         `gpu_memory_utilization` leaves is there for them.

@@ -129,8 +129,10 @@ class Decoder:
 
     @property
     def parameters_a_layer(self) -> float:
-        """Weights that a rank multiplies a token with, embeddings and head included, divided by the layers."""
-        return num_active_parameters(self._config) / self._config.num_layers / self._parallel.shard.size
+        """Weights that a rank multiplies each token with, without embeddings and head, divided by the layers."""
+        config = self._config
+        outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+        return (num_active_parameters(config) - outside) / config.num_layers / self._parallel.shard.size
 
     @property
     def experts(self) -> list[Experts | None]:

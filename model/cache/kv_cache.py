@@ -216,7 +216,7 @@ class LayerAnnouncer:
         self._record = record
 
     def step(self, on_layer: Callable[[int], None]) -> "StepAnnouncements":
-        """The announcements of the step that is about to be launched."""
+        """Return the announcements of the step that is about to be launched."""
         return StepAnnouncements(self._thread, self._begun, self._record, on_layer)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class LayerAnnouncer:
 
 
 class StepAnnouncements:
-    """Those of one step: `on_layer(i)` is called in the order of the layers, each once what writes its KV has run."""
+    """Calls `on_layer(i)` for the layers of one step, in order, each once what writes its KV has run."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class StepAnnouncements:
         self._last = begun
 
     def announce(self, layer: int) -> None:
-        """What writes the layer's KV has just been launched. Never waits."""
+        """Have the layer told once what is launched so far has run, its KV's write last. Never waits."""
         self._last = self._thread.submit(self._tell, self._last, layer, self._record())
 
     def result(self) -> None:
@@ -255,7 +255,7 @@ class StepAnnouncements:
 
 
 def layer_announcer(device: torch.device) -> LayerAnnouncer | None:
-    """The announcer of an engine on `device`; None on CPUs, where a layer's KV is written when its call returns."""
+    """Return an announcer for `device`; None on CPUs, where a layer's KV is written when its call returns."""
     if device.type != "cuda":
         return None
 

@@ -394,7 +394,7 @@ class CudaBackend:
         """Compile every variant of the attention kernels for shapes and form, by launching each on an empty sequence.
 
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
-        seconds for a compiler. On the way kernels for prompts are held against each other and timed.
+        seconds for a compiler. On the way kernels for prompts are held against each other.
         """
         key = variant_key(q, kv_layer, form)
         if key in self._compiled:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.cuda.kernels.fp8 import FP8_LIMIT
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, PackedWeight
 
 _log = logging.getLogger(__name__)
@@ -71,13 +72,15 @@ class TorchProducts:
         self._agreeing: dict[tuple[object, ...], bool] = {}
 
     def agrees(self, weight: PackedWeight, bias: Tensor | None, theirs: Product, ours: Product) -> bool:
-        """Whether both give the same for some random tokens, a number of them that needs filling up; logged if not."""
+        """Tell whether both give the same for random tokens, a number of them that needs filling up; log if not."""
         key = weight.rows, weight.columns, len(weight.scales), bias is None
         if key not in self._agreeing:
             device = weight.packed.device
             generator = torch.Generator(device).manual_seed(0)
             values = torch.randn((70, weight.columns), generator=generator, device=device)
-            codes, scales = (values * 100).to(torch.float8_e4m3fn), values[:, 0].abs() + 0.5
+            # Before torch 2.12 a number beyond FP8's limit becomes NaN: one of a million normal values times 100 would.
+            codes = (values * 100).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
+            scales = values[:, 0].abs() + 0.5
             fault = None
             try:
                 expected = ours(codes, scales, bias).float()

@@ -163,7 +163,7 @@ NCCL_ENVIRONMENT = {
     # the group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""What torch reads when a group of NCCL is made, some of it with the process's first one alone."""
+"""Environment that torch reads when a group of NCCL is made, some of it with the process's first one alone."""
 
 
 def listening_store(host: str, timeout_s: float) -> tuple[Any, int]:

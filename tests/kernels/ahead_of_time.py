@@ -412,7 +412,9 @@ def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     described["shared_bytes"] = compiled.metadata.shared
     described["wgmma"] = "wgmma.mma_async" in ptx
     described["tcgen05"] = "tcgen05.mma" in ptx
-    described["awaits_inputs"] = "griddepcontrol.wait" in ptx
+    before, awaits, _ = ptx.partition("griddepcontrol.wait")
+    described["awaits_inputs"] = bool(awaits)
+    described["is_hasty"] = bool(awaits) and bool(re.search(r"\b(ld|st|atom|red|cp)\.\S*global|\bret;", before))
     described["launched_early"] = compiled.metadata.launch_pdl
     described["async_copies"] = "cp.async.cg" in ptx
     described["fused_products"] = "fma.rn.f32" in ptx

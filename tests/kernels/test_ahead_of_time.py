@@ -58,6 +58,7 @@ def compiled(forks: Any, tmp_path: Path) -> Compiled:
             # Whoever is launched before the kernel ahead of it has ended must wait for it.
             is_early = capability >= 90 and kernel["kernel"] in EARLY
             assert kernel["awaits_inputs"] == kernel["launched_early"] == is_early, kernel
+            assert not kernel["is_hasty"], kernel  # nothing is read, written or ended before the wait
         return kernels
 
     return compile_anew

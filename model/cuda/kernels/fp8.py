@@ -67,7 +67,7 @@ def beside_cache(q, stored: tl.constexpr):
 
 @triton.jit
 def of_cache(stored, element: tl.constexpr):
-    """What was loaded of a KV cache, in the dtype that it is multiplied in, exactly; int8 are FP8's bits."""
+    """Return what was loaded of a KV cache, in the dtype that it is multiplied in, exactly; int8 are FP8's bits."""
     if stored.dtype == tl.int8:
         # Sign, exponent and mantissa at the places of an fp32 number's: it is 2**-120 times the value.
         code = stored.to(tl.int32)

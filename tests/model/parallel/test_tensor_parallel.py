@@ -1,7 +1,9 @@
 """Ranks together compute what one rank computes alone. Here they are threads of this process, joined by gloo."""
 
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -457,7 +459,16 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
     done: list[str] = []
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
+    gc.disable()  # or it might go by itself
+
+    class Left:
+        """Memory of an engine before this one, in a cycle."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    is_left = weakref.ref(Left())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000 if is_left() is None else 40_000)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 1000 + len(done))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (done.append("measured"), (50, 80))[1])
     monkeypatch.setattr(
@@ -465,7 +476,10 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
     )
     decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
     config = EngineConfig(Path(), tensor_parallel=2, pipeline_parallel=2, bounds=StepBounds(16, 4), staging_bytes=7)
-    found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
+    try:
+        found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
+    finally:
+        gc.enable()
     assert done == ["16 tokens", "16 tokens", "measured"]
     assert found == GpuMemory(80, 50, 0.9, 1000, 2, 0, 7, 2 * COMMUNICATOR_BYTES)
 
