@@ -291,6 +291,8 @@ class Load:
         return (self._products - products) * self._operations / (time.perf_counter() - began)
 
     def _run(self) -> None:
+        if self._on_gpu:
+            torch.cuda.set_device(self._left.device)  # a thread has a current device of its own
         while self._is_wanted:
             for _ in range(self.QUEUED):
                 torch.mm(self._left, self._right)

@@ -3,9 +3,9 @@
 FlashAttention-3 (Shah et al. 2024) is for Hopper and comes as a package of its own, `flash_attn_interface`. It reads
 the paged cache as it lies. Before it is taken for a shape and form of attention it is held against our kernel.
 
-Two other ways were measured on an H200 (2026-11-26, docs/results/gpu.md) and are gone: a kernel of ours by TMA, whose
-loads and products Triton 3.6 gives warps of their own, gave wrong results, and without such warps it was no faster;
-torch's attention by cuDNN won 2 to 10 % of the attention of lone prompts without a prefix, and nothing elsewhere.
+Two other ways were measured on an H200 (2026-11-26, docs/results/gpu.md) and are gone: a kernel of ours by TMA, to
+whose loads and products Triton 3.6 gives warps of their own, gave wrong results over blocks of 64 tokens, and without
+such warps it was no faster; torch's attention by cuDNN won 2 to 10 % of the attention of lone prompts without a prefix.
 """
 
 import importlib.util
