@@ -44,7 +44,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped"]
 GLU_LIMIT, and u the up within that of zero, g sigmoid(GLU_ALPHA g) (u + 1)."""
 GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
 
-PrefillKernel = Literal["auto", "plain", "fa3"]
+PrefillKernel = Literal["plain", "fa3"]
 """That attends from prompts on GPUs: `auto` is the fastest of those that agreed with the plain one at start."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]

@@ -44,7 +44,7 @@ class EngineConfig:
     swap_bytes: int = 0  # of host memory, for KV of requests that give way
     staging_bytes: int = 0  # of the GPU's memory, that links take while KV travels
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
-    prefill_kernel: PrefillKernel = "auto"
+    prefill_kernel: PrefillKernel = "plain"
     bounds: StepBounds = DEFAULT_BOUNDS
     announces_layers: bool = False  # in every step: no decode step is replayed then
     threads: int | None = None  # cores that a step may use; None: all

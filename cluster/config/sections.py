@@ -196,10 +196,10 @@ class WorkerResources(Section):
     """Share of its GPU's memory that weights, steps and cache of a worker may take; of its part, where `num_gpus` is a
     fraction. Lower it where something else needs the GPU too. It counts where neither `kv_cache_gib` nor `num_blocks`
     is given."""
-    prefill_kernel: PrefillKernel = "auto"
+    prefill_kernel: PrefillKernel = "plain"
     """Which kernel attends from prompts on GPUs. `plain` is ours. `fa3` is FlashAttention-3 of the package
-    flash_attn_interface, on Hopper GPUs, and an error where it is missing, for attention sinks, in fp32, over KV in FP8
-    or where its results differ from ours as a worker starts. `auto` takes `fa3` where it can be had, and else ours."""
+    flash_attn_interface, on Hopper GPUs; a worker does not start where it is missing, for attention sinks, in fp32,
+    over KV in FP8, or where its results differ from ours. No GPU has confirmed it here yet."""
 
     @property
     def context_ranks(self) -> int:

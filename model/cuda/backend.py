@@ -278,7 +278,7 @@ _SPLIT = 1 << 10  # enough tokens that a context may be split
 class CudaBackend:
     """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called."""
 
-    def __init__(self, target: Target | None = None, prefill_kernel: PrefillKernel = "auto") -> None:
+    def __init__(self, target: Target | None = None, prefill_kernel: PrefillKernel = "plain") -> None:
         """`target`: the GPU to choose launches for; the current CUDA device if None.
 
         Raises ValueError if that device is too old, RuntimeError if there is none.

@@ -1,7 +1,8 @@
-"""Which kernel attends from prompts: our own, or FlashAttention-3 where the GPU and the environment have it.
+"""Which kernel attends from prompts: our own, or FlashAttention-3 where a setting asks for it.
 
 FlashAttention-3 (Shah et al. 2024) is for Hopper and comes as a package of its own, `flash_attn_interface`. It reads
-the paged cache as it lies. Before it is taken for a shape and form of attention it is held against our kernel.
+the paged cache as it lies. Before it is taken for a shape and form of attention it is held against our kernel. No GPU
+has confirmed it here, so nothing takes it unasked.
 
 Two other ways were measured on an H200 (2026-11-26, docs/results/gpu.md) and are gone: a kernel of ours by TMA, to
 whose loads and products Triton 3.6 gives warps of their own, gave wrong results over blocks of 64 tokens, and without
@@ -9,7 +10,6 @@ such warps it was no faster; torch's attention by cuDNN won 2 to 10 % of the att
 """
 
 import importlib.util
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,8 +25,6 @@ from twostroke.model.cuda.kernels import launch
 from twostroke.model.cuda.kernels.attention import PrefillConfig, chunks_of, prefill_attention, prefill_config
 from twostroke.model.cuda.kernels.launch import Target
 from twostroke.model.step import SequenceStep
-
-_log = logging.getLogger(__name__)
 
 # Enough tokens that a chunk takes large tiles.
 MANY = 1 << 16
@@ -104,78 +102,62 @@ class FlashKernel:
         out[first:].view(-1, *q.shape[1:]).copy_(result[first:])
 
 
-def flash_kernel(target: Target) -> FlashKernel | None:
-    """Return FlashAttention-3's kernel, or None where the GPU is no Hopper or the package is not installed."""
+def flash_kernel(target: Target) -> FlashKernel:
+    """Return FlashAttention-3's kernel. Raises ValueError where the GPU is no Hopper or the package is missing."""
     if not target.is_sm90 or importlib.util.find_spec(_FLASH_MODULE) is None:
-        return None
+        raise ValueError(
+            f"prefill_kernel: fa3 needs a Hopper GPU and the package {_FLASH_MODULE} (FlashAttention-3); install it or "
+            "set prefill_kernel: plain"
+        )
     return FlashKernel(importlib.import_module(_FLASH_MODULE))
 
 
 class PromptAttention:
-    """Attention of chunks, by one kernel for each shape and form."""
+    """Attention of chunks by the kernel that is set."""
 
-    def __init__(
-        self,
-        target: Target,
-        setting: PrefillKernel,
-        flash: PromptKernel | None = None,
-        plain: PlainKernel | None = None,
-    ) -> None:
-        """`flash`: `flash_kernel`'s if None. Raises ValueError where `fa3` is set and can't be had."""
-        self._plain = plain or PlainKernel(target)
-        self._flash = None if setting == "plain" else flash or flash_kernel(target)
-        self._setting = setting
-        self._chosen: dict[tuple[object, ...], PromptKernel] = {}
-        if setting == "fa3" and self._flash is None:
-            raise ValueError(
-                f"prefill_kernel: fa3 needs a Hopper GPU and the package {_FLASH_MODULE} (FlashAttention-3); "
-                "install it or set prefill_kernel: plain"
-            )
+    def __init__(self, target: Target, setting: PrefillKernel) -> None:
+        """Raises ValueError where `fa3` is set and can't be had."""
+        self._plain = PlainKernel(target)
+        self._kernel: PromptKernel = flash_kernel(target) if setting == "fa3" else self._plain
+        self._prepared: set[tuple[object, ...]] = set()
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
         """Compute what `prefill_attention` does, of a shape and form that were prepared."""
-        self._chosen.get(variant_key(q, kv_layer, form), self._plain)(q, kv_layer, layout, form, out)
+        self._kernel(q, kv_layer, layout, form, out)
 
     def prepare(self, q: Tensor, kv_layer: Tensor, form: AttentionForm, empty: BatchLayout) -> None:
-        """Choose the kernel for such a shape and form, once, and compile what it launches.
+        """Compile what is launched for such a shape and form, once, and check the kernel.
 
-        `empty` is a layout of a chunk without tokens. Raises ValueError where `fa3` is set and doesn't know the form or
-        fails.
+        `empty` is a layout of a chunk without tokens. Raises ValueError where `fa3` is set and doesn't know the form,
+        fails or is wrong.
         """
         key = variant_key(q, kv_layer, form)
-        if key in self._chosen:
+        if key in self._prepared:
             return
         out = rows_like(q[:1])
         for length in self._plain.lengths(q, kv_layer):
             self._plain(q[:1], kv_layer, _chunk(empty, length), form, out)
-        if not launch.compiles_only:  # or there would be no results to choose by
-            self._chosen[key] = self._choice(q, kv_layer, form)
+        if launch.compiles_only:  # there are no results to check
+            return
+        self._prepared.add(key)
+        if self._kernel is not self._plain:
+            fault = self._fault(q, kv_layer, form)
+            if fault is not None:
+                raise ValueError(f"prefill_kernel: fa3 {fault}; set prefill_kernel: plain")
 
-    def _choice(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> PromptKernel:
-        if self._flash is None:
-            return self._plain
-        fault = "doesn't know sinks, fp32, caches in FP8 or heads of more than 256"
-        if self._flash.knows(q, kv_layer, form):
-            found = self._fault_of(self._flash, q, kv_layer, form)
-            if found is None:
-                return self._flash
-            fault = found
-            _log.warning("prompts' attention by %s %s on this GPU: it is not taken", self._flash.name, fault)
-        if self._setting == "fa3":
-            raise ValueError(f"prefill_kernel: fa3 {fault}; set prefill_kernel: plain")
-        return self._plain
-
-    def _fault_of(self, kernel: PromptKernel, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
-        """Say how it fails, or that it gives other results than the plain kernel; None where it does neither."""
+    def _fault(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
+        """Say what keeps the kernel from such a shape and form: it must give the plain kernel's results."""
+        if not self._kernel.knows(q, kv_layer, form):
+            return "doesn't know sinks, fp32, caches in FP8 or heads of more than 256"
         queries, kv, layout = _random_prompts(q, kv_layer, _CHECKED)
         out, expected = (rows_like(queries) for _ in range(2))
         try:
-            kernel(queries, kv, layout, form, out)
+            self._kernel(queries, kv, layout, form, out)
             self._plain(queries, kv, layout, form, expected)
             is_right = torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
         except (RuntimeError, TypeError, triton.TritonError) as error:  # TypeError: a version with other arguments
-            return f"fails ({(str(error) or repr(error)).splitlines()[0]})"
-        return None if is_right else "is wrong"
+            return f"fails on this GPU ({(str(error) or repr(error)).splitlines()[0]})"
+        return None if is_right else "is wrong on this GPU"
 
 
 def variant_key(q: Tensor, kv_layer: Tensor, form: AttentionForm) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ that is not there gets a random model of 1.2 billion parameters.
 import argparse
 import asyncio
 import json
+import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 
 from tests.gpu.first.bench import log_to_stderr
 from twostroke.benchmarks.engine import write_random_model
+from twostroke.model.cuda import compile_ahead
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.step import Draw, SequenceStep
@@ -89,4 +91,10 @@ if __name__ == "__main__":
     if not (config.model_dir / "config.json").exists():
         config.model_dir.mkdir(parents=True, exist_ok=True)
         write_random_model(config.model_dir, "1.2b")
-    print(json.dumps(measure(config)))
+    compiled: list[str] = []
+    log = logging.Handler()
+    log.emit = lambda record: compiled.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(compile_ahead.__name__).addHandler(log)
+    print(json.dumps(measure(config) | {"compiled": compiled}))
+    if config.device == "cuda" and not compiled:
+        raise SystemExit("no kernel was compiled ahead: the first steps compile one after the other")
