@@ -20,8 +20,8 @@ from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
 
 GRAPH_BYTES = 8 * 2**20
-"""What the driver is allowed for one graph of a step, beside the memory that its kernels use: an estimate that covers the
-small graphs of draws. With 50 graphs of steps and 55 of draws an H200 had 0.9 GiB of a worker's share left."""
+"""What the driver is allowed for one graph of a step, beside the memory that its kernels use. It is an estimate that
+covers the small graphs of draws: with 50 graphs of steps and 55 of draws an H200 had 0.9 GiB of a worker's share left."""
 
 
 class Recorder:
