@@ -21,7 +21,8 @@ from twostroke.model.step import SequenceStep
 
 GRAPH_BYTES = 8 * 2**20
 """What the driver is allowed for one graph of a step, beside the memory that its kernels use. It is an estimate that
-covers the small graphs of draws: with 50 graphs of steps and 55 of draws an H200 had 0.9 GiB of a worker's share left."""
+covers the small graphs of draws: with 50 graphs of steps and 55 of draws 0.9 GiB of a worker's share were left on an
+H200."""
 
 
 class Recorder:
