@@ -10,6 +10,7 @@
 # make test-gpu   the tests that need a CUDA device; with PYTHON itself where that has all packages, so without a network.
 #                 tests/gpu/first.sh runs them in parts, with benches and profiles, where a GPU is had for minutes
 # make bench      figures of this machine
+# make compare BASE=REV  the quick benches in turns with another commit's, as ratios. BENCHES: of engine transfer routing serving; TURNS: 5
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
 
 PYTHON ?= python3
@@ -21,6 +22,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 DEMO_ARGS ?=
+BENCHES ?= engine transfer routing serving
+TURNS ?= 5
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 # A process for each core, for tests that start no servers of their own.
 PARALLEL := --numprocesses auto --dist worksteal
@@ -34,7 +37,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test computed served lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench constraints clean
+.PHONY: help setup serve tools test computed served lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench compare constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -162,6 +165,10 @@ bench: $(STAMP)
 	@$(BIN)/twostroke bench transfer
 	@echo "--> Serving"
 	@$(BIN)/twostroke bench serving
+
+compare: $(STAMP)
+	@test -n "$(BASE)" || { echo "name the other commit: make compare BASE=REV"; exit 2; }
+	@$(BIN)/python -m twostroke.tools.compare "$(BASE)" --benches $(BENCHES) --turns $(TURNS)
 
 # Pins what is installed now. Left to pyproject.toml's ranges: torch and triton, whose builds differ by machine.
 constraints: $(STAMP)
