@@ -29,6 +29,7 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.errors import TwostrokeError, WorkerLost
+from twostroke.protocol.garbage import freeze_start_up
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import (
@@ -177,6 +178,7 @@ class HostedWorker:
             PrefillWorker(config, equipment) if isinstance(config, PrefillConfig) else DecodeWorker(config, equipment)
         )
         self._info = await self._worker.start(HOST)
+        freeze_start_up()
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -255,6 +257,7 @@ class Served:
         """Side by side. Raises WorkerLost where one doesn't come to serve."""
         self._infos = list(await asyncio.gather(*(process.start() for process in self._processes)))
         self._by_peer = {info.peer: process for info, process in zip(self._infos, self._processes, strict=True)}
+        freeze_start_up()  # of the router's part, which is this process
 
     async def end(self) -> None:
         await self._channels.close()

@@ -144,6 +144,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     broken_logit_rows: int = (
         0  # counter: drawn rows of logits with NaN or +inf; above 0 the model or the cache is unsound
     )
+    collection_seconds: tuple[float, ...] = ()  # counters: of Python's garbage, by generation; empty before the first
     queued: tuple[QueuedWork, ...] = ()  # by class; their tokens sum up to num_waiting_tokens
     context_tokens: int = 0  # of the requests that decode
     tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised

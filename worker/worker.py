@@ -27,6 +27,7 @@ from twostroke.protocol.errors import (
     WorkerLeaving,
     WorkerLost,
 )
+from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import (
@@ -268,6 +269,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             transfer_digest_failures=sum(side.digest_failures for side in transfers),
             transfer_links_lost=sum(side.links_lost for side in transfers),
             broken_logit_rows=self._equipment.engine.num_broken_rows,
+            collection_seconds=collection_seconds(),
             queued=queued,
             context_tokens=sum(num_tokens for _, num_tokens in contexts),
             tightest_tpot_s=_tightest_tpot_s(contexts, costs),

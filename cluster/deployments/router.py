@@ -31,6 +31,7 @@ from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
 from twostroke.cluster.deployments.key_watch import KeyWatch
 from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches
 from twostroke.protocol.clock import Clock, draw_epoch
+from twostroke.protocol.garbage import freeze_start_up
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
@@ -214,6 +215,7 @@ class RouterReplica:
         doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
         self._app = build_app(self._service, doctor)
         await self._service.start()
+        freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this after the constructor, and serves what it returns."""

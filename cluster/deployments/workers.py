@@ -22,6 +22,7 @@ from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.errors import EpochMismatch, WorkerLost
+from twostroke.protocol.garbage import freeze_start_up
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import Network, TcpNetwork
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
@@ -66,6 +67,7 @@ class _WorkerReplica(Generic[WorkerT]):
         self._worker = worker
         self._info = await worker.start(ray.util.get_node_ip_address())
         self._parts.watch(worker.engine_lost)
+        freeze_start_up()
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """As LinkProbe.source."""

@@ -26,6 +26,7 @@ from twostroke.model.parallel.ranked_engine import as_on_rank_0
 from twostroke.model.parallel.tensor_parallel import RankPlace
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
+from twostroke.protocol.garbage import freeze_start_up
 from twostroke.protocol.messages import (
     ArrangeExperts,
     Message,
@@ -111,6 +112,7 @@ class _Rank:
             tell=self._tell,
         )
         (address,) = await parts.receiver.start(order.host)
+        freeze_start_up()
         self._connection.send(RankLoaded(address))
         while True:
             match await self._messages.get():

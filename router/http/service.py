@@ -24,7 +24,13 @@ from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.feed import Feed
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
-from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers, other_versions_family
+from twostroke.router.observe.scrape import (
+    OtherRouters,
+    RouterReading,
+    no_other_routers,
+    other_versions_family,
+    own_collections_family,
+)
 from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
@@ -267,7 +273,7 @@ class RouterService:
         left_out = other_versions_family(self.other_versions())
         return RouterReading(
             self.config.router_id,
-            (*self._metrics.registry.collect(), *planned, left_out),
+            (*self._metrics.registry.collect(), *planned, left_out, own_collections_family()),
             tuple(self._worker_numbers()),
             frozenset(self.pipeline.ejected()),
         )

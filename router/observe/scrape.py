@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import ROLES, Role, WorkerInfo, WorkerStats
@@ -153,7 +154,7 @@ def _ejected(reading: RouterReading) -> Metric:
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     """What the workers tell of themselves; each is in `numbers` once."""
-    families = [*_queues(numbers), *_expert_loads(numbers)]
+    families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers)]
     for name, help_text, value in _GAUGES:
         told = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Gauges, name, help_text, _LABELS, told))
@@ -161,6 +162,23 @@ def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
         told = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Counters, name, help_text, _LABELS, told))
     return families
+
+
+def _collections(numbers: WorkerNumbers) -> Metric:
+    seconds = {
+        (*_labels(info), str(generation)): value
+        for info, stats in numbers
+        for generation, value in enumerate(stats.collection_seconds)
+    }
+    about = "Time of Python's garbage collections in a worker's first process, each of which stops its streams."
+    return family(Counters, "worker_garbage_collection_seconds", about, (*_LABELS, "generation"), seconds)
+
+
+def own_collections_family() -> Metric:
+    """Return the seconds of this process's garbage collections, by generation."""
+    about = "Time of Python's garbage collections in a router, each of which stops its streams."
+    seconds = {str(generation): value for generation, value in enumerate(collection_seconds())}
+    return family(Counters, "router_garbage_collection_seconds", about, ("generation",), seconds)
 
 
 def _queues(numbers: WorkerNumbers) -> list[Metric]:

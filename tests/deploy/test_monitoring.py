@@ -24,7 +24,7 @@ from tests.deploy.monitoring import (
 from tests.deploy.programs import ROOT, needed, run
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import planned_families
-from twostroke.router.observe.scrape import RouterReading, Scrape, other_versions_family
+from twostroke.router.observe.scrape import RouterReading, Scrape, other_versions_family, own_collections_family
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
@@ -36,7 +36,12 @@ def families() -> list[Metric]:
     slo = SLOConfig()
     admission = Admission(config=slo, stats=lambda peer: None, clock=time.monotonic)
     metrics = RouterMetrics("tiny", slo.classes, admission, time.monotonic, is_ready=bool, keys_age_s=float)
-    of_router = (*metrics.registry.collect(), *planned_families({}, None), other_versions_family({}))
+    of_router = (
+        *metrics.registry.collect(),
+        *planned_families({}, None),
+        other_versions_family({}),
+        own_collections_family(),
+    )
     return list(Scrape([RouterReading("r", of_router, (), frozenset())]).collect())
 
 

@@ -194,6 +194,25 @@ def test_an_idle_fleets_metrics_show_no_owned_block_in_either_role(server: Serve
         assert owned.split()[-1] == "0.0"
 
 
+def test_requests_cause_no_full_collection_of_garbage(server: Server) -> None:
+    """It would look through all that the start has made, and stop every stream meanwhile."""
+
+    def full_collections() -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+        told = [line.rsplit(" ", 1) for line in lines if "garbage_collection_seconds_total{" in line]
+        return {series: float(seconds) for series, seconds in told if 'generation="2"' in series}
+
+    before = full_collections()
+    assert {kind for kind in ("router", "prefill", "decode") for series in before if kind in series} == {
+        "router",
+        "prefill",
+        "decode",
+    }
+    for _ in range(20):
+        complete(server)
+    assert full_collections() == before
+
+
 def test_an_answer_has_one_request_id_whatever_the_client_sends(server: Server) -> None:
     for given, is_sound in ((b"label-1", True), (b"my id \xe9", False)):
         answer = httpx.get(f"{server.url}/health", headers={b"X-Request-Id": given}, timeout=30)
