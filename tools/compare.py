@@ -26,6 +26,7 @@ BENCHES: Mapping[str, tuple[str, ...]] = {
 """The options that make each bench quick."""
 TURNS = 5
 LIMIT_S = 600
+LEAST = 0.02  # of a figure, by which medians differ that are worth a word
 LOWER_IS_BETTER = ("_s", "_ms", "_us", "_bytes", "_mib")
 RATES = ("per_s", "tokens_s", "gb_s")
 
@@ -51,8 +52,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return better, worse or changed where all turns agree that it is not the same, else nothing."""
-        if min(self.ratios) <= 1 <= max(self.ratios):
+        """Return better, worse or changed where all turns agree that it is not the same, by LEAST or more, else
+        nothing."""
+        if min(self.ratios) <= 1 <= max(self.ratios) or abs(self.median - 1) < LEAST:
             return ""
         if not self.name.endswith((*LOWER_IS_BETTER, *RATES)):
             return "changed"
