@@ -178,7 +178,7 @@ def measure_gated_codes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Ite
     def apart(x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens(gate(x, "silu"))
 
-    width = sizes.model.mlp_width
+    width = sizes.model.intermediate_size
     for tokens in sizes.gated_prompts:
         x = torch.empty((tokens, 2 * width), dtype=torch.bfloat16, device=place.device).normal_()
         ours_s = place.clock.seconds(partial(gate_codes, x, "silu"))
@@ -255,8 +255,7 @@ def _ours(
     kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_().to(kv_dtype)
     tokens = sum(query for query, _ in lengths)
     q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
-    # Ours, whatever else `auto` may take: torch's is the peer.
-    backend, form = CudaBackend(place.target, "plain"), AttentionForm(config.head_dim**-0.5, window)
+    backend, form = CudaBackend(place.target), AttentionForm(config.head_dim**-0.5, window)
     return lambda: backend.attention(q, kv_layer, layout, form)
 
 

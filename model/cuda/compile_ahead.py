@@ -45,26 +45,26 @@ def compiling_in_threads(threads: int) -> Iterator[Compiled]:
 
     What kernels would have written is of any value: nothing may depend on it.
     """
-    _ALONE.acquire()
-    run, caller, compiled = JITFunction.run, threading.get_ident(), Compiled()
+    caller, compiled = threading.get_ident(), Compiled()
+    with _ALONE:
+        run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        is_ours = threading.get_ident() == caller
-        return run(self, *args, grid=grid, warmup=warmup or is_ours, **kwargs)
+        def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            is_ours = threading.get_ident() == caller
+            return run(self, *args, grid=grid, warmup=warmup or is_ours, **kwargs)
 
-    launch.compiles_only = True
-    JITFunction.run = compile_only
-    try:
-        with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool) as mode:
-            yield compiled
-        for kernel in mode.future_kernels.values():
-            compiled.kernels += 1
-            if torch.cuda.is_available():
-                kernel.result().run  # noqa: B018  loads it, so that its memory is taken before the cache is sized
-    finally:
-        JITFunction.run = run
-        launch.compiles_only = False
-        _ALONE.release()
+        launch.compiles_only = True
+        JITFunction.run = compile_only
+        try:
+            with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool) as mode:
+                yield compiled
+            for kernel in mode.future_kernels.values():
+                compiled.kernels += 1
+                if torch.cuda.is_available():
+                    kernel.result().run  # noqa: B018  loads it, so that its memory is taken before the cache is sized
+        finally:
+            JITFunction.run = run
+            launch.compiles_only = False
 
 
 def compile_steps(decoder: StepDecoder, sampler: object, make_cache: Callable[..., KVCache]) -> None:

@@ -12,7 +12,7 @@ such warps it was no faster; torch's attention by cuDNN won 2 to 10 % of the att
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -36,31 +36,14 @@ _AGREEMENT = 0.02  # of values of about 1: several roundings of bf16
 _FLASH_MODULE = "flash_attn_interface"
 
 
-class PromptKernel(Protocol):
-    """Attention of a layout's chunks."""
-
-    @property
-    def name(self) -> PrefillKernel: ...
-
-    def knows(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
-        """Tell whether it computes this form over such a cache; from shapes and plain numbers alone."""
-
-    def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
-        """Compute what `prefill_attention` does."""
-
-
 class PlainKernel:
-    """`prefill_attention` by its table of tiles, of every form. Implements PromptKernel."""
-
-    name: PrefillKernel = "plain"
+    """`prefill_attention` by its table of tiles, of every form."""
 
     def __init__(self, target: Target):
         self._target = target
 
-    def knows(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
-        return True
-
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
+        """Compute what `prefill_attention` does."""
         prefill_attention(q, kv_layer, layout, form, out, self._config(q, kv_layer, layout.max_query_len))
 
     def lengths(self, q: Tensor, kv_layer: Tensor) -> list[int]:
@@ -74,22 +57,22 @@ class PlainKernel:
 
 
 class FlashKernel:
-    """FlashAttention-3 over the paged cache. Implements PromptKernel. No GPU has confirmed it here.
+    """FlashAttention-3 over the paged cache. No GPU has confirmed it here.
 
     Its function is documented in hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention.
     """
-
-    name: PrefillKernel = "fa3"
 
     def __init__(self, module: Any):
         """`module`: the imported `flash_attn_interface`, or one that has its function `flash_attn_with_kvcache`."""
         self._attend = module.flash_attn_with_kvcache
 
     def knows(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
+        """Tell whether it computes this form over such a cache; from shapes and plain numbers alone."""
         is_16_bit = q.dtype in (torch.float16, torch.bfloat16) and kv_layer.dtype == q.dtype
         return is_16_bit and form.sinks is None and q.shape[2] <= 256 and q.shape[2] % 8 == 0
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
+        """Compute what `prefill_attention` does."""
         query_starts, context_lens, block_tables = chunks_of(layout)
         first = layout.num_decodes
         keys, values = (kv_layer[:, kind].transpose(1, 2) for kind in (0, 1))  # [blocks, block_size, G, D]
@@ -118,41 +101,34 @@ class PromptAttention:
     def __init__(self, target: Target, setting: PrefillKernel) -> None:
         """Raises ValueError where `fa3` is set and can't be had."""
         self._plain = PlainKernel(target)
-        self._kernel: PromptKernel = flash_kernel(target) if setting == "fa3" else self._plain
-        self._prepared: set[tuple[object, ...]] = set()
+        self._flash = flash_kernel(target) if setting == "fa3" else None
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
         """Compute what `prefill_attention` does, of a shape and form that were prepared."""
-        self._kernel(q, kv_layer, layout, form, out)
+        (self._flash or self._plain)(q, kv_layer, layout, form, out)
 
     def prepare(self, q: Tensor, kv_layer: Tensor, form: AttentionForm, empty: BatchLayout) -> None:
-        """Compile what is launched for such a shape and form, once, and check the kernel.
+        """Compile what is launched for such a shape and form, and check the kernel.
 
         `empty` is a layout of a chunk without tokens. Raises ValueError where `fa3` is set and doesn't know the form,
         fails or is wrong.
         """
-        key = variant_key(q, kv_layer, form)
-        if key in self._prepared:
-            return
         out = rows_like(q[:1])
         for length in self._plain.lengths(q, kv_layer):
             self._plain(q[:1], kv_layer, _chunk(empty, length), form, out)
-        if launch.compiles_only:  # there are no results to check
-            return
-        self._prepared.add(key)
-        if self._kernel is not self._plain:
-            fault = self._fault(q, kv_layer, form)
+        if self._flash is not None and not launch.compiles_only:  # else there are no results to check
+            fault = self._fault_of(self._flash, q, kv_layer, form)
             if fault is not None:
                 raise ValueError(f"prefill_kernel: fa3 {fault}; set prefill_kernel: plain")
 
-    def _fault(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
+    def _fault_of(self, flash: FlashKernel, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
         """Say what keeps the kernel from such a shape and form: it must give the plain kernel's results."""
-        if not self._kernel.knows(q, kv_layer, form):
+        if not flash.knows(q, kv_layer, form):
             return "doesn't know sinks, fp32, caches in FP8 or heads of more than 256"
         queries, kv, layout = _random_prompts(q, kv_layer, _CHECKED)
         out, expected = (rows_like(queries) for _ in range(2))
         try:
-            self._kernel(queries, kv, layout, form, out)
+            flash(queries, kv, layout, form, out)
             self._plain(queries, kv, layout, form, expected)
             is_right = torch.allclose(out.float(), expected.float(), rtol=_AGREEMENT, atol=_AGREEMENT)
         except (RuntimeError, TypeError, triton.TritonError) as error:  # TypeError: a version with other arguments

@@ -27,4 +27,4 @@ def _gpu() -> None:
 def backend(_gpu: None) -> "CudaBackend":
     from twostroke.model.cuda.backend import CudaBackend
 
-    return CudaBackend(prefill_kernel="plain")  # which is what is to be tested, whatever `auto` would choose
+    return CudaBackend()

@@ -13,6 +13,7 @@ from tests.kernels.paged_cases import PagedCase, ReferenceBackend, assert_close,
 from twostroke.model import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.config import PrefillKernel
+from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like
 
@@ -65,8 +66,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Flash:
 def attended(case: PagedCase, setting: PrefillKernel = "fa3", target: Target = H100) -> Tensor:
     attention = PromptAttention(target, setting)
     out = torch.full_like(rows_like(case.q), float("nan"))
-    for _ in range(2):  # the second finds it prepared
-        attention.prepare(case.q, case.kv_layer, case.form, EMPTY)
+    attention.prepare(case.q, case.kv_layer, case.form, EMPTY)
     attention(case.q, case.kv_layer, case.layout, case.form, out)
     return out
 
@@ -78,6 +78,14 @@ def test_flash_attention_is_taken_where_it_is_asked_for(form: dict[str, Any], in
     assert installed.calls == 2  # the check, and the batch
     assert out[:1].isnan().all()  # a decode's row
     assert_close(out[1:], ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form)[1:])
+
+
+def test_a_backend_checks_flash_attention_once(installed: Flash) -> None:
+    case, backend = small(), CudaBackend(H100, "fa3")
+    for _ in range(2):
+        out = backend.attention(case.q, case.kv_layer, case.layout, case.form)
+        assert_close(out, ReferenceBackend().attention(case.q, case.kv_layer, case.layout, case.form))
+    assert installed.calls == 3  # the check, and a batch each
 
 
 @pytest.mark.parametrize(

@@ -161,15 +161,21 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 @triton.jit
+def _gated(gate_at, columns, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The gated activation of a row's columns, rounded to the row's dtype."""
+    inside = columns < WIDTH
+    gate = tl.load(gate_at + columns, mask=inside, other=0.0)
+    up = tl.load(gate_at + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    return activate(gate.to(tl.float32), up, ACTIVATION).to(gate.dtype)
+
+
+@triton.jit
 def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     """One program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    gate_at = gate_up + row * (2 * WIDTH) + columns
-    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + columns, activate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+    value = _gated(gate_up + row * (2 * WIDTH), columns, WIDTH, ACTIVATION)
+    tl.store(out + row * WIDTH + columns, value, mask=columns < WIDTH)
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -184,15 +190,6 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 @triton.jit
-def _gated(gate_at, columns, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
-    """fp32 of what `gate_kernel` writes."""
-    inside = columns < WIDTH
-    gate = tl.load(gate_at + columns, mask=inside, other=0.0)
-    up = tl.load(gate_at + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    return activate(gate.to(tl.float32), up, ACTIVATION).to(gate.dtype).to(tl.float32)
-
-
-@triton.jit
 def gate_codes_kernel(
     gate_up, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr
 ):
@@ -201,11 +198,11 @@ def gate_codes_kernel(
     gate_at, lanes = gate_up + row * (2 * WIDTH), tl.arange(0, BLOCK)
     sizes = tl.zeros([BLOCK], tl.float32)
     for first in range(0, WIDTH, BLOCK):
-        sizes = tl.maximum(sizes, size_of(_gated(gate_at, first + lanes, WIDTH, ACTIVATION)))
+        sizes = tl.maximum(sizes, size_of(_gated(gate_at, first + lanes, WIDTH, ACTIVATION).to(tl.float32)))
     scale, inverse = token_scale(tl.max(sizes, axis=0), LEAST)
     for first in range(0, WIDTH, BLOCK):
         columns = first + lanes
-        values = _gated(gate_at, columns, WIDTH, ACTIVATION)
+        values = _gated(gate_at, columns, WIDTH, ACTIVATION).to(tl.float32)
         tl.store(codes + row * WIDTH + columns, rounded(values * inverse, tl.uint8), mask=columns < WIDTH)
     tl.store(scales + row, scale)
 
