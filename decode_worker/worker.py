@@ -30,7 +30,7 @@ from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.sequence import Phase
-from twostroke.worker.step_costs import StepContent, StepCostFit
+from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.worker import Equipment, Worker, WorkerCall, failed_alone, read_prompt
 
 _log = logging.getLogger(__name__)
@@ -165,10 +165,10 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
                 call.stepped_at = now
         return step
 
-    def _learn(self, ended: EndedStep[ScheduledStep[DecodeJob]], content: StepContent) -> None:
-        super()._learn(ended, content)
-        prompts_s = ended.seconds * content.prompts_part(self._costs.costs())
-        self._swapping.step_ended(content.prompt_tokens, prompts_s)
+    def _learn(self, ended: EndedStep[ScheduledStep[DecodeJob]]) -> None:
+        super()._learn(ended)
+        prompts_s = ended.seconds * ended.content.prompts_part(self._costs.costs())
+        self._swapping.step_ended(ended.content.prompt_tokens, prompts_s)
 
     def _post_process(self, drawn: Sequence[DrawnToken[DecodeJob]]) -> None:
         """Send one frame to each router whose requests got on, and answer the calls that are finished."""

@@ -18,7 +18,7 @@ from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
 from twostroke.protocol.stats import Role
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
-from twostroke.worker.step_costs import StepContent, StepCostFit
+from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.worker import Equipment, Worker, WorkerCall, failed_alone, read_prompt
 
 _log = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
     def _decide(self) -> ScheduledStep[PrefillJob]:
         return self._scheduler.schedule()
 
-    def _learn(self, ended: EndedStep[ScheduledStep[PrefillJob]], content: StepContent) -> None:
-        super()._learn(ended, content)
-        self._counters.computed_tokens += content.rows  # here, prompts of which a single token was left
+    def _learn(self, ended: EndedStep[ScheduledStep[PrefillJob]]) -> None:
+        super()._learn(ended)
+        self._counters.computed_tokens += ended.content.rows  # here, prompts of which a single token was left
         now = self._clock()
         for entry in ended.step.entries:
             if not entry.job.has_ended:

@@ -11,14 +11,17 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.stats import StepCosts
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
+from twostroke.worker.step_costs import StepContent
 
 _log = logging.getLogger(__name__)
 
@@ -190,6 +193,10 @@ class LogitHealth:
         )
 
 
+AHEAD_S = 0.003
+"""How long before its expected end a step with prompts has the next one scheduled behind it. Enough for the event loop
+and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
+
 StepT = TypeVar("StepT")
 
 
@@ -198,8 +205,23 @@ class EndedStep(Generic[StepT]):
     """A step that has run."""
 
     step: StepT
+    content: StepContent
     sampled: list[SampledToken | None]  # one for each entry
     seconds: float  # how long it ran; time behind another step isn't counted
+
+
+@dataclass(frozen=True)
+class _GivenStep(Generic[StepT]):
+    """A step that the engine has been given."""
+
+    step: StepT
+    batch: Sequence[SequenceStep]
+    result: asyncio.Task[list[SampledToken | None]]
+
+    @cached_property
+    def content(self) -> StepContent:
+        """What the step's costs depend on."""
+        return StepContent.of(self.batch)
 
 
 class StepsUnderWay(Generic[StepT]):
@@ -208,22 +230,16 @@ class StepsUnderWay(Generic[StepT]):
     def __init__(self, engine: Engine, clock: Clock):
         self._engine = engine
         self._clock = clock
-        self._steps: list[StepT] = []
-        self._results: list[asyncio.Task[list[SampledToken | None]]] = []  # of each step
+        self._steps: list[_GivenStep[StepT]] = []
         self._began = 0.0  # when the first of them could begin
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
-    def first(self) -> StepT:
-        """The one that runs. There must be one."""
-        return self._steps[0]
-
-    @property
     def last(self) -> StepT | None:
         """The one that another step would have to wait for."""
-        return self._steps[-1] if self._steps else None
+        return self._steps[-1].step if self._steps else None
 
     async def begin(
         self,
@@ -235,31 +251,39 @@ class StepsUnderWay(Generic[StepT]):
         """Have it run after those under way. Returns once the engine has it."""
         if not self._steps:
             self._began = self._clock()
-        self._steps.append(step)
-        self._results.append(asyncio.create_task(self._engine.step(batch, on_layer, copies), name="engine step"))
+        result = asyncio.create_task(self._engine.step(batch, on_layer, copies), name="engine step")
+        self._steps.append(_GivenStep(step, batch, result))
         await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on thinking
 
-    async def ends_within(self, seconds: float) -> bool:
-        """Wait until the step that runs has ended, or has run for so many seconds; whether it has ended."""
-        left = self._began + seconds - self._clock()
+    async def nears_its_end(self, costs: StepCosts | None) -> bool:
+        """Wait until it is time to schedule behind the step that runs; False where that ends before. There must be one.
+
+        A step of decodes is short: it is time at once. Prompts take long, and so do steps of unknown costs.
+        """
+        running = self._steps[0]
+        if not running.content.prompt_tokens:
+            return True
+        if costs is None:
+            return False
+        left = self._began + running.content.expected_s(costs) - AHEAD_S - self._clock()
         if left > 0:
-            await asyncio.wait(self._results[:1], timeout=left)
-        return self._results[0].done()
+            await asyncio.wait([running.result], timeout=left)
+        return not running.result.done()
 
     async def first_ended(self) -> EndedStep[StepT]:
         """Wait for the step that runs. Raises what the engine raises, which then does nothing more."""
         try:
-            sampled = await self._results[0]
+            sampled = await self._steps[0].result
         except BaseException:
-            for result in self._results:
-                result.cancel()
-            await asyncio.gather(*self._results, return_exceptions=True)
+            for given in self._steps:
+                given.result.cancel()
+            await asyncio.gather(*[given.result for given in self._steps], return_exceptions=True)
             raise
         began, self._began = self._began, self._clock()
-        del self._results[0]
-        return EndedStep(self._steps.pop(0), sampled, self._began - began)
+        ended = self._steps.pop(0)
+        return EndedStep(ended.step, ended.content, sampled, self._began - began)
 
     def give_up(self) -> list[StepT]:
         """Forget all steps, of an engine that has died; returns them."""
-        given_up, self._steps, self._results = self._steps, [], []
-        return given_up
+        given_up, self._steps = self._steps, []
+        return [given.step for given in given_up]

@@ -50,7 +50,7 @@ from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
 from twostroke.worker.sequence import Phase
-from twostroke.worker.step_costs import StepContent, StepCostFit
+from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
 from twostroke.worker.trials import LinkProbe
 
@@ -131,10 +131,6 @@ class WorkerCounters:
 
 
 _UNREAD = ReadingParams()
-
-AHEAD_S = 0.003
-"""How long before its expected end a step with prompts has the next one scheduled behind it. Enough for the event loop
-and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
 
 CallT = TypeVar("CallT", bound=WorkerCall[Any, Any])
 
@@ -330,22 +326,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         """Have the engine run the next step, and where it can, know the one after that; False where there is none."""
         if not self._under_way:
             await self._begin_next()
-        if self._under_way and self._runs_ahead and await self._nears_its_end():
+        if self._under_way and self._runs_ahead and await self._under_way.nears_its_end(self._costs.costs()):
             await self._begin_next()
         return bool(self._under_way)
-
-    async def _nears_its_end(self) -> bool:
-        """Wait until it is time to schedule behind the step that runs; False where that ends before.
-
-        A step of decodes is short: it is time at once. Prompts take long, and so do steps of unknown costs.
-        """
-        content = StepContent.of([entry.step for entry in self._under_way.first.entries])
-        if not content.prompt_tokens:
-            return True
-        costs = self._costs.costs()
-        if costs is None:
-            return False
-        return not await self._under_way.ends_within(content.expected_s(costs) - AHEAD_S)
 
     async def _begin_next(self) -> None:
         step = self._decide()
@@ -362,16 +345,16 @@ class Worker(ABC, Generic[JobT, CallT]):
             for step in self._under_way.give_up():
                 self._scheduler.abandon(step)
             raise
-        self._learn(ended, StepContent.of([entry.step for entry in ended.step.entries]))
+        self._learn(ended)
         return ended
 
-    def _learn(self, ended: EndedStep[ScheduledStep[JobT]], content: StepContent) -> None:
+    def _learn(self, ended: EndedStep[ScheduledStep[JobT]]) -> None:
         self._counters.steps += 1
         self._counters.step_seconds += ended.seconds
-        self._counters.computed_tokens += content.prompt_tokens
+        self._counters.computed_tokens += ended.content.prompt_tokens
         is_scored = any((one.job.request.reading or _UNREAD).logprobs is not None for one in ended.step.entries)
         if not ended.step.swaps:  # what copies take says nothing about other steps
-            self._costs.add(content, ended.seconds, is_plain=not is_scored)
+            self._costs.add(ended.content, ended.seconds, is_plain=not is_scored)
 
     def _end_failed(self, step: ScheduledStep[JobT]) -> None:
         """End those at whom a step has failed, or drawn a token that their grammar had no say in."""
