@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _possible_parts(arguments: argparse.Namespace) -> Collection[str]:
-    """Of a dry run, on a GPU, or anywhere: a GPU's KV goes over no TCP link whose rate could be set."""
+    """Return the parts that can be measured there: a GPU's KV goes over no TCP link whose rate could be set."""
     if arguments.dry_run:
         return ("pull",)
     return PARTS.keys() - ({"exposed"} if arguments.device == "cuda" else set())

@@ -140,8 +140,8 @@ class DecodeInputs:
 def decode_step(
     decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int, token_ids: Tensor | None = None
 ) -> Callable[[], Tensor]:
-    """What computes the logits of the first `count` of `inputs`, whose tokens are `token_ids` where these are given. It
-    reads at the same places whenever it runs, and keeps all tensors that it reads alive."""
+    """Return what computes the logits of the first `count` of `inputs`, whose tokens are `token_ids` where these are
+    given. It reads at the same places whenever it runs, and keeps all tensors that it reads alive."""
     token_ids = inputs.token_ids[:count] if token_ids is None else token_ids
     rows = torch.arange(count, device=token_ids.device)
     step = StepInput(token_ids, inputs.layouts(count), kv_cache.tensors, Drawing(rows, rows))

@@ -115,7 +115,7 @@ class CpuBackend:
         return elementwise.gate(self.launcher, gate_up(x), activation)
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
-        """As Backend.feed_forward."""
+        """Return `down` of what `gated` makes of x."""
         return down(self.gated(x, gate_up, activation))
 
     def make_experts(

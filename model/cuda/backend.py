@@ -157,8 +157,8 @@ class Fp8CudaLinear:
         workspace: SplitWorkspace,
         by_torch: TorchProducts | None = None,
     ):
-        """Of a weight [out, in] that `can_multiply_fp8`, and bias [out], on one device; a workspace as CudaLinear's.
-        Without `by_torch` all products are ours."""
+        """Take a weight [out, in] that `can_multiply_fp8` lets pass, and bias [out], on one device; a workspace as
+        CudaLinear's. Without `by_torch` all products are ours."""
         self._weight = pack_fp8(weight)
         self.out_features, self.in_features = self._weight.rows, self._weight.columns
         self._bias = bias
@@ -194,7 +194,7 @@ class Fp8CudaLinear:
 
     @property
     def multiplies_by_torch(self) -> bool:
-        """Whether torch has its prompts' products in bf16: so far as is known until the first call."""
+        """Tell whether torch computes its prompts' products in bf16; the first call may find that it does not."""
         return self._torch_product is not None
 
     def _ours(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
