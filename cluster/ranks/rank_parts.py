@@ -35,9 +35,9 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 
 SWITCH_S = 1e-4
-"""The longest that a thread of a GPU's rank keeps the interpreter from the others: the event loop, the engine's thread and
-the one that waits for the GPU take turns in each step. Python's own 5 ms are as long as such a step. On CPUs steps are
-longer, and computed without the interpreter: there more turns only cost."""
+"""The longest that a thread of a GPU's rank keeps the interpreter from the others: the event loop, the engine's thread
+and the one that waits for the GPU take turns in each step. Python's own 5 ms are as long as such a step. On CPUs steps
+are longer, and computed without the interpreter: there more turns only cost."""
 
 
 @dataclass(frozen=True)
