@@ -88,7 +88,7 @@ class Door(Generic[L]):
         self._fault = "the link was given up"
         self._settled = asyncio.Event()  # all have come, or nobody will
         self._tasks: set[asyncio.Task[None]] = set()
-        self._start(self._accept())
+        asyncio.get_running_loop().add_reader(listener, self._let_in)
 
     async def established(self) -> L:
         await within(self._transport.join_timeout_s, self._settled.wait(), "the peer's way to the link")
@@ -108,10 +108,12 @@ class Door(Generic[L]):
 
     async def _stop(self) -> None:
         """Stop listening."""
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listener.close()
         self._transport.doors.discard(self)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -119,18 +121,25 @@ class Door(Generic[L]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _let_in(self) -> None:
+        """Accept one guest.
+
+        The listener is watched here because `loop.sock_accept` raises within the loop, and loses the guest, where one
+        comes in the moment that the wait for it is cancelled.
+        """
         try:
-            while True:
-                guest, _ = await loop.sock_accept(self._listener)
-                if len(self._tasks) > _MAX_STRANGERS or not is_trusted(guest):
-                    guest.close()
-                else:
-                    self._start(self._admit(guest))
+            guest, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # the guest has left again
+            return
         except OSError as error:  # out of descriptors
+            asyncio.get_running_loop().remove_reader(self._listener)
             self._fault = f"no guest can be let in: {error}"
             self._settled.set()
+            return
+        if len(self._tasks) >= _MAX_STRANGERS or not is_trusted(guest):
+            guest.close()
+        else:
+            self._start(self._admit(guest))
 
     async def _admit(self, guest: socket.socket) -> None:
         """Let `guest` in if it shows the token; strangers wait beside each other, so none holds up the peer."""

@@ -1,11 +1,13 @@
 """What links of all transports have in common, and the choice of transports."""
 
 import asyncio
+import contextlib
 import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -188,6 +190,11 @@ async def test_parameters_of_another_transport_are_refused(name: str) -> None:
             await sending.join({"segment": "x"}, blocks(store))
 
 
+def _address(name: str, params: Mapping[str, Any]) -> Any:
+    """Where the door with these `params` listens."""
+    return f"\0twostroke-kv-{params['name']}" if name == "shm" else (params["host"], params["port"])
+
+
 @ON_SOCKETS
 async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers_come_first(name: str) -> None:
     source, target = SharedBytesStore(), SharedBytesStore()
@@ -198,8 +205,7 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers
         where = pending.params
         strangers = [socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) for _ in range(3)]
         for stranger in strangers:
-            at = f"\0twostroke-kv-{where['name']}" if name == "shm" else (where["host"], where["port"])
-            stranger.connect(at)
+            stranger.connect(_address(name, where))
         zeros = "A" * 43 + "="
         for wrong, complaint in (
             ({"token": zeros}, "can't join"),
@@ -217,6 +223,24 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers
         for stranger in strangers:
             assert stranger.recv(1) == b"", "sent away once the peer had come"
             stranger.close()
+
+
+@ON_SOCKETS
+async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(name: str) -> None:
+    faults: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    store = SharedBytesStore()
+    async with two(name, store, store) as (_, receiving):
+        pending = await receiving.prepare("127.0.0.1", blocks(store))
+        with socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) as guest:
+            await asyncio.sleep(0)
+            guest.connect(_address(name, pending.params))
+            await asyncio.sleep(0)  # the loop knows of the guest, and calls this test before the door
+            await pending.close()
+            guest.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert guest.recv(1) == b""
+    assert not faults
 
 
 @ON_SOCKETS
