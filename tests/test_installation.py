@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from twostroke.protocol.errors import how_to_install
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROOMS = sorted(PROJECT["tool"]["setuptools"]["package-dir"].values())
@@ -93,8 +95,18 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
         "", f"from twostroke.cluster.cli import main; sys.exit(main({[*command.split(), '--help']!r}))"
     )
     assert (done.returncode, done.stdout) == (2, "")
-    way_out = re.escape(f": in the project's checkout, pip install '.[{extra}]'")
+    way_out = re.escape(f": {how_to_install(extra)}")
     assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
+
+
+def test_nothing_says_to_install_what_no_index_has() -> None:
+    """Extras are had from the checkout, or from a wheel by its path."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    texts = {name: (ROOT / name).read_text(encoding="utf-8", errors="ignore") for name in tracked or ["pyproject.toml"]}
+    of_index = re.compile(r"install\s+['\"]?twostroke\[")
+    assert [name for name, text in texts.items() if of_index.search(text)] == []
+    for extra in re.findall(r"how_to_install\(['\"](\w+)", "".join(texts.values())):
+        assert extra in PROJECT["project"]["optional-dependencies"]
 
 
 NOT_SHIPPED = (".git", ".venv", ".tools", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")

@@ -159,10 +159,12 @@ _SHORT = {
 }
 
 
-def what_is_ours(name: str) -> str | None:
-    """A hint for one of vLLM's names, as flag (`--max-model-len`) or key; None for any other word."""
+def what_is_ours(name: str, *, of: str | None = None) -> str | None:
+    """A hint for one of vLLM's names, as flag (`--max-model-len`) or key; None for any other word. `of`: what the hint
+    begins with, in place of vLLM's name."""
     name = name.lstrip("-").replace("-", "_")
     name = _SHORT.get(name, name).removeprefix("no_")
+    of = of or f"vLLM's {name}"
     if name in SAME:
-        return f"vLLM's {name} is {' and '.join(SAME[name])} here"
-    return f"vLLM's {name}: {INSTEAD[name]}" if name in INSTEAD else None
+        return f"{of} is {' and '.join(SAME[name])} here"
+    return f"{of}: {INSTEAD[name]}" if name in INSTEAD else None
