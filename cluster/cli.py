@@ -137,8 +137,11 @@ def _reader_has_left() -> bool:
 
 def _run(arguments: list[str]) -> int:
     try:
-        # As vLLM takes them, too: --max_model_len.
+        # As vLLM takes them, too: --max_model_len, --help=all.
         arguments = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), one) for one in arguments]
+        arguments = ["--help" if one.startswith("--help=") else one for one in arguments]
+        if arguments[:1] == ["help"]:
+            arguments = [*arguments[1:], "--help"]
         parser, command, run = _parser(arguments)
         _check_command(parser, arguments)
         known, unknown = parser.parse_known_args(arguments)

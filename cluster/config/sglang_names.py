@@ -36,8 +36,6 @@ AS_VLLM: Mapping[str, str] = {
     "speculative_draft_model_path": "speculative_config",
     "speculative_num_steps": "num_speculative_tokens",
     "lora_paths": "lora_modules",
-    "nnodes": "headless",
-    "node_rank": "headless",
     "dist_init_addr": "headless",
 }
 """By SGLang's name, as its Python and YAML have it: vLLM's name for the same."""
@@ -52,7 +50,6 @@ INSTEAD: Mapping[str, str] = {
     "enable_mixed_chunk": "decode workers read prompts beside their streams with --prefill 0: leave it out",
     "max_total_tokens": "prefill.num_blocks and decode.num_blocks, in blocks of model.block_size tokens",
     "schedule_conservativeness": "slo.classes say what is promised, and requests wait by that: leave it out",
-    "stream_interval": "each step's tokens leave at once: leave it out",
 }
 """What to do about those that vLLM has no name for."""
 

@@ -143,6 +143,12 @@ def test_a_file_of_vllms_form_is_told_line_by_line_what_it_is_here(
     assert capsys.readouterr().err.startswith("twostroke: port: there is no such setting; ")
 
 
+@pytest.mark.parametrize("typed", ["help serve", "serve --help=all", "serve -h"])
+def test_help_is_had_however_it_is_asked_for(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(typed) == 0
+    assert capsys.readouterr().out.startswith("usage: twostroke serve ")
+
+
 def test_no_command_or_flag_that_hints_are_for_is_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         with pytest.raises(SystemExit, match="2"):
