@@ -23,6 +23,8 @@ from twostroke.protocol.errors import how_to_install
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROOMS = sorted(PROJECT["tool"]["setuptools"]["package-dir"].values())
+SERVING = "serve,loadtest,tracing"
+"""The extras that `make serve` installs."""
 DATA = {
     ".json",
     ".safetensors",
@@ -102,25 +104,35 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
     assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
 
 
-def of_make(target: str) -> str:
-    """What `make TARGET` would run where nothing is set up."""
-    done = subprocess.run(
-        ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+def installed_by(*arguments: str, folder: Path = ROOT) -> list[str]:
+    """The extras that `make` would install by uv, in turn."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
+    command = ["make", "--dry-run", *arguments]
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return re.findall(r"uv pip install .*? --editable '\.\[([\w,]+)\]'", done.stdout)
 
 
-def installed_by(target: str) -> list[str]:
-    """The extras that `make TARGET` installs by uv, in turn."""
-    return re.findall(r"uv pip install .*? --editable '\.\[([\w,]+)\]'", of_make(target))
+def test_what_is_set_up_stays_and_tests_add_their_part_to_what_serves(tmp_path: Path) -> None:
+    needed = ("Makefile", "pyproject.toml", "constraints.txt")
+    for number, name in enumerate(needed):
+        shutil.copy(ROOT / name, tmp_path)
+        os.utime(tmp_path / name, (number, number))
+    assert installed_by("setup", folder=tmp_path) == [SERVING, "test"]
+    (tmp_path / ".venv").mkdir()
+    for number, (stamp, for_serve, for_test) in enumerate(
+        ((".serving", [], ["test"]), (".set-up", [], []), ("../pyproject.toml", [SERVING], [SERVING, "test"])), start=10
+    ):
+        (tmp_path / ".venv" / stamp).touch()
+        os.utime(tmp_path / ".venv" / stamp, (number, number))
+        assert installed_by("serve", folder=tmp_path) == for_serve
+        assert installed_by("lint", folder=tmp_path) == for_test
 
 
 def test_make_serve_sets_up_what_serving_and_load_tests_need_and_none_of_the_tests_tools() -> None:
-    (extras,) = installed_by("serve")
-    assert installed_by("cluster-demo") == installed_by("bench") == [extras]
-    assert installed_by("setup") == installed_by("lint") == [extras, "test"]
-    brought = set().union(*map(distributions_of, extras.split(",")))
+    for target in ("serve", "cluster-demo", "bench"):
+        assert installed_by("--always-make", target) == [SERVING]
+    brought = set().union(*map(distributions_of, SERVING.split(",")))
     assert {"ray", "torch", "locust", "opentelemetry-sdk"} <= brought
     tools = {
         canonicalize_name(Requirement(each).name) for each in PROJECT["project"]["optional-dependencies"]["test"]
@@ -146,8 +158,7 @@ ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum"}
 
 
 def test_all_that_modules_import_is_there_after_make_serve() -> None:
-    (extras,) = installed_by("serve")
-    brought = set().union(*map(distributions_of, extras.split(",")))
+    brought = set().union(*map(distributions_of, SERVING.split(",")))
     owners = metadata.packages_distributions()
     for room in ROOMS:
         missing = {
