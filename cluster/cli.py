@@ -16,7 +16,7 @@ from twostroke.protocol.errors import ConfigError, how_to_install
 
 CONFIG_ERROR_EXIT = 2
 PIPE_EXIT = 141
-"""As of a program that SIGPIPE ends: whoever read the output has left."""
+"""Exit code where the reader of the output has left: that of a program which SIGPIPE ends."""
 
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),

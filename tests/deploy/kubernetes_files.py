@@ -81,7 +81,7 @@ def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
 
 
 def of_folder(folder: Path) -> tuple[dict[str, Any], ...]:
-    """What Kustomize makes of this one."""
+    """Return the manifests that Kustomize makes of a folder."""
     done = run(of_pip("kubectl"), "kustomize", str(folder))
     assert (done.returncode, done.stderr) == (0, "")
     return tuple(yaml.safe_load_all(done.stdout))

@@ -215,7 +215,7 @@ async def test_the_pods_haproxy_ends_tls_and_takes_a_renewed_certificate_in_whil
 
 
 def client(port: int, certificate: bytes) -> httpx.AsyncClient:
-    """One that trusts this certificate and no other."""
+    """Return a client that trusts this certificate and no other."""
     trusted = ssl.create_default_context(cadata=certificate.decode())
     return httpx.AsyncClient(base_url=f"https://localhost:{port}", verify=trusted, timeout=WAIT_S)
 
@@ -226,7 +226,7 @@ def listens(port: int) -> bool:
 
 
 async def comes_true(renewed: httpx.AsyncClient) -> bool:
-    """Whether its certificate comes to be the server's within WAIT_S."""
+    """Return true once the server has the certificate that this client trusts. Raises TimeoutError after WAIT_S."""
     async with asyncio.timeout(WAIT_S):
         while True:
             try:
