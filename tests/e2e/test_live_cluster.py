@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,27 @@ def test_a_chat_answers_streamed_and_in_a_piece(server: Server) -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert whole.choices[0].message.role == "assistant"
     assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_the_readme_s_locust_command_loads_it_and_shows_the_tokens_times(server: Server) -> None:
+    (written,) = re.findall(
+        r"^ +\.venv/bin/(locust .*)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    command = written.replace(WRITTEN_URL.rstrip("/"), server.url).replace("-t 30s", "-t 3s")
+    assert command.endswith(server.url)
+    assert "-t 3s" in command
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+    for kind in ("POST", "TTFT", "TPOT", "ITL"):
+        assert re.search(rf"^{kind} +/v1/chat/completions +[1-9]", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_two_choices_are_seeded_apart_and_repeat(server: Server) -> None:
