@@ -17,7 +17,7 @@ from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.process_logs import LoggingConfig, log_to
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.observe.log_format import REQUEST_ID
+from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +57,9 @@ def test_a_containers_output_has_json_lines_with_the_requests_id(
     reading = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setattr(process_logs, "_CONTAINERS_OUTPUT", output)
     log_to(tmp_path / "file", LoggingConfig(format="json", to="stdout"), {"role": "router"})
-    token = REQUEST_ID.set("req-1")
+    token = LOG_CONTEXT.set(LogContext("req-1"))
     logging.getLogger("twostroke.router").info("hello")
-    REQUEST_ID.reset(token)
+    LOG_CONTEXT.reset(token)
     line = json.loads(os.read(reading, 4096))
     os.close(reading)
     assert (line["message"], line["role"], line["request_id"]) == ("hello", "router", "req-1")

@@ -8,8 +8,9 @@ from contextlib import aclosing
 import pytest
 
 from twostroke.protocol.errors import RequestError
+from twostroke.protocol.log_context import FIELDS, LOG_CONTEXT, NO_REQUEST
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
-from twostroke.router.observe.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
+from twostroke.router.observe.log_format import JsonLines, TextLines
 
 SECRET = "the princess's whereabouts"
 ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -38,7 +39,7 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
         )
         assert answer.status_code == 200
     (line,) = access(logged())
-    assert (line["message"], line["request_id"], REQUEST_ID.get()) == ("POST /v1/completions", "label-1", "")
+    assert (line["message"], line["request_id"], LOG_CONTEXT.get()) == ("POST /v1/completions", "label-1", NO_REQUEST)
     assert (line["status"], line["choices"], line["output_tokens"], line["attempts"]) == (200, 2, 16, 1)
     assert line["slo_class"] == "standard"
     assert 0 < line["ttft_s"] <= line["e2e_s"]
