@@ -21,10 +21,11 @@ import psutil
 import pydantic
 import pytest
 
-from tests.e2e.conftest import MODEL, PROMPT, Server, serving
+from tests.e2e.conftest import MODEL, PROMPT, Server, log_lines, serving
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import record_of, stream_completion, whole
 from twostroke.benchmarks.server_process import processes_named
+from twostroke.cluster.local.ray import ray_folder
 
 LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise
 
@@ -41,9 +42,9 @@ WRITTEN_URL = "http://127.0.0.1:8000/"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine. The bundled
-    model, as if it had been taught to call tools. Clients have less time than by default."""
+    model, as if it had been taught to call tools. Clients have less time than by default. Logs are JSON."""
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5}\n"
+    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5}\nlogging: {format: json}\n"
     config.write_text(settings, encoding="utf-8")
     yield from serving("--config", str(config))
 
@@ -132,6 +133,40 @@ def test_errors_are_those_that_the_client_knows(server: Server) -> None:
             server.client.completions.create(**{"model": MODEL, "prompt": PROMPT, **fields})  # type: ignore[call-overload]
         assert [refused.value.param] == list(fields)
     assert [model.id for model in server.client.models.list()] == [MODEL]
+
+
+def test_one_id_joins_the_lines_of_a_request_over_router_prefill_and_decode(server: Server) -> None:
+    request_id, trace_id = f"client-{time.time_ns()}", "0af7651916cd43dd8448eb211c80319c"
+    headers = {"X-Request-Id": request_id, "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    body = {"model": MODEL, "prompt": PROMPT * 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.headers["x-request-id"] == request_id
+
+    def lines() -> dict[str, list[dict[str, Any]]]:
+        found = log_lines(ray_folder(), request_id)
+        return {role: [line for line in found if line["role"] == role] for role in ("router", "prefill", "decode")}
+
+    eventually("all three have written their line", lambda: all(lines().values()))
+    of_role = lines()
+    assert [len(of_role[role]) for role in of_role] == [1, 1, 1], "one line a process, however many tokens"
+    (router,), (prefill,), (decode,) = of_role.values()
+    workers = {role: server.workers(role)[0]["worker_id"] for role in ("prefill", "decode")}
+    for line, role in ((prefill, "prefill"), (decode, "decode")):
+        assert line["worker_id"] == line[f"{role}_worker"] == workers[role]
+        assert (line["attempt"], line["choice"], line["trace_id"]) == (1, 0, trace_id)
+        assert line["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
+    assert prefill["decode_worker"] == workers["decode"]
+    assert (decode["prefill_worker"], decode["finish_reason"], decode["output_tokens"]) == (
+        workers["prefill"],
+        "length",
+        12,
+    )
+    assert (router["attempts"], router["prefill_workers"], router["decode_workers"], router["trace_id"]) == (
+        1,
+        [workers["prefill"]],
+        [workers["decode"]],
+        trace_id,
+    )
 
 
 def test_a_client_that_leaves_frees_its_blocks_on_both_sides(server: Server) -> None:
