@@ -24,6 +24,8 @@ _TOLD = ("finish_reason", "num_output_tokens", "num_cached_tokens", "queue_s", "
 
 async def logged(call: str, request: GenerateRequest, clock: Clock, reply: Awaitable[ReplyT]) -> ReplyT:
     """Await the reply to a call, and log how it ended."""
+    if not _log.isEnabledFor(logging.INFO):
+        return await reply
     began, outcome = clock(), "was cancelled"
     told: dict[str, Any] = {}
     try:

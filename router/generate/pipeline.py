@@ -112,6 +112,7 @@ class Pipeline:
                 async with self._until(deadline):
                     await progress.begin()
                 tried = self._next_try(request, sent, stages)
+                _log.debug("an attempt begins", extra=about(tried.log_context))
                 kind: type[Attempt | ReadingAttempt] = Attempt if tried.reading is None else ReadingAttempt
                 attempt = kind(self._around, tried, progress)
                 async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
