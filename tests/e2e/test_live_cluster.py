@@ -22,6 +22,7 @@ import pydantic
 import pytest
 
 from tests.e2e.conftest import MODEL, PROMPT, Server, log_lines, serving
+from tests.rigs.otlp import ReceivedSpan, receiving_spans
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import record_of, stream_completion, whole
 from twostroke.benchmarks.server_process import processes_named
@@ -40,13 +41,24 @@ WRITTEN_URL = "http://127.0.0.1:8000/"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def spans() -> Iterator[tuple[str, list[ReceivedSpan]]]:
+    with receiving_spans() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, spans: tuple[str, list[ReceivedSpan]]) -> Iterator[Server]:
     """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine. The bundled
-    model, as if it had been taught to call tools. Clients have less time than by default. Logs are JSON."""
+    model, as if it had been taught to call tools. Clients have less time than by default. Logs are JSON, and requests
+    are traced."""
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5}\nlogging: {format: json}\n"
-    config.write_text(settings, encoding="utf-8")
-    yield from serving("--config", str(config))
+    router = {"body_timeout_s": 5, "tracing": {"endpoint": spans[0]}}
+    settings = {"model": {"response_template": "hermes"}, "router": router, "logging": {"format": "json"}}
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_SERVICE_NAME", "of-the-operator")
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        yield from serving("--config", str(config))
 
 
 def test_kv_goes_through_shared_memory_and_the_tokens_are_those_of_one_engine(
@@ -135,16 +147,21 @@ def test_errors_are_those_that_the_client_knows(server: Server) -> None:
     assert [model.id for model in server.client.models.list()] == [MODEL]
 
 
-def test_one_id_joins_the_lines_of_a_request_over_router_prefill_and_decode(server: Server) -> None:
-    request_id, trace_id = f"client-{time.time_ns()}", "0af7651916cd43dd8448eb211c80319c"
-    headers = {"X-Request-Id": request_id, "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+def test_one_id_joins_the_lines_of_a_request_over_router_prefill_and_decode_and_its_trace(
+    server: Server, spans: tuple[str, list[ReceivedSpan]]
+) -> None:
+    request_id = f"client-{time.time_ns()}"
     body = {"model": MODEL, "prompt": PROMPT * 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+    headers = {"X-Request-Id": request_id}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.headers["x-request-id"] == request_id
 
     def lines() -> dict[str, list[dict[str, Any]]]:
         found = log_lines(ray_folder(), request_id)
         return {role: [line for line in found if line["role"] == role] for role in ("router", "prefill", "decode")}
+
+    def roots() -> list[ReceivedSpan]:
+        return [span for span in spans[1] if span.attributes.get("twostroke.request_id") == request_id]
 
     eventually("all three have written their line", lambda: all(lines().values()))
     of_role = lines()
@@ -153,20 +170,19 @@ def test_one_id_joins_the_lines_of_a_request_over_router_prefill_and_decode(serv
     workers = {role: server.workers(role)[0]["worker_id"] for role in ("prefill", "decode")}
     for line, role in ((prefill, "prefill"), (decode, "decode")):
         assert line["worker_id"] == line[f"{role}_worker"] == workers[role]
-        assert (line["attempt"], line["choice"], line["trace_id"]) == (1, 0, trace_id)
+        assert (line["attempt"], line["choice"]) == (1, 0)
         assert line["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
-    assert prefill["decode_worker"] == workers["decode"]
-    assert (decode["prefill_worker"], decode["finish_reason"], decode["output_tokens"]) == (
-        workers["prefill"],
-        "length",
-        12,
-    )
-    assert (router["attempts"], router["prefill_workers"], router["decode_workers"], router["trace_id"]) == (
-        1,
-        [workers["prefill"]],
-        [workers["decode"]],
-        trace_id,
-    )
+    assert (prefill["decode_worker"], decode["prefill_worker"]) == (workers["decode"], workers["prefill"])
+    assert (decode["finish_reason"], decode["output_tokens"]) == ("length", 12)
+    assert (router["prefill_workers"], router["decode_workers"]) == ([workers["prefill"]], [workers["decode"]])
+    assert router["attempts"] == 1
+
+    eventually("its trace has come", lambda: bool(roots()))
+    (root,) = roots()
+    assert {line["trace_id"] for line in (router, prefill, decode)} == {root.trace_id}
+    assert root.resource["service.name"] == "of-the-operator"
+    assert root.attributes["gen_ai.request.model"] == MODEL
+    assert root.attributes["gen_ai.usage.output_tokens"] == 12
 
 
 def test_a_client_that_leaves_frees_its_blocks_on_both_sides(server: Server) -> None:

@@ -1,20 +1,18 @@
 """Traces: the spans of a request, made of its stamps, under the client's own context."""
 
-import http.server
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import pytest
 from fastapi.routing import APIRoute
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import StatusCode, format_trace_id
 
+from tests.rigs.otlp import receiving_spans
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.router.fleet import Path
@@ -252,34 +250,10 @@ def test_an_endpoint_without_the_extra_is_refused_with_the_way_out(monkeypatch):
         request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r", model="m")
 
 
-@pytest.fixture
-def receiver():
-    """A tiny OTLP receiver: (URL, names of the spans that came)."""
-    names = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-            for of_resource in request.resource_spans:
-                names.extend(span.name for scope in of_resource.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", names
-        server.shutdown()
-        serving.join()
-
-
 @pytest.mark.parametrize(("sample", "num_spans"), [(1.0, 1), (0.0, 0)])
-def test_what_is_sampled_reaches_a_receiver_at_the_latest_when_the_router_ends(receiver, sample, num_spans):
-    url, names = receiver
-    traces = request_traces(TracingConfig(endpoint=url, sample=sample), replica="r", model="m")
-    traces.record(exchange())
-    traces.close()
-    assert names == ["POST /v1/completions"] * num_spans
+def test_what_is_sampled_reaches_a_receiver_at_the_latest_when_the_router_ends(sample, num_spans):
+    with receiving_spans() as (url, spans):
+        traces = request_traces(TracingConfig(endpoint=url, sample=sample), replica="r", model="m")
+        traces.record(exchange())
+        traces.close()
+        assert [span.name for span in spans] == ["POST /v1/completions"] * num_spans
