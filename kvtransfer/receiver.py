@@ -138,16 +138,17 @@ class KVReceiver(RankSide):
         self._kept.discard(ticket.transfer_id)
         if fault is not None:
             for unwanted in self._offers.get(ticket.transfer_id, {}).values():
-                unwanted.deadline.restart()  # no request waits with it any more
+                self._limit(unwanted)  # no request waits with it any more
             transfer.abort(fault)
             return transfer
         self._transfers[ticket.transfer_id] = transfer
-        offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in transfer.lanes}
+        lanes = transfer.lanes  # a lane that ends at once may end the transfer, which then forgets them
+        offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in lanes}
         self._abort_offers(ticket.transfer_id, "nothing is expected of this rank")  # kept, they would wait for ever
         declined = _declined_by(ticket.source, ticket.transfer_id)
         for rank, pending in offers.items():
             if pending is not None:
-                self._match(transfer.lanes[rank], pending.offer, pending.connection)
+                self._match(lanes[rank], pending.offer, pending.connection)
             elif self._offered_tickets.was_used(ticket.transfer_id, rank) or self._declined.was_used(declined, rank):
                 transfer.abort("the source has given the transfer up already")
         return transfer
@@ -201,9 +202,8 @@ class KVReceiver(RankSide):
         elif lane is not None:
             self._match(lane, offer, connection)
         else:
-            deadline = Deadline(self.config.progress_s, lambda: self._expire_offer(transfer_id, rank))
-            deadline.restart()
-            pending = _PendingOffer(offer, connection, deadline)
+            pending = _PendingOffer(offer, connection, Deadline(self.config.progress_s))
+            self._limit(pending)
             self._offers.setdefault(transfer_id, {})[rank] = pending
             if transfer_id in self._kept:
                 self._keep(pending)
@@ -298,10 +298,15 @@ class KVReceiver(RankSide):
             if pending is not None:
                 pending.connection.post(Abort(transfer_id, reason))
 
-    def _expire_offer(self, transfer_id: bytes, rank: int) -> None:
-        pending = self._take_offer(transfer_id, rank)
-        if pending is not None:
-            pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
+    def _limit(self, pending: _PendingOffer) -> None:
+        """Let the offer wait for its request from now on, and no longer than for `progress_s`."""
+
+        def expire() -> None:
+            transfer_id = pending.offer.ticket.transfer_id
+            if self._take_offer(transfer_id, pending.connection.source_rank) is not None:
+                pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
+
+        pending.deadline.restart(expire)
 
 
 class ReceiverConnection:

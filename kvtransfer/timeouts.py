@@ -23,21 +23,20 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Calls `expired` on the event loop once `seconds` have passed since `restart`, unless stopped or restarted."""
+    """Calls a function on the event loop once `seconds` have passed since `restart`, unless stopped or restarted."""
 
-    def __init__(self, seconds: float, expired: Callable[[], None]):
+    def __init__(self, seconds: float):
         self._seconds = seconds
-        self._expired = expired
         self._timer: asyncio.TimerHandle | None = None  # while it runs
 
     @property
     def runs(self) -> bool:
         return self._timer is not None
 
-    def restart(self) -> None:
+    def restart(self, expired: Callable[[], None]) -> None:
         """Count from now."""
         self.stop()
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._fire)
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._fire, expired)
 
     def stop(self) -> None:
         """Don't expire, until restarted."""
@@ -45,9 +44,9 @@ class Deadline:
             self._timer.cancel()
             self._timer = None
 
-    def _fire(self) -> None:
+    def _fire(self, expired: Callable[[], None]) -> None:
         self._timer = None
-        self._expired()
+        expired()
 
 
 async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:

@@ -109,6 +109,7 @@ class Transfer(Outcome):
         if not self.ended and all(lane.ended for lane in self.lanes.values()):
             self._over.set()
             self._on_ended(self)
+            self.lanes = {}  # they know their transfer: a cycle would be left to the collection of garbage
 
 
 class Lane(Generic[S]):
@@ -122,8 +123,8 @@ class Lane(Generic[S]):
         self._cut: Cut | None = None  # until granted
         self._num_under_way = 0  # chunks
         self._has_failed = False
-        self._deadline = Deadline(progress_s, self._expire)
-        self._deadline.restart()
+        self._deadline = Deadline(progress_s)
+        self._deadline.restart(self._expire)
 
     @property
     def ended(self) -> bool:
@@ -356,7 +357,7 @@ class OutgoingLane(Lane[SenderState]):
         if not self._is_committed or not self._plan.all_taken:
             return None
         self._apply(Event.COMMIT)
-        self._deadline.restart()
+        self._deadline.restart(self._expire)
         return Commit(self.ticket.transfer_id, self.num_chunks, self._first_token)
 
     def verified(self) -> None:
@@ -400,7 +401,7 @@ class IncomingTransfer(Transfer):
         return await self.end()
 
     def look_for_end(self) -> None:
-        if self.failure is None and all(lane.ended for lane in self.lanes.values()):  # all are verified
+        if not self.ended and self.failure is None and all(lane.ended for lane in self.lanes.values()):  # all verified
             tokens = [lane.first_token for lane in self.lanes.values()]
             self.first_token = tokens[0]
             if any(token != tokens[0] for token in tokens):
@@ -436,7 +437,7 @@ class IncomingLane(Lane[ReceiverState]):
         )
         self._taken = {layer: bytearray(self._num_units) for layer in cut.layers}
         self._num_missing = sum(self._num_units - first for first in self._first_units.values())
-        self._deadline.restart()
+        self._deadline.restart(self._expire)
 
     @property
     def takes_chunks(self) -> bool:
@@ -471,7 +472,7 @@ class IncomingLane(Lane[ReceiverState]):
             return None
         self._num_whole += 1
         self._num_missing -= sum(run.num_units for run in chunk.runs)
-        self._deadline.restart()
+        self._deadline.restart(self._expire)
         return self._verify()
 
     def commit(self, message: Commit) -> Verified | None:

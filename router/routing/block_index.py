@@ -10,6 +10,7 @@ A guess is all that a router needs: who holds less than was thought computes the
 are computed once a prompt and block size, not once a choice, a worker or an attempt.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -118,8 +119,10 @@ class BlockIndex:
         known = self._known(worker)
         known.is_clean = False
         bit = 1 << known.column
-        layer = self._expected
-        names = names[: self._max_blocks - len(layer)]
+        layer, held = self._expected, self._held
+        # What it is known to hold, or was lately expected to, is the prompt's beginning, and often most of it.
+        new = bisect_left(names, True, key=lambda name: not bit & (held.get(name, 0) | layer.get(name, 0)))
+        names = names[new : new + self._max_blocks - len(layer)]
         # All in one go: this is done for each request.
         expected = list(map(layer.setdefault, names, repeat(bit)))
         if expected.count(bit) < len(names):

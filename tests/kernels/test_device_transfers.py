@@ -141,8 +141,9 @@ def digest_at_once(source: cuda_ipc.CudaIpcSource, segments: Any, seal: int) -> 
 
 async def test_three_chunks_are_under_way_on_each_side_while_the_first_has_not_ended(pair: DevicePair) -> None:
     outgoing, incoming = pair.begin("warm")
+    lane = outgoing.lanes[0]
     await asyncio.gather(outgoing.done(), incoming.verified())
-    chunks = outgoing.lanes[0].num_chunks
+    chunks = lane.num_chunks
     assert chunks == 2 * NUM_BLOCKS // 4
     launched, told = pair.device.launched, pair.device.num_told
     assert launched == dict.fromkeys(launched, chunks)
@@ -206,8 +207,9 @@ async def test_a_links_chunks_are_no_larger_than_the_memory_that_it_has_for_them
 ) -> None:
     monkeypatch.setattr(LocalSource, "most_chunk_bytes", 2 * LAYOUT.block_bytes)
     outgoing, incoming = pair.begin("r")
+    lane = outgoing.lanes[0]
     await asyncio.gather(outgoing.done(), incoming.verified())
-    assert outgoing.lanes[0].num_chunks == 2 * NUM_BLOCKS // 2
+    assert lane.num_chunks == 2 * NUM_BLOCKS // 2
 
 
 async def test_a_group_between_gpus_has_memory_for_each_chunk_under_way_of_the_size_that_it_is_told() -> None:

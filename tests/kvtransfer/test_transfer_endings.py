@@ -64,10 +64,11 @@ OPEN_STATES = [
 async def test_the_source_may_abort_in_every_state(state: SenderState) -> None:
     async with faulty_pair() as (pair, source, target):
         out, incoming = await drive_to(state, pair, source, target)
+        lanes = incoming.lanes if incoming is not None else {}
         out.abort("the client left")
         out.abort("and again")
         if incoming is not None:
-            await settle(lambda: incoming.lanes[0].state in (ReceiverState.ABORTING, ReceiverState.ABORTED))
+            await settle(lambda: lanes[0].state in (ReceiverState.ABORTING, ReceiverState.ABORTED))
         source.gate.open.set()
         target.gate.open.set()
         await fails(out.done(), match="the client left")

@@ -37,6 +37,11 @@ division by zero would end the loop early, and such loops are not vectorised."""
 WIDE = ir.IntType(64)
 
 
+@functools.cache  # ctypes lets go of an array's type with the next collection of garbage, and builds it anew
+def _words_type(num_words: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * num_words
+
+
 class Words(types.CPointer):  # type: ignore[misc]
     """The type of a kernel's argument: `int64 *`, and how its numbers, and the KV cache's, are `stored` and `cached`,
     where there is a choice."""
@@ -86,7 +91,7 @@ class Kernel:
     def run(self, num_items: int, grain: int, *arguments: Tensor | float) -> None:
         """Run over items 0 to `num_items`, `grain` at a time; `arguments` are as for `packed`."""
         words = packed(num_items, grain, arguments)
-        memory = (ctypes.c_int64 * len(words))(*words)
+        memory = _words_type(len(words))(*words)
         self.run_team(ctypes.addressof(memory), min(torch.get_num_threads(), -(-num_items // grain)))
 
     def run_team(self, words: int, threads: int) -> None:

@@ -15,6 +15,7 @@ The one place through which CPU kernels get their output memory and are run, or 
 
 import contextlib
 import ctypes
+import functools
 import math
 import platform
 import weakref
@@ -79,12 +80,18 @@ def _laid_out(ops: list[tuple[int, list[int]]]) -> npt.NDArray[np.int64]:
     memory[_NUM_OPS] = len(ops)
     memory[_NUM_THREADS] = openmp_function("omp_get_num_threads")
     memory[_THREAD] = openmp_function("omp_get_thread_num")
-    memory[_YIELD] = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    memory[_YIELD] = _sched_yield()
     for index, (address, words) in enumerate(ops):
         start = int(starts[index])
         memory[_OPS + 2 * index : _OPS + 2 * index + 2] = address, memory.ctypes.data + 8 * start
         memory[start : start + len(words)] = words
     return memory
+
+
+@functools.cache
+def _sched_yield() -> int:
+    """The address of the C library's function."""
+    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
 
 
 def _round(words: int) -> int:

@@ -102,6 +102,13 @@ def test_what_is_expected_counts_until_its_time_is_over(index, clock):
     assert held(index, [1, 2, 3], A, B, C) == {A: 1}
 
 
+def test_what_a_worker_is_known_to_hold_is_not_expected_again(index):
+    index.heard(A, all_of(1, 2))
+    for names in ([1, 2, 3], [1, 2, 3, 4]):
+        index.expect_blocks(A, names)
+    assert set(index._expected) == {3, 4}
+
+
 def test_what_a_worker_says_is_gone_is_expected_no_more(index):
     index.heard(A, all_of(1))
     index.expect_blocks(A, [1, 2])
@@ -116,7 +123,7 @@ def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
     for worker in (B, C):
         index.expect_blocks(worker, [1, 2, 3, 4])
     assert len(index) == len(index._expected) == 3
-    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 3}
+    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 4}, "B's are the three that it was not known to hold"
 
 
 @settings(max_examples=60, deadline=None)

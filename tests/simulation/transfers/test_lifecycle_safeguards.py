@@ -4,7 +4,7 @@ Where two safeguards stand behind each other, so that neither can be missed alon
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -152,13 +152,13 @@ async def _watch_for_ever(connection: LeasedConnection) -> None:
         await asyncio.sleep(connection._lease_s / 3)
 
 
-def _never_restart(deadline: Deadline) -> None:
+def _never_restart(deadline: Deadline, expired: Callable[[], None]) -> None:
     return
 
 
-def _restart_once(deadline: Deadline) -> None:
+def _restart_once(deadline: Deadline, expired: Callable[[], None]) -> None:
     if not deadline.runs:
-        _restart(deadline)
+        _restart(deadline, expired)
 
 
 def _leave_lanes_of_lost_connections(lane: IncomingLane, reason: str) -> None:
