@@ -16,6 +16,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.generate.reading import PromptRead
@@ -404,10 +405,12 @@ class Generation:
 
     def _failed(self, error: Exception) -> TwostrokeError:
         """What the client of a stream that has begun is told of `error`."""
+        is_one = len(self._stages) == 1  # else nobody knows here whose failure it was
+        extra = about(self._stages[0].log_context if is_one else self._exchange.log_context())
         if isinstance(error, TwostrokeError):
-            _log.warning("a stream failed after it had begun: %s", error)
+            _log.warning("a stream failed after it had begun: %s", error, extra=extra)
         else:
-            _log.error("a stream met a bug after it had begun", exc_info=error)
+            _log.error("a stream met a bug after it had begun", exc_info=error, extra=extra)
             error = internal_error()
         self._exchange.fails(error)
         return error

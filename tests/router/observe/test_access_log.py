@@ -78,6 +78,8 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
     await failing(num_deltas=0)
     await failing(num_deltas=1)
     assert [(line["status"], line["code"]) for line in access(logged())] == [(504, "timeout"), (200, "timeout")]
+    (warned,) = [line for line in map(json.loads, logged().splitlines()) if "after it had begun" in line["message"]]
+    assert (warned["request_id"], warned["attempt"]) == (access(logged())[-1]["request_id"], 1)
 
 
 async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
