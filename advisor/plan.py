@@ -27,7 +27,7 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.planner.floors import Machine
 from twostroke.planner.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
-from twostroke.planner.models import MODELS, published_model
+from twostroke.planner.models import MODELS, known_as, published_model
 from twostroke.planner.published import check_lines
 from twostroke.planner.queueing import Kind
 from twostroke.planner.search import Budget, Search, Terms, check_floors, kinds_of, machine_of, nowhere
@@ -163,10 +163,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def model_of(name: str) -> ModelConfig:
     """The table's, whoever's copy is meant; else of the folder, file or hub id. Raises ConfigError."""
-    bare = name.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-hf").lower()
-    known = {one.lower(): one for one in MODELS}
-    if bare in known and not Path(name).exists():
-        return published_model(known[bare])
+    known = known_as(name)
+    if known is not None:
+        return published_model(known)
     return load_model_config(resolve_model_folder(name, CONFIG_PATTERNS))
 
 

@@ -1,7 +1,9 @@
 """The `twostroke` command. Each subcommand's module is imported only when it is the one wanted."""
 
 import argparse
+import os
 import re
+import select
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -10,9 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
 
-from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError, how_to_install
 
 CONFIG_ERROR_EXIT = 2
+PIPE_EXIT = 141
+"""Exit code where the reader of the output has left: that of a program which SIGPIPE ends."""
 
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
@@ -112,10 +116,32 @@ _LOADTESTS_NEED = ("locust", "matplotlib")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong setting, file or folder."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # As vLLM takes them, too: --max_model_len.
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()  # what `head` does not want must not wait until the interpreter ends
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes out what is left
+        return PIPE_EXIT
+
+
+def _reader_has_left() -> bool:
+    """Return whether nobody reads standard output any more. A pipe between processes may have broken instead."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        # As vLLM takes them, too: --max_model_len, --help=all.
         arguments = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), one) for one in arguments]
+        arguments = ["--help" if one.startswith("--help=") else one for one in arguments]
+        if arguments[:1] == ["help"]:
+            arguments = [*arguments[1:], "--help"]
         parser, command, run = _parser(arguments)
         _check_command(parser, arguments)
         known, unknown = parser.parse_known_args(arguments)
@@ -140,14 +166,19 @@ def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> s
 
 def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:
     """What to write instead of a flag that the command lacks."""
-    from twostroke.cluster.config.vllm_names import OF_BENCH_SERVE, SAME, what_is_ours
+    from twostroke.cluster.config.sglang_names import flag_hint, known_flags
+    from twostroke.cluster.config.vllm_names import OF_BENCH_SERVE
 
+    own = set(command._option_string_actions)
+    is_serve = command.prog == "twostroke serve"
+    if is_serve and (ours := flag_hint(flag, own)) is not None:
+        return ours
     name = flag.lstrip("-").replace("-", "_")
-    if command.prog == "twostroke serve" and (ours := what_is_ours(flag)) is not None:
-        return f"{ours}, in the file of --config" if name in SAME else ours
     if command.prog.startswith("twostroke loadtest ") and name in OF_BENCH_SERVE:
         return f"vLLM's {flag}: {OF_BENCH_SERVE[name]}"
-    near = get_close_matches(flag, re.findall(r"--?[a-z][a-z-]+", command.format_usage()), n=1)
+    if is_serve and (theirs := get_close_matches(flag, known_flags() - own, n=1, cutoff=0.85)):
+        return flag_hint(theirs[0], own)
+    near = get_close_matches(flag, own, n=1)
     return f"did you mean {near[0]}?" if near else None
 
 
@@ -199,7 +230,7 @@ def _prepare(place: str, parser: argparse.ArgumentParser) -> Callable[[argparse.
         if error.name is None or error.name.partition(".")[0] == "twostroke":
             raise
         name = parser.prog.removeprefix("twostroke ")
-        raise ConfigError(f"{name} needs {error.name}: in the project's checkout, pip install '.[serve]'") from error
+        raise ConfigError(f"{name} needs {error.name}: {how_to_install('serve')}") from error
     getattr(loaded, f"add_{command}_arguments" if command else "add_arguments")(parser)
     run: Callable[[argparse.Namespace], int] = getattr(loaded, f"run_{command}" if command else "run")
     return run
@@ -210,9 +241,7 @@ def _prepare_loadtest(module: str, parser: argparse.ArgumentParser) -> Callable[
     does not need."""
     missing = [package for package in _LOADTESTS_NEED if find_spec(package) is None]
     if missing:
-        raise ConfigError(
-            f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
-        )
+        raise ConfigError(f"loadtest needs {' and '.join(missing)}: {how_to_install('loadtest')}")
     from twostroke.loadtests import LoadTestError
 
     run = _prepare(module, parser)

@@ -7,6 +7,7 @@ fields are those of the `config.json` in that repository.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from twostroke.model.checkpoint.config_file import parse_model_config
@@ -186,6 +187,13 @@ MODELS: Mapping[str, Published] = {
         ("gemma-3-27b", _GEMMA3, _gemma3(5376, 21504, 62, 32, 16, 262208, 131072, head=128)),
     )
 }
+
+
+def known_as(name: str) -> str | None:
+    """Return the table's name of a model, whoever's copy of it `name` is; None where it is none, or lies here."""
+    bare = name.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-hf").lower()
+    known = {one.lower(): one for one in MODELS}
+    return known.get(bare) if not Path(name).exists() else None
 
 
 @cache

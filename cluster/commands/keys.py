@@ -63,13 +63,17 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="of keys")
+    parser.add_argument("named", nargs="?", type=Path, metavar="FILE", help="as --file")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="of keys")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each key; returns 0. Raises ConfigError for a file that is wrong."""
+    files = [file for file in (arguments.named, arguments.file) if file is not None]
+    if len(files) != 1:
+        raise ConfigError("key list: name one file of keys, --file FILE")
     rows = [("NAME", "SHA256", "CLASS", "ADMIN", "EXPIRES")]
-    for key in _keys(arguments.file):
+    for key in _keys(files[0]):
         expires = "never" if key.expires is None else key.expires
         if time.time() >= key.expires_at:
             expires += " (expired)"

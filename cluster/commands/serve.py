@@ -131,9 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus {arguments.gpus}: how many may be used, 0 for none")
     if not 0 <= arguments.grace < math.inf:
         raise ConfigError(f"--grace {arguments.grace:g}: seconds for streams to end, 0 for none")
-    check_port(arguments.host, arguments.port)
-    config = check_keys(read_config(settings))
+    config = read_config(settings)
     check_model_path(config.model.path, config.model.revision)
+    config = check_keys(config)
+    check_port(arguments.host, arguments.port)
     console = Console(highlight=False)
     if arguments.named is arguments.model is arguments.config is None and config.model.path == BUNDLED_MODEL:
         console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")

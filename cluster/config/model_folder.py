@@ -1,5 +1,6 @@
 """Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +48,8 @@ def check_model_path(path: str, revision: str | None = None) -> Path | None:
             raise ConfigError(f"model.revision: {path} is on this machine: only models of the hub have revisions")
         return found
     if folder.is_absolute() or path.startswith((".", "~")) or not HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path: there is no folder and no GGUF file {path}")
+        of_hub = "; an id of the Hugging Face hub is OWNER/NAME" if re.fullmatch(r"[\w.-]*\w", path) else ""
+        raise ConfigError(f"model.path: there is no folder and no GGUF file {path}{of_hub}")
     if folder.parent.is_dir():
         raise ConfigError(
             f"model.path: there is no folder {path}, though {folder.parent} is here; for the model of that name on the "

@@ -13,7 +13,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from twostroke.cluster.config.vllm_names import VALUES, what_is_ours
+from twostroke.cluster.config.sglang_names import what_is_ours
+from twostroke.cluster.config.vllm_names import VALUES
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 

@@ -398,9 +398,9 @@ class TransferSection(TransferConfig):
     transport: TransportChoice = "auto"
     """auto: for each pair of workers the best that both have: on one machine memory is shared (`shm` on CPUs,
     `cuda_ipc` on GPUs), between machines `tcp` on CPUs and `torch_distributed` (NCCL) on GPUs. `torch_distributed` on
-    CPUs is gloo, slower than `tcp`; neither `tcp` nor `shm` reaches a GPU's memory. `nixl` is RDMA by NIXL (`pip
-    install 'twostroke[nixl]'`), on CPUs and GPUs; auto does not take it before RDMA hardware has confirmed it.
-    `twostroke doctor` shows what came of it."""
+    CPUs is gloo, slower than `tcp`; neither `tcp` nor `shm` reaches a GPU's memory. `nixl` is RDMA by NIXL (the
+    extra `nixl`: `make tools`, or `pip install -e '.[nixl]'` in the checkout), on CPUs and GPUs; auto does not take it
+    before RDMA hardware has confirmed it. `twostroke doctor` shows what came of it."""
     tcp_streams: Annotated[int, Ge(1), Le(64)] = 4
     """Connections of one `tcp` link between machines, which large chunks are spread over; within a machine it is one.
     More where they don't fill the wire."""

@@ -41,13 +41,18 @@ SAME: Mapping[str, tuple[str, ...]] = {
 INSTEAD: Mapping[str, str] = {
     "async_scheduling": "steps are always scheduled ahead (decode.run_ahead): leave it out",
     "attention_backend": "kernels are chosen by the device and the model: leave it out",
+    "calculate_kv_scales": "scales are the checkpoint's, else 1: leave it out",
     "chat_template_content_format": "the template tells: leave it out",
+    "code_revision": "code of checkpoints is never run: leave it out",
     "compilation_config": "there is nothing to compile ahead: leave it out",
     "config_format": "the folder tells: leave it out",
+    "convert": "a generating model also gives embeddings (/v1/embeddings): leave it out",
     "cpu_offload_gb": "weights stay where the model computes: take quantization, or more tensor_parallel",
+    "cuda_graph_sizes": "there is nothing to compile ahead: leave it out",
     "data_parallel_size": "prefill.replicas and decode.replicas say how many workers there are (--prefill, --decode)",
     "decode_context_parallel_size": "decode.context_parallel: true divides latents among all ranks of tensor_parallel",
     "disable_custom_all_reduce": "ranks take the quickest way that they have: leave it out",
+    "disable_frontend_multiprocessing": "routers are processes of their own, as many as router.replicas: leave it out",
     "disable_log_requests": "logging.level: warning leaves out the line of each request",
     "disable_log_stats": "metrics cost next to nothing: leave it out",
     "disable_uvicorn_access_log": "logging.level: warning leaves out the line of each request",
@@ -55,27 +60,43 @@ INSTEAD: Mapping[str, str] = {
     "download_dir": "set the environment variable HF_HOME",
     "enable_auto_tool_choice": "calls are read out of answers wherever the model writes any: leave it out",
     "enable_chunked_prefill": "prompts are always read in chunks: leave it out",
+    "enable_eplb": "prefill.redundant_experts and decode.redundant_experts say how many experts have copies",
+    "enable_force_include_usage": "requests ask for it: stream_options: {include_usage: true}",
     "enable_log_requests": "every request has a line in the log: leave it out",
     "enable_lora": "adapters are not served: merge them into the weights",
     "enable_prefix_caching": "prefixes are always cached: leave it out",
+    "enable_prompt_tokens_details": "usage always tells of cached tokens: leave it out",
+    "enable_request_id_headers": "every answer has X-Request-Id: leave it out",
     "enable_sleep_mode": "weights stay in memory: leave it out",
     "enforce_eager": "there is nothing to choose: leave it out",
     "guided_decoding_backend": "there is one: leave it out",
     "headless": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
+    "hf_config_path": "the model's folder has it",
     "hf_overrides": "change config.json in a copy of the folder",
     "hf_token": "set the environment variable HF_TOKEN",
     "host": "a flag of `twostroke serve`, and no setting",
     "kv_connector": "prefill and decode workers find each other; kv_transfer.transport says how KV travels",
+    "kv_events_config": "routers hear of all workers' caches: leave it out",
     "kv_transfer_config": "prefill and decode workers find each other; the section kv_transfer says how KV travels",
     "limit_mm_per_prompt": "prompts are text alone: leave it out",
     "load_format": "the files tell, safetensors or GGUF: leave it out",
     "lora_modules": "adapters are not served: merge them into the weights",
+    "master_addr": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
+    "max_log_len": "no prompt reaches a log: leave it out",
     "max_logprobs": "requests may ask for 20: leave it out",
     "max_lora_rank": "adapters are not served: merge them into the weights",
+    "max_seq_len_to_capture": "there is nothing to compile ahead: leave it out",
     "middleware": "there is none: put a proxy in front",
+    "mm_processor_kwargs": "prompts are text alone: leave it out",
+    "nnodes": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
+    "node_rank": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
     "num_speculative_tokens": "no tokens are guessed ahead: leave it out",
+    "optimization_level": "there is nothing to compile ahead: leave it out",
     "override_generation_config": "change generation_config.json in a copy of the folder",
     "port": "a flag of `twostroke serve`, and no setting",
+    "prefix_caching_hash_algo": "there is one: leave it out",
+    "reasoning_parser_plugin": "model.response_template describes a format of your own: docs/tools.md",
+    "return_tokens_as_token_ids": "requests ask for return_token_ids: leave it out",
     "root_path": "the load balancer takes it away: deploy/nginx.conf",
     "rope_scaling": "change config.json in a copy of the folder",
     "runner": "a generating model also gives embeddings (/v1/embeddings): leave it out",
@@ -84,10 +105,12 @@ INSTEAD: Mapping[str, str] = {
     "speculative_model": "no tokens are guessed ahead: leave it out",
     "ssl_certfile": "TLS ends at the load balancer, such as deploy/nginx.conf",
     "ssl_keyfile": "TLS ends at the load balancer, such as deploy/nginx.conf",
+    "stream_interval": "each step's tokens leave at once: leave it out",
     "structured_outputs_config": "schemas and grammars are always there: leave it out",
     "task": "a generating model also gives embeddings (/v1/embeddings): leave it out",
     "tokenizer": "the model's folder has it",
     "tokenizer_mode": "there is one: leave it out",
+    "tokenizer_revision": "the tokenizer is the model's: --revision is of both",
     "tool_parser_plugin": "model.response_template describes a format of your own: docs/tools.md",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
 }
@@ -159,10 +182,12 @@ _SHORT = {
 }
 
 
-def what_is_ours(name: str) -> str | None:
-    """A hint for one of vLLM's names, as flag (`--max-model-len`) or key; None for any other word."""
+def what_is_ours(name: str, *, of: str | None = None) -> str | None:
+    """A hint for one of vLLM's names, as flag (`--max-model-len`) or key; None for any other word. `of`: what the hint
+    begins with, in place of vLLM's name."""
     name = name.lstrip("-").replace("-", "_")
     name = _SHORT.get(name, name).removeprefix("no_")
+    of = of or f"vLLM's {name}"
     if name in SAME:
-        return f"vLLM's {name} is {' and '.join(SAME[name])} here"
-    return f"vLLM's {name}: {INSTEAD[name]}" if name in INSTEAD else None
+        return f"{of} is {' and '.join(SAME[name])} here"
+    return f"{of}: {INSTEAD[name]}" if name in INSTEAD else None

@@ -63,7 +63,7 @@ from twostroke.kvtransfer.transports.sockets import (
 )
 from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES, Staging, make_staging
 from twostroke.kvtransfer.transports.tcp import resolve
-from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.errors import ConnectionLost, ProtocolError, how_to_install
 
 PACKAGE = "nixl._api"
 
@@ -84,7 +84,7 @@ def missing() -> str | None:
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
-        return f"the package nixl (pip install 'twostroke[nixl]'): {error}"
+        return f"the package nixl ({how_to_install('nixl')}): {error}"
     return None
 
 

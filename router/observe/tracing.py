@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Le
 from pydantic import HttpUrl
 
-from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError, how_to_install
 from twostroke.protocol.settings import Section
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class TracingConfig(Section):
 
     endpoint: HttpUrl | None = None
     """Where OpenTelemetry traces of requests go: an OTLP receiver's address over HTTP, such as
-    `http://localhost:4318/v1/traces`. Needs the extra `twostroke[tracing]`; null: there are none
+    `http://localhost:4318/v1/traces`. Needs the extra `tracing`, which `make serve` installs; null: there are none
     (docs/observability.md#traces)."""
     sample: Annotated[float, Ge(0), Le(1)] = 1.0
     """Share of the requests that is traced, where the client's own trace context does not decide."""
@@ -31,6 +31,6 @@ def request_traces(config: TracingConfig, *, replica: str, model: str) -> "OpenT
         from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces, exporting
     except ImportError as error:
         raise ConfigError(
-            f"router.tracing.endpoint: {error.name} is not installed: install twostroke[tracing]"
+            f"router.tracing.endpoint: {error.name} is not installed: {how_to_install('tracing')}"
         ) from error
     return OpenTelemetryTraces(exporting(str(config.endpoint), config.sample, replica=replica), model=model)

@@ -7,6 +7,7 @@ The balancer's is deploy/haproxy.cfg with the routers' pods for servers, as thei
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -33,12 +34,26 @@ _SERVERS = (
 )
 
 
+_TLS = re.compile(
+    r"^(    bind :8080\n)    # TLS instead of the line above:\n"
+    r"    #(bind) :443 (ssl crt) \S+( .*\n    )#(http-response .*\n)",
+    flags=re.MULTILINE,
+)
+_EITHER = (
+    r"    .if defined(TWOSTROKE_TLS)\n    \2 :8443 \3 /etc/twostroke-tls/twostroke.pem\4\5"
+    r"    .else\n\1    .endif\n"
+)
+
+
 def kubernetes_haproxy() -> str:
-    """The configuration of the pods in front."""
+    """The configuration of the pods in front. An environment variable, which components/tls sets, turns TLS on."""
     config = (DEPLOY / "haproxy.cfg").read_text(encoding="utf-8")
     servers = re.compile(r"^    server \w+ \S+:8000$\n?", flags=re.MULTILINE)
     if len(servers.findall(config)) < 2:
         raise AssertionError("deploy/haproxy.cfg has no two servers that could be replaced")
+    config, found = _TLS.subn(_EITHER, config)
+    if found != 1:
+        raise AssertionError("deploy/haproxy.cfg says no longer how TLS is turned on")
     return servers.sub("", config).rstrip("\n") + f"\n{_SERVERS}\n{_RESOLVER}"
 
 
@@ -62,7 +77,12 @@ def prometheus_rule() -> str:
 @cache
 def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
     """What `kubectl apply -k` would send."""
-    done = run(of_pip("kubectl"), "kustomize", str(KUBERNETES / "overlays" / overlay))
+    return of_folder(KUBERNETES / "overlays" / overlay)
+
+
+def of_folder(folder: Path) -> tuple[dict[str, Any], ...]:
+    """Return the manifests that Kustomize makes of a folder."""
+    done = run(of_pip("kubectl"), "kustomize", str(folder))
     assert (done.returncode, done.stderr) == (0, "")
     return tuple(yaml.safe_load_all(done.stdout))
 

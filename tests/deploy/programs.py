@@ -139,7 +139,7 @@ def fetch() -> str:
 
 def skipped() -> str:
     """For the end of `make test`: what was not tested for want of a program."""
-    missing = [program for program in (*PROGRAMS, "systemd-analyze", "chromium") if find(program) is None]
+    missing = [program for program in (*PROGRAMS, "openssl", "systemd-analyze", "chromium") if find(program) is None]
     return f", but for tests that need {', '.join(missing)}" if missing else ""
 
 

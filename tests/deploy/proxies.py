@@ -86,7 +86,7 @@ def running(kind: str, program: str, entries: Sequence[int], folder: Path, *, ch
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], ports: Sequence[int], log: Path) -> Iterator[None]:
+def started(command: Sequence[str], ports: Sequence[int], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A program that listens on these ports of loopback; what it says goes to `log`."""
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -101,7 +101,7 @@ def started(command: Sequence[str], ports: Sequence[int], log: Path) -> Iterator
 
     try:
         eventually(f"{command[0]} listens", listens, within_s=START_S)
-        yield
+        yield process
     finally:
         process.terminate()
         process.wait(START_S)

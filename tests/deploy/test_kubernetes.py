@@ -369,7 +369,8 @@ def test_every_pod_of_ours_has_the_secret_the_keys_and_the_model(overlay: str) -
         assert "TWOSTROKE_SECRET" in [variable["name"] for variable in one["env"]], name
         mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
         assert mounts == {"/etc/twostroke"} | ({"/models"} if folder.startswith("/models/") else set()), name
-        assert {mount["name"] for mount in one["volumeMounts"]} == {
+        of_autoscaler = {"kubernetes-api"} if name == "head" else set()
+        assert {mount["name"] for mount in one["volumeMounts"]} | of_autoscaler == {
             volume["name"] for volume in template["spec"]["volumes"]
         }
 

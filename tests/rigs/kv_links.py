@@ -29,7 +29,7 @@ from twostroke.protocol.kv_layout import Encoding
 NAMES = ("shm", "tcp", "tcp, 3 streams", "torch_distributed")
 NIXL = pytest.param(
     "nixl",
-    marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: pip install 'twostroke[nixl]'"),
+    marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: make tools"),
 )
 ALL_NAMES = (*NAMES, NIXL)
 

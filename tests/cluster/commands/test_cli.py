@@ -3,7 +3,9 @@
 `twostroke loadtest` is told likewise, though it may not be installed whole.
 """
 
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tests.cluster.command_line import answering, one_line
 from twostroke.cluster import cli
 from twostroke.cluster.cli import main
 from twostroke.cluster.local.asking import ask
+from twostroke.protocol.errors import how_to_install
 
 
 def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,6 +27,45 @@ def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert one_line(capsys) == f"twostroke: port {port} on 127.0.0.1 is in use: choose another with --port"
 
 
+def test_a_model_that_is_missing_is_told_before_the_port_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        assert main(["serve", "./nowhere", "--port", str(busy.getsockname()[1])]) == 2
+    assert one_line(capsys) == "twostroke: model.path: there is no folder and no GGUF file ./nowhere"
+
+
+@pytest.mark.parametrize("command", ["config schema", "config reference", "serve --help"])
+def test_a_reader_that_leaves_early_ends_a_command_without_a_word(command: str) -> None:
+    """As `twostroke config schema | head` does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "twostroke.cluster.cli", *command.split()],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writing)
+    assert done.stderr == ""
+    # argparse writes its help by itself, and minds no error.
+    assert done.returncode == (0 if "--help" in command else cli.PIPE_EXIT)
+
+
+def test_another_pipe_that_breaks_is_no_reader_that_has_left(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(_: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_run", breaks)
+    with pytest.raises(BrokenPipeError):
+        main(["status"])
+
+
 SERVE = ("serve", "--port", "18123")
 NO_URL = "write http://HOST:PORT or https://HOST:PORT"
 
@@ -33,6 +75,10 @@ NO_URL = "write http://HOST:PORT or https://HOST:PORT"
     [
         ([*SERVE, "--model", "/nowhere/at/all"], "model.path: there is no folder and no GGUF file /nowhere/at/all"),
         ([*SERVE, "--model", "./nowhere"], "model.path: there is no folder and no GGUF file ./nowhere"),
+        (
+            [*SERVE, "--model", "Qwen3-8B"],
+            "model.path: there is no folder and no GGUF file Qwen3-8B; an id of the Hugging Face hub is OWNER/NAME",
+        ),
         ([*SERVE, "--config", "/nowhere.yaml"], "/nowhere.yaml: can't be read: No such file or directory"),
         ([*SERVE, "--port", "70000"], "port 70000 is none: choose one from 1 to 65535"),
         ([*SERVE, "--grace", "-5"], "--grace -5: seconds for streams to end, 0 for none"),
@@ -144,8 +190,7 @@ def test_missing_packages_are_told_with_the_way_to_get_them(
 ) -> None:
     monkeypatch.setattr(cli, "_LOADTESTS_NEED", ("sys", "no_such_package"))
     assert cli.main(["loadtest", "run", "--rate", "1"]) == cli.CONFIG_ERROR_EXIT
-    told = "twostroke: loadtest needs no_such_package: in the project's checkout, pip install '.[loadtest]'"
-    assert one_line(capsys) == told
+    assert one_line(capsys) == f"twostroke: loadtest needs no_such_package: {how_to_install('loadtest')}"
 
 
 def test_our_own_process_is_never_patched_by_gevent() -> None:

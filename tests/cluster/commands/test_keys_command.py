@@ -37,6 +37,11 @@ def test_a_key_is_added_listed_and_revoked(tmp_path: Path, capsys: pytest.Captur
     assert known.names == {"alice", 'Bob "B"'}
     assert main(["key", "list", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert main(["key", "list", "--file", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    for none_or_two in ([], [str(file), "--file", str(file)]):
+        assert main(["key", "list", *none_or_two]) == 2
+        assert one_line(capsys) == "twostroke: key list: name one file of keys, --file FILE"
     assert [re.split(r"\s{2,}", line)[::2] for line in lines[1:]] == [
         ["alice", "-", "never"],
         ['Bob "B"', "standard", "2020-01-01T00:00:00+00:00 (expired)"],

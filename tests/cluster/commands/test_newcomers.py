@@ -46,7 +46,20 @@ TOLD = [
     ("serve m --trust-remote-code", "code of checkpoints is never run: leave it out"),
     ("serve m -dp 2", "prefill.replicas and decode.replicas say how many workers there are (--prefill, --decode)"),
     ("serve m -O3", "there is nothing to compile ahead: leave it out"),
-    ("serve m --tp 2", "did you mean -tp?"),
+    ("serve m --enable-prefix-cachin", "prefixes are always cached: leave it out"),
+    ("serve --model-path m", "SGLang's --model-path is --model here"),
+    ("serve m --tp 2", "SGLang's --tp is --tensor-parallel-size here"),
+    ("serve m --tp-size=2", "SGLang's --tp-size is --tensor-parallel-size here"),
+    ("serve m --dp-size 2", "SGLang's dp_size: prefill.replicas and decode.replicas say how many workers there are"),
+    ("serve m --mem-fraction-static 0.8", "SGLang's --mem-fraction-static is --gpu-memory-utilization here"),
+    ("serve m --context-length 8192", "SGLang's --context-length is --max-model-len here"),
+    ("serve m --chunked-prefill-size 4096", "SGLang's --chunked-prefill-size is --max-num-batched-tokens here"),
+    ("serve m --max-running-requests 64", "SGLang's --max-running-requests is --max-num-seqs here"),
+    ("serve m --disaggregation-mode prefill", "prefill and decode workers are apart unless --prefill 0"),
+    (
+        "serve m --schedule-policy lpm",
+        "SGLang's schedule_policy is prefill.queue and decode.queue here, in the file of --config",
+    ),
     ("serve m --max-model-length 8192", "did you mean --max-model-len?"),
     ("serve m --max_model_len 8x", "8x: give a number of tokens, like 8192, 8k or 8K"),
     ("serve m --tool-call-parser hermes", "is model.response_template here, in the file of --config"),
@@ -88,6 +101,19 @@ def test_what_is_otherwise_here_is_told_with_what_to_type(
     assert told in capsys.readouterr().err
 
 
+def test_a_flag_with_a_letter_missing_is_known_again_short_forms_notwithstanding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = [flag for flag in parser._option_string_actions if len(flag) > len("--name")]
+    assert {"--served-model-name", "--tensor-parallel-size", "--pipeline-parallel-size", "--quantization"} <= set(flags)
+    for flag in flags:
+        typo = flag[:5] + flag[6:]
+        assert exit_code_of(f"serve m {typo} 1") == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"did you mean {flag}?"
+
+
 def exit_code_of(typed: str) -> object:
     """Of a command that returns it, or ends by it."""
     try:
@@ -115,6 +141,12 @@ def test_a_file_of_vllms_form_is_told_line_by_line_what_it_is_here(
     assert all(line.endswith(hint) for line, hint in zip(lines, hints, strict=True))
     assert main(["serve", "--config", str(file)]) == 2
     assert capsys.readouterr().err.startswith("twostroke: port: there is no such setting; ")
+
+
+@pytest.mark.parametrize("typed", ["help serve", "serve --help=all", "serve -h"])
+def test_help_is_had_however_it_is_asked_for(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(typed) == 0
+    assert capsys.readouterr().out.startswith("usage: twostroke serve ")
 
 
 def test_no_command_or_flag_that_hints_are_for_is_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from twostroke.cluster.commands.serve import add_arguments, merged_settings
+from twostroke.cluster.config import sglang_names
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import setting_paths
 from twostroke.cluster.config.vllm_names import COMMANDS, INSTEAD, OF_BENCH_SERVE, SAME
@@ -74,6 +75,25 @@ def test_every_name_that_hints_know_is_on_the_page_with_what_they_say() -> None:
     assert rows.pop("vllm bench serve") == "`twostroke loadtest run`"
     theirs = {f"vllm {name}": text for name, text in COMMANDS.items() if name != "bench serve"}
     assert rows == theirs | {f"--{name.replace('_', '-')}": text for name, text in OF_BENCH_SERVE.items()}
+
+
+def test_the_page_has_what_hints_say_of_sglangs_names_and_none_is_vllms_too() -> None:
+    rows = list(cells_of("SGLang's flags"))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    expected = {}
+    for name, theirs in sglang_names.AS_VLLM.items():
+        flag = f"--{theirs.replace('_', '-')}"
+        if theirs in SAME:
+            settings = ", ".join(f"`{setting}`" for setting in SAME[theirs])
+            expected[name] = [settings, f"`{flag}`" if flag in parser._option_string_actions else "no"]
+        else:
+            expected[name] = [INSTEAD[theirs]]
+    expected |= {name: [text] for name, text in sglang_names.INSTEAD.items()}
+    assert {name_of(cells[0]): cells[1:] for cells in rows} == expected
+    assert not expected.keys() & (SAME.keys() | INSTEAD.keys())
+    for name in expected:
+        assert sglang_names.what_is_ours(name).startswith(f"SGLang's {name}")
 
 
 @pytest.mark.parametrize("cells", FLAGS, ids=lambda cells: words(cells[0])[0])

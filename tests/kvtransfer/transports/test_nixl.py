@@ -17,7 +17,7 @@ from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import make_transports, nixl
 from twostroke.protocol.errors import ConfigError, ConnectionLost, ProtocolError
 
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: pip install 'twostroke[nixl]'")
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: make tools")
 
 
 def listening_at() -> set[str]:
@@ -161,7 +161,7 @@ async def test_machines_without_rdma_are_told_what_to_set(monkeypatch: pytest.Mo
 
 def test_a_worker_without_the_package_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, nixl.PACKAGE, None)
-    with pytest.raises(ConfigError, match=r"pip install 'twostroke\[nixl\]'.*or set the transport to auto"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[nixl\]'.*or set the transport to auto"):
         make_transports("nixl", BytesStore())
 
 

@@ -246,7 +246,7 @@ def test_without_an_endpoint_nothing_that_traces_is_imported():
 def test_an_endpoint_without_the_extra_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "twostroke.router.observe.opentelemetry_traces")
-    with pytest.raises(ConfigError, match=r"install twostroke\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tracing\]'"):
         request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r", model="m")
 
 
