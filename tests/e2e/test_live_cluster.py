@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +22,10 @@ import psutil
 import pydantic
 import pytest
 
-from tests.e2e.conftest import MODEL, PROMPT, Server, log_lines, serving
-from tests.rigs.otlp import ReceivedSpan, receiving_spans
+from tests.e2e.conftest import MODEL, PROMPT, Server, serving
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import record_of, stream_completion, whole
 from twostroke.benchmarks.server_process import processes_named
-from twostroke.cluster.local.ray import ray_folder
 
 LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise
 
@@ -41,24 +40,13 @@ WRITTEN_URL = "http://127.0.0.1:8000/"
 
 
 @pytest.fixture(scope="module")
-def spans() -> Iterator[tuple[str, list[ReceivedSpan]]]:
-    with receiving_spans() as receiver:
-        yield receiver
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, spans: tuple[str, list[ReceivedSpan]]) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One prefill worker and one decode worker, KV through shared memory: what is chosen on one machine. The bundled
-    model, as if it had been taught to call tools. Clients have less time than by default. Logs are JSON, and requests
-    are traced."""
+    model, as if it had been taught to call tools. Clients have less time than by default."""
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    router = {"body_timeout_s": 5, "tracing": {"endpoint": spans[0]}}
-    settings = {"model": {"response_template": "hermes"}, "router": router, "logging": {"format": "json"}}
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OTEL_SERVICE_NAME", "of-the-operator")
-        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        yield from serving("--config", str(config))
+    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5}\n"
+    config.write_text(settings, encoding="utf-8")
+    yield from serving("--config", str(config))
 
 
 def test_kv_goes_through_shared_memory_and_the_tokens_are_those_of_one_engine(
@@ -87,6 +75,27 @@ def test_a_chat_answers_streamed_and_in_a_piece(server: Server) -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert whole.choices[0].message.role == "assistant"
     assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_the_readme_s_locust_command_loads_it_and_shows_the_tokens_times(server: Server) -> None:
+    (written,) = re.findall(
+        r"^ +\.venv/bin/(locust .*)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    command = written.replace(WRITTEN_URL.rstrip("/"), server.url).replace("-t 30s", "-t 3s")
+    assert command.endswith(server.url)
+    assert "-t 3s" in command
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+    for kind in ("POST", "TTFT", "TPOT", "ITL"):
+        assert re.search(rf"^{kind} +/v1/chat/completions +[1-9]", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_two_choices_are_seeded_apart_and_repeat(server: Server) -> None:
@@ -145,44 +154,6 @@ def test_errors_are_those_that_the_client_knows(server: Server) -> None:
             server.client.completions.create(**{"model": MODEL, "prompt": PROMPT, **fields})  # type: ignore[call-overload]
         assert [refused.value.param] == list(fields)
     assert [model.id for model in server.client.models.list()] == [MODEL]
-
-
-def test_one_id_joins_the_lines_of_a_request_over_router_prefill_and_decode_and_its_trace(
-    server: Server, spans: tuple[str, list[ReceivedSpan]]
-) -> None:
-    request_id = f"client-{time.time_ns()}"
-    body = {"model": MODEL, "prompt": PROMPT * 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
-    headers = {"X-Request-Id": request_id}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
-    assert answer.headers["x-request-id"] == request_id
-
-    def lines() -> dict[str, list[dict[str, Any]]]:
-        found = log_lines(ray_folder(), request_id)
-        return {role: [line for line in found if line["role"] == role] for role in ("router", "prefill", "decode")}
-
-    def roots() -> list[ReceivedSpan]:
-        return [span for span in spans[1] if span.attributes.get("twostroke.request_id") == request_id]
-
-    eventually("all three have written their line", lambda: all(lines().values()))
-    of_role = lines()
-    assert [len(of_role[role]) for role in of_role] == [1, 1, 1], "one line a process, however many tokens"
-    (router,), (prefill,), (decode,) = of_role.values()
-    workers = {role: server.workers(role)[0]["worker_id"] for role in ("prefill", "decode")}
-    for line, role in ((prefill, "prefill"), (decode, "decode")):
-        assert line["worker_id"] == line[f"{role}_worker"] == workers[role]
-        assert (line["attempt"], line["choice"]) == (1, 0)
-        assert line["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
-    assert (prefill["decode_worker"], decode["prefill_worker"]) == (workers["decode"], workers["prefill"])
-    assert (decode["finish_reason"], decode["output_tokens"]) == ("length", 12)
-    assert (router["prefill_workers"], router["decode_workers"]) == ([workers["prefill"]], [workers["decode"]])
-    assert router["attempts"] == 1
-
-    eventually("its trace has come", lambda: bool(roots()))
-    (root,) = roots()
-    assert {line["trace_id"] for line in (router, prefill, decode)} == {root.trace_id}
-    assert root.resource["service.name"] == "of-the-operator"
-    assert root.attributes["gen_ai.request.model"] == MODEL
-    assert root.attributes["gen_ai.usage.output_tokens"] == 12
 
 
 def test_a_client_that_leaves_frees_its_blocks_on_both_sides(server: Server) -> None:

@@ -157,13 +157,12 @@ def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cl
 def follow_retried(cluster: Cluster, victim: str) -> None:
     """The lines of the request that the victim was serving have one id, over router and both decode workers."""
     folder = cluster.rays.head.log.parent
-    (retried,) = {line["request_id"] for line in log_lines(folder) if line.get("attempts") == 2}
-    lines = log_lines(folder, retried)
-    (failed,) = [line for line in lines if line["level"] == "warning" and line["role"] == "router"]
+    (access,) = [line for line in log_lines(folder) if line.get("attempts", 0) > 1 and victim in line["decode_workers"]]
+    lines = log_lines(folder, access["request_id"])
+    failed = next(line for line in lines if line["level"] == "warning" and line["role"] == "router")
     (resumed,) = [line for line in lines if line["message"] == "a stream goes on at another attempt"]
-    (decoded,) = [line for line in lines if line["role"] == "decode"]
-    (access,) = [line for line in lines if "attempts" in line]
+    (decoded,) = [line for line in lines if line["message"] == "decode is done"]
     assert (failed["attempt"], failed["decode_worker"]) == (1, victim)
-    assert (resumed["attempt"], resumed["decode_worker"]) == (decoded["attempt"], decoded["worker_id"])
-    assert decoded["attempt"] == 2
+    assert resumed["attempt"] == decoded["attempt"] == access["attempts"] == 2
+    assert resumed["decode_worker"] == decoded["worker_id"] != victim
     assert access["decode_workers"] == [victim, decoded["worker_id"]]
