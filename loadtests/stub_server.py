@@ -52,7 +52,7 @@ class Script:
         return in_time and flows
 
 
-def key_of(prompt: Sequence[int]) -> int:
+def key_of(prompt: Sequence[int | str]) -> int:
     """What tells a prompt from others."""
     return seed_of("script", *prompt[:KEY_TOKENS])
 
@@ -158,8 +158,15 @@ async def _serve(scenario: str, control: Connection) -> list[Served]:
 
 
 class _Body(msgspec.Struct):
-    prompt: list[int]
     max_tokens: int
+    prompt: list[int] | str = ""
+    messages: list[dict[str, str]] = []
+
+    @property
+    def tokens(self) -> Sequence[int | str]:
+        """The prompt's; of text and of chats each word is one."""
+        text = " ".join(message["content"] for message in self.messages) or self.prompt
+        return text.split() if isinstance(text, str) else text
 
 
 async def _converse(
@@ -174,12 +181,12 @@ async def _converse(
         if head.startswith(b"GET /v1/models "):
             card = {"id": MODEL, "object": "model", "owned_by": "stub"}
             writer.write(_answer(200, {"object": "list", "data": [card]}))
-        elif head.startswith(b"POST /v1/completions "):
+        elif head.startswith((b"POST /v1/completions ", b"POST /v1/chat/completions ")):
             await _play(scenario, served, now, msgspec.json.decode(body, type=_Body), reader, writer)
         else:
             writer.write(_answer(404, {"error": {"message": "the stub has no such path"}}))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass  # the client is gone
+    except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        pass  # the client is gone, or the stub's time is over
     finally:
         writer.close()
 
@@ -192,7 +199,7 @@ async def _play(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    request = Served(key_of(body.prompt), now)
+    request = Served(key_of(body.tokens), now)
     served.append(request)
     script = script_of(scenario, request.key, body.max_tokens)
     if script.status != 200:
@@ -202,18 +209,19 @@ async def _play(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
         b"Connection: close\r\nX-Request-Id: %x\r\n\r\n" % request.key
     )
+    content = {"delta": {"content": " word"}} if body.messages else {"text": " word"}
     due = now
     for wait_s in (script.ttft_s, *script.gaps_s):
         due += wait_s  # from the planned instant on, so that what is late once does not make all that follows late
         await asyncio.sleep(due - time.monotonic())
-        if reader.at_eof():
+        if reader.at_eof() or writer.is_closing():
             return
         request.token_s.append(time.monotonic())
-        writer.write(_chunk({"choices": [{"index": 0, "text": " word", "finish_reason": None}]}))
+        writer.write(_chunk({"choices": [{"index": 0, **content, "finish_reason": None}]}))
     if script.ending == "silent":
         await reader.read()  # until the client gives up
     elif script.ending == "whole":
-        usage = {"prompt_tokens": len(body.prompt), "completion_tokens": len(request.token_s)}
+        usage = {"prompt_tokens": len(body.tokens), "completion_tokens": len(request.token_s)}
         writer.write(
             _chunk({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
             + _chunk({"choices": [], "usage": usage | {"total_tokens": sum(usage.values())}})

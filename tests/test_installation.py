@@ -79,8 +79,10 @@ def test_a_load_generator_needs_none_of_the_servers_packages() -> None:
         "loadtest",
         "import importlib, pkgutil, twostroke.loadtests as package\n"
         "for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "    if module.name != 'twostroke.loadtests.locustfile': importlib.import_module(module.name)\n"
-        "import twostroke.loadtests.locustfile  # last: it has gevent replace what blocks\n"
+        "    if module.name.rpartition('.')[2] not in ('locustfile', 'locust_plan', 'stages', 'users'):\n"
+        "        importlib.import_module(module.name)\n"
+        "# Last: Locust has gevent replace what blocks.\n"
+        "import twostroke.loadtests.locustfile, twostroke.loadtests.stages\n"
         "from twostroke.cluster.cli import main\n"
         "main(['loadtest', 'run', '--help'])",
     )

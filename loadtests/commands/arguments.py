@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.generator.run_facts import served_model
+from twostroke.loadtests.generator.run_facts import DEFAULT_URL, served_model, server_url
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import (
     SLO,
@@ -33,8 +33,6 @@ from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.run_folder import read_json
 from twostroke.loadtests.workloads.synthetic import SHAPES
 from twostroke.loadtests.workloads.traces import FORMATS
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 # MLPerf Inference's and DistServe's: time to first token and time per output token, in seconds.
 SLO_PRESETS = {
@@ -333,12 +331,6 @@ def _plan_of_file(arguments: argparse.Namespace) -> Plan:
         raise LoadTestError(f"--plan {arguments.plan}: no such file; name the plan.json in the folder of a run")
     plan = read_json(arguments.plan, Plan)
     return msgspec.structs.replace(plan, url=server_url(arguments.url or plan.url), name=arguments.name or plan.name)
-
-
-def server_url(text: str) -> str:
-    """The server's address, also from what clients of OpenAI's API are given (http://h:8000/v1), or h:8000 alone."""
-    url = text.strip() if "://" in text else f"http://{text.strip()}"
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 FOLDER = "uncontended"

@@ -5,6 +5,7 @@ live page draws of them; and on the terminal one line that changes, into a file 
 """
 
 import math
+import re
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.run_folder import Record
 
@@ -170,6 +172,33 @@ class Progress(msgspec.Struct, frozen=True):
     lag_p99_s: float | None
     is_over: bool
     error: str | None
+
+
+def tell_locust(environment: Any, record: Record, request_type: str, name: str, length: int = 0) -> None:
+    """Tell Locust of a request and of its tokens' times, for its table, page and files. Who listens to its requests
+    finds the times in the event's context."""
+    error: LoadTestError | None = None
+    if record.status != "ok":
+        # Locust counts equal errors together. The first word, a status, has no space before.
+        error = LoadTestError(re.sub(r"(?<= )\S*\d\S*", "#", record.error or record.status))
+    environment.events.request.fire(
+        request_type=request_type,
+        name=name,
+        response_time=(record.end_s - record.scheduled_s) * 1e3,
+        response_length=length,
+        exception=error,
+        context={"ttft_s": record.ttft_s, "tpot_s": record.tpot_s},
+    )
+    tell_times(environment, record, name)
+
+
+def tell_times(environment: Any, record: Record, name: str) -> None:
+    """Tell Locust of the tokens' times alone. They have rows of their own, which don't count as requests."""
+    for kind, seconds in (("TTFT", [record.ttft_s]), ("TPOT", [record.tpot_s]), ("ITL", record.gaps_s)):
+        row = environment.stats.get(name, kind)
+        for value in seconds:
+            if value is not None:
+                row.log(value * 1e3, 0)
 
 
 LINE_INTERVAL_S = 10.0

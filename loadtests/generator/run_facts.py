@@ -16,6 +16,7 @@ from typing import Any
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import RunFacts
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
 TIMEOUT_S = 10.0
 OWNER = "twostroke"  # what our server's models are `owned_by`
@@ -37,19 +38,25 @@ def get(url: str, path: str, timeout_s: float = TIMEOUT_S) -> bytes:
         return content
 
 
+def server_url(text: str) -> str:
+    """The server's address, also from what clients of OpenAI's API are given (http://h:8000/v1), or h:8000 alone."""
+    url = text.strip() if "://" in text else f"http://{text.strip()}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def models_of(url: str) -> list[dict[str, Any]]:
     """The models that a server lists. Raises LoadTestError where none answers."""
     if not re.match("https?://[^/]", url):
-        raise LoadTestError(f"--url {url}: write http://HOST:PORT or https://HOST:PORT, with a path where there is one")
+        raise LoadTestError(f"{url}: write http://HOST:PORT or https://HOST:PORT, with a path where there is one")
     if url.rstrip("/").endswith("/v1"):
-        raise LoadTestError(f"--url {url}: leave /v1 away, it is added")
+        raise LoadTestError(f"{url}: leave /v1 away, it is added")
     try:
         return list(json.loads(get(url, "/v1/models"))["data"])
     except urllib.error.HTTPError as error:
         hint = f": {_key_hint()}" if error.code in (401, 403) else ""
         raise LoadTestError(f"{url}/v1/models answers {error.code}{hint}") from error
     except InvalidURL as error:
-        raise LoadTestError(f"--url {url}: {error}") from error
+        raise LoadTestError(f"{url}: {error}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
@@ -130,8 +137,10 @@ def served_model(url: str, name: str | None = None) -> ServedModel:
     """The model of this name, or the first. Raises LoadTestError where no server answers, or it has no such model."""
     models = models_of(url)
     names = [str(model.get("id")) for model in models]
-    if not names or (name is not None and name not in names):
-        raise LoadTestError(f"{url} serves {', '.join(names) or 'no model'}, not {name or 'any'}: give --model")
+    if not names:
+        raise LoadTestError(f"{url} serves no model: /v1/models is an empty list")
+    if name is not None and name not in names:
+        raise LoadTestError(f"{url} serves {', '.join(names)}, not {name}: give --model")
     model = models[names.index(name) if name is not None else 0]
     max_context = model.get("max_model_len")
     if max_context is None and is_ours(models):

@@ -5,6 +5,7 @@ Raw numbers of PCG64 are drawn, not numpy's distributions: numpy promises the fo
 Prompts of hashed blocks, as the traces with prefix hashes have them.
 """
 
+import secrets
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -42,6 +43,11 @@ def token_ids(pieces: Iterable[Piece], vocabulary: int) -> list[int]:
 def text(pieces: Iterable[Piece]) -> str:
     """A word for each token: about as many tokens as planned, how many exactly is up to the server's vocabulary."""
     return " ".join(_words(piece) for piece in pieces)
+
+
+def random_text(tokens: int) -> str:
+    """About `tokens` tokens of common words, others each time, so that no server has them cached."""
+    return text([Piece(secrets.randbits(63), tokens)])
 
 
 @lru_cache(CACHED_PIECES)

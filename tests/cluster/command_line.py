@@ -18,11 +18,17 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @contextmanager
 def answering(bodies: dict[str, bytes], status: int = 200) -> Iterator[str]:
-    """The URL of a server that answers these paths."""
+    """The URL of a server that answers these paths, and a POST with 500."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = bodies[self.path]
+            self._answer(status, bodies[self.path])
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(500, b"out of order")
+
+        def _answer(self, status: int, body: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

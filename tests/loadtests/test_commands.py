@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.cluster.command_line import answering
 from tests.loadtests.report.runs import drawn, facts, plan, read_sweep, write_run
 from tests.loadtests.test_capacity import PLAN, summary_of
 from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.commands import arguments as plan_arguments
-from twostroke.loadtests.commands import compare, measure
-from twostroke.loadtests.commands.arguments import with_slo_multiple
-from twostroke.loadtests.plan import SLO, Closed, Plan
+from twostroke.loadtests.commands import compare, measure, write_plan
+from twostroke.loadtests.commands.arguments import plan_of, with_slo_multiple
+from twostroke.loadtests.plan import SLO, Closed, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Counts, Spread, Summary, Validity, summarise
 from twostroke.loadtests.run_folder import RunFolder
@@ -35,6 +36,30 @@ def test_report_says_the_verdict_and_ends_with_json(tmp_path: Path, capsys: pyte
     (figures,) = json.loads(last)["reports"]
     assert (figures["folder"], figures["valid"]) == (str(tmp_path), False)
     assert figures["attainment"] is not None
+
+
+def test_plan_writes_what_run_and_locust_carry_out_and_nothing_else_to_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering({"/v1/models": b'{"data": [{"id": "m", "max_model_len": 4096, "vocab_size": 4096}]}'}) as url:
+        assert write_plan.run(parsed(write_plan.add_arguments, "--url", url, "--rate", 2, "--seconds", 30)) == 0
+    written = capsys.readouterr()
+    made = msgspec.json.decode(written.out, type=Plan)
+    assert (made.url, made.model, made.arrivals, made.seconds) == (url, "m", Poisson(2.0), 30.0)
+    assert "locust -f" in written.err
+    file = tmp_path / "plan.json"
+    file.write_text(written.out)
+    assert plan_of(parsed(plan_arguments.add_plan_arguments, "--plan", file)) == made
+
+
+def test_plan_writes_none_that_can_t_be_carried_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering({"/v1/models": b'{"data": [{"id": "m", "max_model_len": 4096}]}'}) as url:
+        too_long = parsed(
+            write_plan.add_arguments, "--url", url, "--rate", 2, "--workload", "fixed", "--input-tokens", 5000
+        )
+        with pytest.raises(LoadTestError, match="don't fit"):
+            write_plan.run(too_long)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
