@@ -183,7 +183,7 @@ compare: $(STAMP)
 	@$(BIN)/python -m twostroke.tools.compare "$(BASE)" --benches $(BENCHES) --turns $(TURNS)
 
 # Pins what is installed now. Left to pyproject.toml's ranges: torch and triton, whose builds differ by machine.
-constraints: $(STAMP)
+constraints: tools
 	@{ echo "# Made by \`make constraints\`: the versions that the tests passed with."; \
 		$(BIN)/python -m pip freeze --exclude-editable | grep -Eiv '^(torch|triton|pip|setuptools|uv|nvidia-.*|cuda-.*)(=| @)' \
 		| sed -E 's/\+[^ ;]*//'; } > constraints.txt.new

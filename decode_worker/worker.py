@@ -25,13 +25,15 @@ from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.kvtransfer.sides import Incoming
 from twostroke.protocol.errors import TicketRefused, TransferFailed, TwostrokeError, WorkerLost
+from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
+from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall, failed_alone, read_prompt
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +124,13 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost (the worker is ending, its
         engine died, or there is no token channel to the router any more).
         """
+        return await logged("decode", request, self._clock, self._decode(request, ticket, pull))
+
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """As PrefillWorker.read."""
+        return await logged("read", request, self._clock, self._read(request))
+
+    async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:
         if ticket is not None and pull is not None:
             raise TicketRefused(f"the KV of request {request.request_id} can't come from two workers")
         self._check_new(request, pull)
@@ -137,8 +146,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         call = DecodeCall(job, ticket, ready_at=now)
         return await self._answered(call, call.reply, pull)
 
-    async def read(self, request: GenerateRequest) -> PrefillReply:
-        """As PrefillWorker.read."""
+    async def _read(self, request: GenerateRequest) -> PrefillReply:
         self._check_new(request, None)
         now = self._clock()
         call = ReadCall(self._scheduler.add(request, now=now, wants_transfer=False), None, ready_at=now)
@@ -232,7 +240,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
                 call.is_on_its_own = True  # the other side believes that all is well
                 raise TransferFailed("it came without a first token, as a cached prefix does")
         except TransferFailed as error:
-            _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
+            _log.warning("the KV did not come: %s", error, extra=about(call.request.log_context))
             self._scheduler.transfer_failed(call.job)
             if not (call.is_on_its_own or call.job.has_ended):
                 self._scheduler.wait_on(call.job)

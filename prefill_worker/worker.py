@@ -14,12 +14,14 @@ from twostroke.model.step import OnLayer
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.errors import TransferFailed, WorkerLost
+from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
 from twostroke.protocol.stats import Role
+from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall, failed_alone, read_prompt
+from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,13 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
         worker's to mend. Raises RequestError (can't be served as asked), TicketRefused or EpochMismatch (a ticket for
         somebody else), WorkerLost (the worker is ending, its engine died, or the request's router is gone).
         """
+        return await logged("prefill", request, self._clock, self._prefill(request, ticket, pull))
+
+    async def read(self, request: GenerateRequest) -> PrefillReply:
+        """Compute a prompt that something is read off, and whose KV nobody else needs. Raises what `prefill` does."""
+        return await logged("read", request, self._clock, self._prefill(request, None, None))
+
+    async def _prefill(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> PrefillReply:
         self._check_new(request, pull)
         if ticket is not None:
             self._check_ticket(request, ticket, ticket.source)
@@ -73,10 +82,6 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
             job = self._scheduler.add(request, now=self._clock(), awaits_offer=pull is not None)
         call = PrefillCall(job, ticket)
         return await self._answered(call, call.reply, pull)
-
-    async def read(self, request: GenerateRequest) -> PrefillReply:
-        """Compute a prompt that something is read off, and whose KV nobody else needs. Raises what `prefill` does."""
-        return await self.prefill(request, None)
 
     def _decide(self) -> ScheduledStep[PrefillJob]:
         return self._scheduler.schedule()
@@ -150,7 +155,7 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
         try:
             await transfer.done()
         except TransferFailed as error:
-            _log.warning("the KV of request %s was not sent: %s", call.request.request_id, error)
+            _log.warning("the KV was not sent: %s", error, extra=about(call.request.log_context))
             if not call.is_aborted:  # else nobody waits for it
                 # The router is told: the decode worker may not know even that there was something to wait for.
                 self._token_server.kv_not_sent(call.request.router_id, call.request.request_id)

@@ -22,9 +22,10 @@ from typing import Annotated
 
 import msgspec
 
-from twostroke.protocol import kv_layout, requests, stats, verdicts
+from twostroke.protocol import kv_layout, log_context, requests, stats, verdicts
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
+from twostroke.protocol.log_context import NO_REQUEST, LogContext
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
 from twostroke.protocol.verdicts import MOST_TOLD, Verdict
@@ -166,6 +167,7 @@ class SendPrefix(Message, frozen=True):
     ticket: Ticket
     token_ids: tuple[int, ...]
     cache_salt: bytes
+    log_context: LogContext = NO_REQUEST
 
 
 class Convicted(Message, frozen=True):
@@ -492,5 +494,5 @@ def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-PROTOCOL = fingerprint(structs_of(sys.modules[__name__], kv_layout, requests, stats, verdicts))
+PROTOCOL = fingerprint(structs_of(sys.modules[__name__], kv_layout, log_context, requests, stats, verdicts))
 """The version of all that travels between processes: they understand each other where it is the same."""

@@ -18,6 +18,7 @@ import msgspec
 
 from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused
 from twostroke.protocol.kv_layout import ONE_RANK, RankCut
+from twostroke.protocol.log_context import NO_REQUEST, LogContext
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
@@ -90,6 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     # `max_tokens` is 1, or 0: then no token is reported.
     reading: ReadingParams | None = None
     client: bytes = b""  # who asks: where clients take turns, each has its own, whatever its `cache_salt`
+    log_context: LogContext = NO_REQUEST  # what the workers' log lines about it tell
 
     @property
     def num_output_tokens_given(self) -> int:

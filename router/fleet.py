@@ -95,6 +95,15 @@ class Path(msgspec.Struct, frozen=True):
         return self.prefill or self.decode
 
     @property
+    def worker_ids(self) -> tuple[str, str]:
+        """The ids of the prefill and of the decode worker, as lines and spans name them; empty for one that is not
+        there."""
+        decode = self.decode.peer.worker_id
+        if self.prefill is not None:
+            return self.prefill.peer.worker_id, decode
+        return (decode, "") if self.decode.role == "prefill" else ("", decode)
+
+    @property
     def workers(self) -> tuple[Peer, ...]:
         """Who serves the attempt, who computes the prompt first."""
         return (self.decode.peer,) if self.prefill is None else (self.prefill.peer, self.decode.peer)

@@ -36,10 +36,11 @@ DATA = {
 }  # what the packages read beside their modules
 
 
-def distributions_of(extra: str) -> set[str]:
-    """Names of all that pip installs with this extra, as far as it is installed here."""
+def distributions_of(extras: str) -> set[str]:
+    """Names of all that pip installs with these extras (`serve,tracing`), as far as it is installed here."""
     waiting = list(map(Requirement, PROJECT["project"]["dependencies"]))
-    waiting += map(Requirement, PROJECT["project"]["optional-dependencies"][extra])
+    for extra in extras.split(","):
+        waiting += map(Requirement, PROJECT["project"]["optional-dependencies"][extra])
     found: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         requirement = waiting.pop()
@@ -59,8 +60,8 @@ def distributions_of(extra: str) -> set[str]:
 
 
 def run_with_only(extras: str, script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` in a process that can import what comes with these extras, and nothing else of what is here."""
-    brought = {"twostroke"}.union(*(distributions_of(extra) for extra in extras.split(",") if extra))
+    """Run `script` in a process that can import what comes with `extras`, and nothing else that is installed here."""
+    brought = distributions_of(extras) | {"twostroke"} if extras else {"twostroke"}
     missing = sorted(
         module
         for module, owners in metadata.packages_distributions().items()
@@ -104,6 +105,30 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
     assert (done.returncode, done.stdout) == (2, "")
     way_out = re.escape(f": {how_to_install(extra)}")
     assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "script"),
+    [
+        (
+            "opentelemetry-exporter-otlp-proto-http",
+            "from twostroke.router.observe.tracing import TracingConfig, request_traces\n"
+            "assert request_traces(TracingConfig(endpoint='http://127.0.0.1:1/'), replica='r', model='m')",
+        ),
+        (
+            "nixl",
+            "import importlib\nfrom twostroke.kvtransfer.transports import nixl\nimportlib.import_module(nixl.PACKAGE)",
+        ),
+    ],
+)
+def test_the_image_has_what_tracing_and_nixl_need(distribution: str, script: str) -> None:
+    (extras,) = re.findall(r'"twostroke\[([\w,]+)\] @', (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8"))
+    assert distribution in distributions_of(extras)
+    assert distribution in {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    if not any(canonicalize_name(one.name) == distribution for one in metadata.distributions()):
+        pytest.skip(f"{distribution} is not installed here: `make tools` installs it")
+    done = run_with_only(extras, script)
+    assert done.returncode == 0, done.stderr
 
 
 def installed_by(*arguments: str, folder: Path = ROOT) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.log_context import LogContext, about
 from twostroke.protocol.requests import Ticket
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import JobT
@@ -121,7 +122,7 @@ class Pulls(Generic[JobT]):
         try:
             await incoming.verified()
         except TransferFailed as error:
-            _log.warning("the prefix of request %s did not come: %s", job.request.request_id, error)
+            _log.warning("the prefix did not come: %s", error, extra=about(job.request.log_context))
             self.scheduler.pull_failed(job)
         else:
             if num_tokens := self.scheduler.pulled(job):
@@ -138,7 +139,7 @@ class PrefixExports:
     pool: BlockPool
     transfers: Transfers
 
-    def send(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
+    def send(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> bool:
         """Begin to send the longest cached prefix of `token_ids`; whether there is one. Never waits.
 
         It stops short of the last token at least: the target must compute one, or it has nothing to draw from. Where
@@ -152,19 +153,24 @@ class PrefixExports:
             try:
                 self.sender.decline(ticket, "nothing of the prefix is cached any more")
             except ValueError as error:
-                _log.warning("asked for a prefix with a ticket that can't be: %s", error)
+                _log.warning("asked for a prefix with a ticket that can't be: %s", error, extra=about(log_context))
             return False
         num_tokens = len(block_ids) // self.pool.groups.count * self.pool.block_size
         transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
         transfer.commit(None)
-        self.transfers.see(self._see_off(transfer, block_ids), f"export to {ticket.target.worker_id}")
+        self.transfers.see(
+            self._see_off(transfer, block_ids, about(log_context, tokens=num_tokens)),
+            f"export to {ticket.target.worker_id}",
+        )
         return True
 
-    async def _see_off(self, transfer: Outgoing, block_ids: Sequence[int]) -> None:
+    async def _see_off(self, transfer: Outgoing, block_ids: Sequence[int], extra: dict[str, Any]) -> None:
         try:
             await transfer.done()
         except TransferFailed as error:
-            _log.info("a cached prefix was not sent: %s", error)
+            _log.info("a cached prefix was not sent: %s", error, extra=extra)
+        else:
+            _log.info("a cached prefix was sent", extra=extra)
         finally:
             self.pool.release(block_ids)
 

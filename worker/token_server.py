@@ -16,6 +16,7 @@ from pydantic import model_validator
 from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
@@ -72,7 +73,7 @@ class TokenServerCallbacks:
 
     cancel: Callable[[str], None]  # a request id
     prefill_failed: Callable[[str], None]  # a request id
-    send_prefix: Callable[[Ticket, Sequence[int], bytes], None]  # where to, the prefix's tokens, its cache salt
+    send_prefix: Callable[[Ticket, Sequence[int], bytes, LogContext], None]  # where to, the prefix's tokens, its salt
     router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
     stats: Callable[[], WorkerStats]  # asked for the worker's numbers
     drain: Callable[[], None] = lambda: None  # the worker is being taken down
@@ -210,8 +211,8 @@ class TokenServer:
                     self.callbacks.drain()
                 case PrefillFailed(request_id):
                     self.callbacks.prefill_failed(request_id)
-                case SendPrefix(ticket, token_ids, cache_salt):
-                    self.callbacks.send_prefix(ticket, token_ids, cache_salt)
+                case SendPrefix(ticket, token_ids, cache_salt, log_context):
+                    self.callbacks.send_prefix(ticket, token_ids, cache_salt, log_context)
                 case ReportBlocks():
                     self._block_reports.begin(router_id, connection)
                 case Convicted(verdicts):

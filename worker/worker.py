@@ -5,8 +5,6 @@ torch. `cluster/` wraps workers into deployments; tests/simulation runs them on 
 """
 
 import asyncio
-import logging
-import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
-from twostroke.model.step import BrokenLogits, Constraint, Engine, OnLayer
+from twostroke.model.step import Constraint, Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     EpochMismatch,
@@ -29,6 +27,7 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
+from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import (
     GenerateRequest,
@@ -42,6 +41,7 @@ from twostroke.protocol.requests import (
 )
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.call_log import failed_alone
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.experts.expert_balance import ExpertBalance
 from twostroke.worker.experts.expert_load import ExpertLoad, ReadHits
@@ -53,8 +53,6 @@ from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
 from twostroke.worker.trials import LinkProbe
-
-_log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT")
 
@@ -496,8 +494,8 @@ class Worker(ABC, Generic[JobT, CallT]):
             if call.request.router_id == router_id:
                 self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
-    def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
-        self._exports.send(ticket, token_ids, cache_salt)
+    def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], salt: bytes, log_context: LogContext) -> None:
+        self._exports.send(ticket, token_ids, salt, log_context)
 
     def _leave(self) -> None:
         """The worker is being taken down: what has not begun, here or on its way here, is begun elsewhere."""
@@ -542,18 +540,6 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def _prefill_failed(self, request_id: str) -> None:
         """No KV comes from the request's prefill worker."""
-
-
-def failed_alone(request: GenerateRequest, error: BaseException) -> RequestError:
-    """Log what one request has failed of; returns what its client is told. The error's own words may be the prompt's,
-    and go nowhere."""
-    if isinstance(error, BrokenLogits):
-        _log.error("request %s has failed: its logits were NaN or infinite", request.request_id)
-        return RequestError("the model's logits were no numbers on this worker", code="broken_logits", status=503)
-    name = type(error).__name__
-    where = "".join(traceback.format_tb(error.__traceback__))
-    _log.error("request %s has failed alone: %s\n%s", request.request_id, name, where)
-    return RequestError(f"the server failed to compute this request ({name})", code="request_failed", status=500)
 
 
 def _unfollowable() -> RequestError:

@@ -206,7 +206,9 @@ class RouterReplica:
             admission=admission,
             tenants=tenants,
             keys_age_s=self._keys.age_s if settings.auth.keys_file is not None else None,
-            traces=request_traces(settings.router.tracing, replica=peer.worker_id),
+            traces=request_traces(
+                settings.router.tracing, replica=peer.worker_id, model=served_name(settings.model, folder)
+            ),
             other_versions=fleet.other_versions,
             other_routers=others.readings if replicas > 1 else no_other_routers,
             expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.log_context import about
 from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import (
     DecodeReply,
@@ -248,7 +249,7 @@ class Attempt:
             stream.fail(error)
             return
         except Exception as error:
-            _log.exception("the decode call of %s failed unexpectedly", self._request.request_id)
+            _log.exception("the decode call failed unexpectedly", extra=about(self._request.log_context))
             stream.fail(WorkerFailed(f"the decode call failed: {type(error).__name__}"))
             return
         self._progress.decoded(self._request, reply, had_transfer=self._ticket is not None or pull is not None)
@@ -270,7 +271,7 @@ class Attempt:
             is_lost = not self._channels.is_connected(worker.peer)
             if not self._stream.heard:  # else the decode worker needs nothing any more
                 why = "is lost" if is_lost else "did not send the KV"
-                error = (WorkerLost if is_lost else TransferFailed)(f"{worker.peer.worker_id} {why} of {request_id}")
+                error = (WorkerLost if is_lost else TransferFailed)(f"{worker.peer.worker_id} {why}")
                 self._without_prefill(worker.peer, error)
             if is_lost and call is not None:
                 call.cancel()
@@ -286,7 +287,7 @@ class Attempt:
         except TwostrokeError as error:
             self._without_prefill(worker.peer, error)
         except Exception as error:
-            _log.exception("the prefill call of %s failed unexpectedly", request_id)
+            _log.exception("the prefill call failed unexpectedly", extra=about(self._request.log_context))
             self._without_prefill(worker.peer, WorkerFailed(f"the prefill call failed: {type(error).__name__}"))
         else:
             self._progress.prefilled(self._request, worker.peer, reply)
@@ -295,7 +296,8 @@ class Attempt:
             self._progress.prefill_ended(worker.peer)
 
     def _without_prefill(self, worker: Peer, error: TwostrokeError) -> None:
-        _log.warning("prefill of %s on %s failed: %s", self._request.request_id, worker.worker_id, error)
+        extra = about(self._request.log_context, error=type(error).__name__)
+        _log.warning("the prefill on %s failed: %s", worker.worker_id, error, extra=extra)
         self._progress.prefill_failed(worker, error)
         if self._telling is None:
             self._telling = asyncio.create_task(self._tell_of_failed_prefill())
@@ -328,7 +330,9 @@ class Attempt:
         if source is None or not self._channels.is_connected(source.peer):
             return None
         ticket = self._mint(source, self._path.reader)
-        self._channels.send(source.peer, SendPrefix(ticket, self._request.token_ids, self._request.cache_salt))
+        request = self._request
+        asked = SendPrefix(ticket, request.token_ids, request.cache_salt, request.log_context)
+        self._channels.send(source.peer, asked)
         return ticket
 
     def _mint(self, source: WorkerInfo, target: WorkerInfo) -> Ticket:

@@ -11,6 +11,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
@@ -19,7 +20,6 @@ from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.reading import ReadingAttempt
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.log_format import FIELDS
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
@@ -109,9 +109,10 @@ class Pipeline:
             progress = Progress(path, hold, case, stages, failed, self._records, self._chooser, self._clock)
             failure: WorkerLost | RequestError | None = None
             try:
-                tried = self._next_try(request, sent, stages)
                 async with self._until(deadline):
                     await progress.begin()
+                tried = self._next_try(request, sent, stages)
+                _log.debug("an attempt begins", extra=about(tried.log_context))
                 kind: type[Attempt | ReadingAttempt] = Attempt if tried.reading is None else ReadingAttempt
                 attempt = kind(self._around, tried, progress)
                 async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
@@ -119,7 +120,7 @@ class Pipeline:
                     async for event in events:
                         now = self._clock()
                         if is_first and stages.attempts > 1:
-                            _tell_of_resumption(stages.attempts, path, len(sent), now - last)
+                            _tell_of_resumption(stages, len(sent), now - last)
                         is_first, last = False, now
                         sent.extend(token.token_id for token in event.tokens)
                         yield event
@@ -127,7 +128,13 @@ class Pipeline:
             except (WorkerLost, RequestError) as error:
                 failure = error
                 decode = path.decode.peer
-                _log.warning("attempt %d on %s failed: %s", stages.attempts, decode.worker_id, error)
+                _log.warning(
+                    "attempt %d on %s failed: %s",
+                    stages.attempts,
+                    decode.worker_id,
+                    error,
+                    extra=about(stages.log_context, error=type(error).__name__),
+                )
                 pause_s = retries.pause_s(
                     error,
                     has_got_on=progress.has_got_on,
@@ -212,6 +219,7 @@ class Pipeline:
             router_id=self._router.worker_id,
             token_ids=(*request.token_ids, *sent),
             promise=left_of(request.promise, self._clock() - stages.arrive),
+            log_context=stages.log_context,
         )
 
     @asynccontextmanager
@@ -224,12 +232,7 @@ class Pipeline:
             raise out_of_time() from error
 
 
-def _tell_of_resumption(attempt: int, path: Path, num_tokens: int, pause_s: float) -> None:
+def _tell_of_resumption(stages: Stages, num_tokens: int, pause_s: float) -> None:
     """The client stood still for `pause_s` after its `num_tokens`, and goes on."""
-    fields = {
-        "attempt": attempt,
-        "decode_worker": path.decode.peer.worker_id,
-        "tokens": num_tokens,
-        "pause_s": round(pause_s, 3),
-    }
-    _log.info("a stream goes on at another attempt", extra={FIELDS: fields})
+    extra = about(stages.log_context, tokens=num_tokens, pause_s=round(pause_s, 3))
+    _log.info("a stream goes on at another attempt", extra=extra)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.log_context import about
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import GenerateRequest, PromptScores, TokenEvent
 from twostroke.router.generate.attempt import Progress, Surroundings, out_of_time
@@ -54,7 +55,7 @@ class ReadingAttempt:
         except TwostrokeError as error:
             self._stream.fail(error)
         except Exception as error:
-            _log.exception("the read call of %s failed unexpectedly", self._request.request_id)
+            _log.exception("the read call failed unexpectedly", extra=about(self._request.log_context))
             self._stream.fail(WorkerFailed(f"the read call failed: {type(error).__name__}"))
         else:
             event = reply.event

@@ -97,7 +97,7 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     )
     app.state.service, app.state.doctor = service, doctor
     app.state.max_body_bytes = service.config.max_body_bytes
-    app.include_router(_keyed, dependencies=[Security(_key), Security(_x_api_key)] if service.tenants else [])
+    app.include_router(keyed, dependencies=[Security(_key), Security(_x_api_key)] if service.tenants else [])
     app.include_router(_open)
     if service.config.has_page:
         app.include_router(page)
@@ -115,7 +115,7 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(Deadlines, body_s=service.config.body_timeout_s, send_s=service.config.send_timeout_s)
-    app.add_middleware(Exchanges, clock=service.clock, began=service.feed.began, over=service.over)
+    app.add_middleware(Exchanges, clock=service.clock, began=service.began, over=service.over)
     app.add_middleware(RequestIds)
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -125,7 +125,7 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
 
 
 _open = APIRouter(route_class=BoundedRoute)
-_keyed = APIRouter(route_class=BoundedRoute)
+keyed = APIRouter(route_class=BoundedRoute)
 # For the document: `Authentication` has checked them.
 _key = HTTPBearer(auto_error=False)
 _x_api_key = APIKeyHeader(name="x-api-key", auto_error=False)
@@ -140,13 +140,13 @@ async def _service_of(request: Request) -> RouterService:
 Service = Annotated[RouterService, Depends(_service_of)]
 
 
-async def _held() -> AsyncIterator[ExitStack]:
+async def held() -> AsyncIterator[ExitStack]:
     """What a request holds until its response is over."""
     with ExitStack() as held:
         yield held
 
 
-Held = Annotated[ExitStack, Depends(_held)]
+Held = Annotated[ExitStack, Depends(held)]
 
 
 async def _generate(
@@ -219,19 +219,19 @@ _GENERATES: dict[str, Any] = {
 }
 
 
-@_keyed.post("/v1/completions", response_model=Completion, **_GENERATES)
+@keyed.post("/v1/completions", response_model=Completion, **_GENERATES)
 async def completions(asked: CompletionRequest, request: Request, held: Held) -> Response:
     """Continue a prompt."""
     return await _generate(asked, CompletionFormat, request, held)
 
 
-@_keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_GENERATES)
+@keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_GENERATES)
 async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
     """Answer a chat."""
     return await _generate(asked, ChatFormat, request, held)
 
 
-@_keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
+@keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
 async def responses(asked: ResponsesRequest, request: Request, held: Held, service: Service) -> Response:
     """Answer a chat, in the words of OpenAI's Responses API."""
     service.check(asked)
@@ -240,13 +240,13 @@ async def responses(asked: ResponsesRequest, request: Request, held: Held, servi
         return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
 
 
-@_keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
+@keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
 async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
     """A vector for each text."""
     return await _generate(asked, EmbeddingFormat, request, held)
 
 
-@_keyed.post(
+@keyed.post(
     "/v1/messages", response_model=MessageObject, **_GENERATES | {"responses": _STREAMS | _errors(MessageError)}
 )
 async def messages(asked: MessagesRequest, request: Request, held: Held, service: Service) -> Response:
@@ -257,7 +257,7 @@ async def messages(asked: MessagesRequest, request: Request, held: Held, service
         return await _generate(draft.chat(), MessagesFormat, request, held)
 
 
-@_keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
+@keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
 async def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
     """The tokens of a message's prompt."""
     service.check(asked)
@@ -288,7 +288,7 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-@_keyed.get("/v1/models")
+@keyed.get("/v1/models")
 async def models(service: Service) -> ModelList:
     """The model served."""
     try:
@@ -309,7 +309,7 @@ async def models(service: Service) -> ModelList:
     return {"object": "list", "data": [card]}
 
 
-@_keyed.get("/v1/models/{name:path}")
+@keyed.get("/v1/models/{name:path}")
 async def model(name: str, service: Service) -> ModelCard:
     """One model."""
     service.check_model(name)
@@ -325,7 +325,7 @@ class TokenIds(TypedDict):
     token_strs: list[str | None] | None
 
 
-@_keyed.post("/tokenize")
+@keyed.post("/tokenize")
 async def tokenize(asked: TokenizeRequest, service: Service) -> TokenIds:
     """Text to token ids."""
     service.check(asked)
@@ -347,7 +347,7 @@ class DetokenizedText(TypedDict):
     prompt: str
 
 
-@_keyed.post("/detokenize")
+@keyed.post("/detokenize")
 async def detokenize(asked: DetokenizeRequest, service: Service) -> DetokenizedText:
     """Token ids to text."""
     service.check(asked)
@@ -382,7 +382,7 @@ def _told_as(media_type: str) -> dict[str, Any]:
     return {"response_class": Response, "responses": {200: {"content": content}}}
 
 
-@_keyed.get("/metrics", dependencies=_ADMINS, **_told_as("text/plain"))
+@keyed.get("/metrics", dependencies=_ADMINS, **_told_as("text/plain"))
 async def metrics(service: Service) -> Response:
     """Prometheus' text, of all routers, whichever is asked."""
     readings = await service.readings()
@@ -390,13 +390,13 @@ async def metrics(service: Service) -> Response:
     return Response(await asyncio.to_thread(exposition, readings), media_type=CONTENT_TYPE_LATEST)
 
 
-@_keyed.get("/status", dependencies=_ADMINS)
+@keyed.get("/status", dependencies=_ADMINS)
 async def status(service: Service) -> dict[str, Any]:
     """The workers and their numbers."""
     return service.status()
 
 
-@_keyed.get("/doctor", dependencies=_ADMINS, **_told_as(_JSON_LINES))
+@keyed.get("/doctor", dependencies=_ADMINS, **_told_as(_JSON_LINES))
 async def doctor(request: Request) -> Response:
     """Every way of KV, tried out: one line of JSON for each, as soon as it is known."""
     if request.method == "HEAD":  # whoever asks for a head wants no trials
@@ -411,7 +411,7 @@ class Version(TypedDict):
     version: str
 
 
-@_keyed.get("/version")
+@keyed.get("/version")
 async def version(service: Service) -> Version:
     """The server's version."""
     return {"version": service.config.version}
@@ -427,7 +427,7 @@ def _add_heads(router: APIRouter) -> None:
 
 _add_heads(_open)
 _add_heads(page)
-_add_heads(_keyed)
+_add_heads(keyed)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

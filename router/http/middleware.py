@@ -12,10 +12,10 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError
+from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
 from twostroke.router.http.responses import error_response
 from twostroke.router.http.tenants import Tenant, Tenants
 from twostroke.router.observe.access_log import MINTED, exchange_of
-from twostroke.router.observe.log_format import REQUEST_ID
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
 """Tell nothing but that, so whoever balances loads may ask by any name."""
@@ -50,11 +50,11 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        label = REQUEST_ID.set(request_id)
+        before = LOG_CONTEXT.set(LogContext(request_id))
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            REQUEST_ID.reset(label)
+            LOG_CONTEXT.reset(before)
 
 
 class Origins:

@@ -144,6 +144,12 @@ class RouterService:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
+    def began(self, exchange: Exchange) -> None:
+        """A request has come."""
+        if self.traces is not None:
+            self.traces.begin(exchange)
+        self.feed.began(exchange)
+
     def over(self, exchange: Exchange) -> None:
         """A request has ended: count it, and hand it to those who trace."""
         if exchange.refusal is not None:

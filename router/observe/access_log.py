@@ -5,8 +5,10 @@ answer or a key.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
+from twostroke.protocol.log_context import LOG_CONTEXT, LogContext, about
 from twostroke.protocol.requests import GenerateRequest
-from twostroke.router.observe.log_format import FIELDS, REQUEST_ID
 from twostroke.router.observe.stages import Stages
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ _log = logging.getLogger(__name__)
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/status"})
 """Asked for every few seconds by those who watch: these lines are for debugging alone."""
 
+
+_TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_MOST_WORKERS = 16  # of a role, that a line names
 
 CLIENT_GONE = 499
 """The status in logs of a request whose client left before it was answered."""
@@ -51,8 +56,10 @@ class Exchange:
     is_stream: bool = False
     requests: Sequence[GenerateRequest] = field(default=())  # one for each choice
     stages: Sequence[Stages] = field(default=())  # likewise
+    leaders: Sequence[Stages] = field(default=())  # of these, the first of each prompt
     has_minted_id: bool = False  # else the id is the client's own text
     num_prompt_tokens: int = 0  # prompts count once, however many choices each has
+    trace_id: str = ""  # of the client's trace context, or of the trace that begins here; empty: there is none
 
     def fails(self, error: TwostrokeError) -> None:
         """The client is told of `error`."""
@@ -64,16 +71,31 @@ class Exchange:
         self.refusal = error
 
     def generates(
-        self, requests: Sequence[GenerateRequest], stages: Sequence[Stages], num_prompt_tokens: int, *, is_stream: bool
+        self,
+        requests: Sequence[GenerateRequest],
+        stages: Sequence[Stages],
+        leaders: Sequence[Stages],
+        num_prompt_tokens: int,
+        *,
+        is_stream: bool,
     ) -> None:
         """The request has been understood; `stages` fill up on its way."""
-        self.requests, self.stages = requests, stages
+        self.requests, self.stages, self.leaders = requests, stages, leaders
         self.num_prompt_tokens, self.is_stream = num_prompt_tokens, is_stream
+
+    def log_context(self, choice: int = 0) -> LogContext:
+        """Return what log lines about the request tell, or about one of its choices."""
+        return LogContext(self.request_id, self.trace_id, choice)
 
     @property
     def num_output_tokens(self) -> int:
         """Of all choices."""
         return sum(stages.num_output_tokens for stages in self.stages)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in a prefix cache; other choices find what the first of their prompt has computed."""
+        return sum(stages.num_cached_tokens for stages in self.leaders)
 
 
 def exchange_of(request: HTTPConnection) -> Exchange:
@@ -97,16 +119,19 @@ class Exchanges:
             return
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        parent = _TRACE_PARENT.match(trace.get("traceparent", ""))
         exchange = Exchange(
-            REQUEST_ID.get(),
+            LOG_CONTEXT.get().request_id,
             scope["method"],
             scope["path"],
             self._clock(),
             trace,
             has_minted_id=bool(scope.get(MINTED)),
+            trace_id=parent[1] if parent else "",
         )
         scope[_EXCHANGE] = exchange
         self._began(exchange)
+        LOG_CONTEXT.set(exchange.log_context())  # `RequestIds` takes it back
 
         async def send_and_see(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -126,7 +151,13 @@ class Exchanges:
 def _log_line(exchange: Exchange) -> None:
     level = logging.DEBUG if exchange.path in _QUIET_PATHS else logging.INFO
     if _log.isEnabledFor(level):
-        _log.log(level, "%s %s", exchange.method, exchange.path[:256], extra={FIELDS: _fields(exchange)})
+        _log.log(
+            level,
+            "%s %s",
+            exchange.method,
+            exchange.path[:256],
+            extra=about(exchange.log_context(), **_fields(exchange)),
+        )
 
 
 def _fields(exchange: Exchange) -> dict[str, Any]:
@@ -144,5 +175,12 @@ def _fields(exchange: Exchange) -> dict[str, Any]:
             "output_tokens": exchange.num_output_tokens,
             "ttft_s": round(min(first_tokens), 4) if first_tokens else None,
             "attempts": max(stages.attempts for stages in exchange.stages),
+            "prefill_workers": _distinct(prefill for stages in exchange.stages for prefill, _ in stages.workers()),
+            "decode_workers": _distinct(decode for stages in exchange.stages for _, decode in stages.workers()),
         }
     return fields
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    """Return each name once, the first _MOST_WORKERS of them."""
+    return list(islice(dict.fromkeys(filter(None, names)), _MOST_WORKERS))

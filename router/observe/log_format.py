@@ -8,14 +8,9 @@ import logging
 import time
 import traceback
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any
 
-REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
-"""The `X-Request-Id` of the HTTP request that a task serves, inherited by the tasks that it starts."""
-
-FIELDS = "fields"
-"""What a record may have as `extra`: names and values beside the message."""
+from twostroke.protocol.log_context import CONTEXT, FIELDS, LOG_CONTEXT, LogContext
 
 
 class JsonLines(logging.Formatter):
@@ -33,8 +28,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **self._process,
         }
-        if request_id := REQUEST_ID.get():
-            line["request_id"] = request_id
+        line |= _context_of(record).fields()
         line |= getattr(record, FIELDS, {})
         if record.exc_info:
             line["exception"] = _traceback(record)
@@ -45,14 +39,20 @@ class TextLines(logging.Formatter):
     """For people: time, level, logger, message, then fields. A traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={value}" for name, value in getattr(record, FIELDS, {}).items())
-        request_id = REQUEST_ID.get()
+        context = _context_of(record).fields()
+        request_id = context.pop("request_id", "")
         label = f" [{request_id}]" if request_id else ""
-        words = _printable(f"{record.getMessage()}{fields}")
-        line = f"{_utc(record.created)} {record.levelname} {record.name}{label}: {words}"
+        fields = "".join(f" {name}={value}" for name, value in (context | getattr(record, FIELDS, {})).items())
+        words = _printable(f"{record.name}{label}: {record.getMessage()}{fields}")
+        line = f"{_utc(record.created)} {record.levelname} {words}"
         if record.exc_info:
             line += "".join(f"\n    {_printable(frame)}" for frame in _traceback(record).splitlines())
         return line
+
+
+def _context_of(record: logging.LogRecord) -> LogContext:
+    context: LogContext | None = getattr(record, CONTEXT, None)
+    return LOG_CONTEXT.get() if context is None else context
 
 
 def _traceback(record: logging.LogRecord) -> str:

@@ -19,11 +19,20 @@ from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    format_trace_id,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -33,39 +42,75 @@ from twostroke.router.observe.stages import Stages
 MAX_CHOICES = 16
 """Of one request, that have spans; a request may have more."""
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+OPERATIONS: Mapping[str, str] = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}
+"""The routes whose requests have spans, and `gen_ai.operation.name` of each; a test looks for missing ones."""
+
+
+class TraceIds(RandomIdGenerator):
+    """Has a trace that begins here go by the id that log lines have told already."""
+
+    next_trace_id: int | None = None
+
+    def generate_trace_id(self) -> int:
+        return self.next_trace_id or super().generate_trace_id()
+
+
+def resource_of(replica: str) -> Resource:
+    """Return what all spans of a router tell of it; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    ours = Resource.create({"service.name": "twostroke", "service.instance.id": replica})
+    return ours.merge(OTELResourceDetector().detect())
 
 
 def exporting(endpoint: str, sample: float, *, replica: str) -> TracerProvider:
     """Sends batches of spans to an OTLP receiver, on a thread of its own."""
     provider = TracerProvider(
-        resource=Resource.create({"service.name": "twostroke", "service.instance.id": replica}),
+        resource=resource_of(replica),
         sampler=ParentBased(TraceIdRatioBased(sample)),
+        id_generator=TraceIds(),
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
 
 
 class OpenTelemetryTraces:
-    """Turns requests for completions into spans. `wall_clock` gives seconds since 1970."""
+    """Turns requests that the model computes something for into spans.
 
-    def __init__(self, provider: TracerProvider, *, wall_clock: Callable[[], float] = time.time):
+    `model` is the name of the one that is served; `wall_clock` gives seconds since 1970.
+    """
+
+    def __init__(self, provider: TracerProvider, *, model: str, wall_clock: Callable[[], float] = time.time):
+        """`provider` draws its ids by TraceIds."""
+        assert isinstance(provider.id_generator, TraceIds)
         self._provider = provider
+        self._ids = provider.id_generator
+        self._model = model
         self._tracer = provider.get_tracer("twostroke.router")
         self._wall_clock = wall_clock
         self._propagator = TraceContextTextMapPropagator()
 
+    def begin(self, exchange: Exchange) -> None:
+        """Draw the id of the request's trace, which its log lines tell, where it takes no part in a client's."""
+        if not exchange.trace_id:
+            exchange.trace_id = format_trace_id(RandomIdGenerator.generate_trace_id(self._ids))
+
     def record(self, exchange: Exchange) -> None:
         """Make the spans of a request that is over just now."""
-        operation = _OPERATIONS.get(exchange.route or "")
+        operation = OPERATIONS.get(exchange.route or "")
         if operation is None:
             return
+        self._ids.next_trace_id = int(exchange.trace_id or "0", 16)
         spans = _Spans(self._tracer, self._wall_clock() - exchange.ended)
         parent = self._propagator.extract(exchange.headers)
-        attributes = _attributes(exchange, operation)
+        attributes = _attributes(exchange, operation, self._model)
         root = spans.begin(f"{exchange.method} {exchange.route}", exchange.began, parent, attributes, SpanKind.SERVER)
-        if exchange.status >= 500:
-            root.set_attribute("error.type", str(exchange.status))
+        if exchange.status >= 500 or (exchange.status == 200 and exchange.code is not None):  # a stream may fail later
+            root.set_attribute("error.type", exchange.code or str(exchange.status))
             root.set_status(Status(StatusCode.ERROR))
         for index, stages in enumerate(exchange.stages[:MAX_CHOICES]):
             _add_choice(spans, set_span_in_context(root), index, stages)
@@ -100,7 +145,7 @@ class _Spans:
         return int((moment + self.offset_s) * 1e9)
 
 
-def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]:
+def _attributes(exchange: Exchange, operation: str, model: str) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
         "http.request.method": exchange.method,
         "http.route": exchange.route or "",
@@ -109,19 +154,35 @@ def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]
         "gen_ai.provider.name": "twostroke",
         "twostroke.request_id": exchange.request_id,
     }
+    if exchange.code != "model_not_found":  # another name would be the client's text
+        attributes["gen_ai.request.model"] = model
     if not exchange.requests:  # refused before it was understood
         return attributes
-    request = exchange.requests[0]
-    reasons = [stages.finish_reason for stages in exchange.stages if stages.finish_reason is not None]
+    request, drawn = exchange.requests[0], exchange.requests[0].sampling
+    attributes |= {
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": exchange.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": exchange.num_cached_tokens,
+        "twostroke.slo_class": request.promise.class_name,
+    }
+    if operation == "embeddings":
+        return attributes
+    first_tokens = [stages.ttft_s for stages in exchange.stages if stages.ttft_s is not None]
+    if exchange.is_stream and first_tokens:
+        attributes["gen_ai.response.time_to_first_chunk"] = min(first_tokens)
+    if drawn.top_k:
+        attributes["gen_ai.request.top_k"] = drawn.top_k
     return attributes | {
         "gen_ai.request.max_tokens": request.max_tokens,
-        "gen_ai.request.temperature": request.sampling.temperature,
+        "gen_ai.request.temperature": drawn.temperature,
+        "gen_ai.request.top_p": drawn.top_p,
+        "gen_ai.request.frequency_penalty": drawn.frequency_penalty,
+        "gen_ai.request.presence_penalty": drawn.presence_penalty,
         "gen_ai.request.choice.count": len(exchange.requests),
         "gen_ai.request.stream": exchange.is_stream,
-        "gen_ai.response.finish_reasons": reasons,
-        "gen_ai.usage.input_tokens": exchange.num_prompt_tokens,
+        "gen_ai.response.finish_reasons": [one.finish_reason for one in exchange.stages if one.finish_reason],
         "gen_ai.usage.output_tokens": exchange.num_output_tokens,
-        "twostroke.slo_class": request.promise.class_name,
+        "gen_ai.usage.reasoning.output_tokens": sum(stages.num_reasoning_tokens for stages in exchange.stages),
     }
 
 
@@ -129,19 +190,22 @@ def _add_choice(spans: _Spans, parent: Context, index: int, stages: Stages) -> N
     if stages.admit is not None and not stages.follows:
         spans.end(spans.begin("router/admission", stages.arrive, parent), stages.admit)
     for number, tried in enumerate(stages.tries, start=1):
-        attributes = {
+        attributes: dict[str, AttributeValue] = {
             "twostroke.choice": index,
             "twostroke.attempt": number,
             "twostroke.cached_tokens": tried.num_cached_tokens,
         }
+        workers = {"twostroke.prefill_worker": tried.prefill, "twostroke.decode_worker": tried.decode}
+        attributes |= {name: worker for name, worker in workers.items() if worker}
         span = spans.begin("router/attempt", tried.begin, parent, attributes)
         if tried.error is not None:
             span.add_event("exception", {"exception.type": tried.error}, spans.ns(tried.end))
             span.set_status(Status(StatusCode.ERROR, tried.error))
         within = set_span_in_context(span)
-        if tried.prefill is not None and tried.prefill_s is not None:
+        if tried.prefill_s is not None:
             at_prefill = [("queue", tried.prefill_queue_s), ("prefill", tried.prefill_s)]
-            _add_stages(spans, within, tried.begin, "prefill_worker", tried.prefill, at_prefill)
+            role = "prefill_worker" if tried.prefill else "decode_worker"  # which may read a prompt, too
+            _add_stages(spans, within, tried.begin, role, tried.prefill or tried.decode, at_prefill)
         if tried.decode_queue_s is not None:  # the decode worker has answered
             decode_s = tried.end - tried.begin - (tried.transfer_s or 0.0) - tried.decode_queue_s
             at_decode = [

@@ -5,9 +5,13 @@ the router's clock, durations are the workers' own; all in seconds. KV is sent w
 begins with the attempt and includes what it waited for.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+import msgspec
+
 from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.log_context import NO_REQUEST, LogContext
 from twostroke.protocol.requests import FinishReason
 from twostroke.router.fleet import Estimate, Path
 
@@ -33,8 +37,8 @@ class Try(Told):
 
     begin: float
     end: float
-    prefill: str | None  # worker id; None where the decode worker was to compute the prompt
-    decode: str  # worker id
+    prefill: str  # worker id; empty where the decode worker was to compute the prompt
+    decode: str  # worker id; empty where a prefill worker only read the prompt
     error: str | None  # the kind of failure that ended it; never an error's own words, which may quote a request
 
 
@@ -61,11 +65,16 @@ class Stages(Told):
     num_unread: int = 0  # what looks like calls, and could not be read as such
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    log_context: LogContext = NO_REQUEST  # of the last attempt
 
     def begin_attempt(self, now: float, path: Path) -> None:
         """Count an attempt, and forget the workers' numbers of the one before."""
         self.attempts += 1
         self.path, self.begun = path, now
+        prefill, decode = path.worker_ids
+        self.log_context = msgspec.structs.replace(
+            self.log_context, attempt=self.attempts, prefill_worker=prefill, decode_worker=decode
+        )
         self.prompt_done = self.decoding = None
         self.num_skipped_tokens = 0
         for one in _TOLD:
@@ -73,16 +82,22 @@ class Stages(Told):
 
     def end_attempt(self, begin: float, end: float, path: Path, error: TwostrokeError | None) -> None:
         """Keep what is known of the attempt that was from `begin` to `end`, and failed with `error` if there is one."""
+        prefill, decode = path.worker_ids
         self.tries.append(
             Try(
                 begin=begin,
                 end=end,
-                prefill=None if path.prefill is None else path.prefill.peer.worker_id,
-                decode=path.decode.peer.worker_id,
+                prefill=prefill,
+                decode=decode,
                 error=None if error is None else type(error).__name__,
                 **{one.name: getattr(self, one.name) for one in _TOLD},
             )
         )
+
+    def workers(self) -> Iterator[tuple[str, str]]:
+        """Yield the ids of each attempt's prefill and decode worker; empty for one that was not there."""
+        yield from ((tried.prefill, tried.decode) for tried in self.tries)
+        yield self.log_context.prefill_worker, self.log_context.decode_worker
 
     @property
     def predicted(self) -> tuple[Estimate, float] | None:

@@ -23,8 +23,8 @@ class TracingConfig(Section):
     """Share of the requests that is traced, where the client's own trace context does not decide."""
 
 
-def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTraces | None":
-    """Where requests' traces go; None for nowhere. Raises ConfigError where what that needs is not installed."""
+def request_traces(config: TracingConfig, *, replica: str, model: str) -> "OpenTelemetryTraces | None":
+    """Where traces of requests for `model` go; None for nowhere. Raises ConfigError where a package is missing."""
     if config.endpoint is None:
         return None
     try:
@@ -33,4 +33,4 @@ def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTrac
         raise ConfigError(
             f"router.tracing.endpoint: {error.name} is not installed: {how_to_install('tracing')}"
         ) from error
-    return OpenTelemetryTraces(exporting(str(config.endpoint), config.sample, replica=replica))
+    return OpenTelemetryTraces(exporting(str(config.endpoint), config.sample, replica=replica), model=model)

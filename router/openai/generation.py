@@ -16,6 +16,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.generate.reading import PromptRead
@@ -110,7 +111,7 @@ class ChoiceRunner:
                     yield event
             return
         is_all = job.request.max_tokens == prompt.request.max_tokens
-        reading = stages if is_all else Stages(stages.arrive, follows=stages.follows)
+        reading = stages if is_all else Stages(stages.arrive, follows=stages.follows, log_context=stages.log_context)
         if prompt.answers_with is None:  # else by another choice
             async with aclosing(self.pipeline.generate(prompt.request, reading)) as events:
                 async for event in events:
@@ -341,14 +342,18 @@ class Generation:
         self._jobs = jobs
         self._form = form
         self._exchange = exchange
-        self._leaders = list({job.group: job for job in reversed(jobs)}.values())  # the first choice of each prompt
+        leaders = list({job.group: job for job in reversed(jobs)}.values())  # the first choice of each prompt
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
         judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
-        self._stages = [Stages(exchange.began, follows=job is not judged) for job in jobs]  # fill up on the way
+        self._stages = [  # fill up on the way
+            Stages(exchange.began, follows=job is not judged, log_context=exchange.log_context(job.index))
+            for job in jobs
+        ]
         exchange.generates(
             [job.request for job in jobs],
             self._stages,
-            sum(job.request.num_prompt_tokens for job in self._leaders),
+            [self._stages[job.index] for job in leaders],
+            sum(job.request.num_prompt_tokens for job in leaders),
             is_stream=bool(asked.stream),
         )
 
@@ -400,10 +405,12 @@ class Generation:
 
     def _failed(self, error: Exception) -> TwostrokeError:
         """What the client of a stream that has begun is told of `error`."""
+        is_one = len(self._stages) == 1  # else nobody knows here whose failure it was
+        extra = about(self._stages[0].log_context if is_one else self._exchange.log_context())
         if isinstance(error, TwostrokeError):
-            _log.warning("a stream failed after it had begun: %s", error)
+            _log.warning("a stream failed after it had begun: %s", error, extra=extra)
         else:
-            _log.error("a stream met a bug after it had begun", exc_info=error)
+            _log.error("a stream met a bug after it had begun", exc_info=error, extra=extra)
             error = internal_error()
         self._exchange.fails(error)
         return error
@@ -415,9 +422,7 @@ class Generation:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(self._stages[job.index].num_cached_tokens for job in self._leaders)
-            },
+            "prompt_tokens_details": {"cached_tokens": self._exchange.num_cached_tokens},
         }
         if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -122,6 +123,17 @@ class Server:
 
     def processes(self) -> list[int]:
         return descendants(self.process.pid)
+
+
+def log_lines(folder: Path, request_id: str = "") -> list[dict[str, Any]]:
+    """The JSON lines about one request, or about any, that routers and workers wrote below a folder of Ray's, each
+    process's in their order. A line that is being written is left out."""
+    lines: list[dict[str, Any]] = []
+    for file in sorted(folder.glob("**/session_2*/logs/serve/twostroke_*.log")):
+        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            if request_id in line and line.endswith("\n"):
+                lines.append(json.loads(line))
+    return [line for line in lines if line.get("request_id") and request_id in ("", line["request_id"])]
 
 
 def serving(*arguments: str, under_a_stream: bool = False) -> Iterator[Server]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e.conftest import MODEL
+from tests.e2e.conftest import MODEL, log_lines
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.ray import free_ports
@@ -54,6 +54,7 @@ def cluster() -> Iterator[Cluster]:
         site = Site(rays, ISOLATED_PORT if machines.has_own_ports else free_ports(1)[0])
         stages: dict[WorkerRole, int] = {"prefill": 2, "decode": 1}
         sections = settings(1, 2, share_memory=not machines.has_own_ports, stages=stages)
+        sections["logging"] = {"format": "json"}
         site.deploy(sections)
         site.await_workers(1, 2)
         yield Cluster(rays, site, sections, nodes)
@@ -139,6 +140,7 @@ def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cl
     asking.join()
     undisturbed = ask(cluster.site.url, LONG, prompt=2)  # while the new node starts
     assert [whole(answer) for answer in answers] == [whole(undisturbed)]
+    follow_retried(cluster, victim.worker_id)
 
     cluster.nodes = [successor, *(one for one in cluster.nodes if one is not node)]
     cluster.site.await_that(
@@ -150,3 +152,17 @@ def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cl
     for prompt in range(4):
         request = replace(SHORT, max_tokens=8)
         assert whole(ask(cluster.site.url, request, prompt)) == whole(ask(cluster.site.url, request, prompt))
+
+
+def follow_retried(cluster: Cluster, victim: str) -> None:
+    """The lines of the request that the victim was serving have one id, over router and both decode workers."""
+    folder = cluster.rays.head.log.parent
+    (access,) = [line for line in log_lines(folder) if line.get("attempts", 0) > 1 and victim in line["decode_workers"]]
+    lines = log_lines(folder, access["request_id"])
+    failed = next(line for line in lines if line["level"] == "warning" and line["role"] == "router")
+    (resumed,) = [line for line in lines if line["message"] == "a stream goes on at another attempt"]
+    (decoded,) = [line for line in lines if line["message"] == "decode is done"]
+    assert (failed["attempt"], failed["decode_worker"]) == (1, victim)
+    assert resumed["attempt"] == decoded["attempt"] == access["attempts"] == 2
+    assert resumed["decode_worker"] == decoded["worker_id"] != victim
+    assert access["decode_workers"] == [victim, decoded["worker_id"]]

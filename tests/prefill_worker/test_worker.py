@@ -13,6 +13,7 @@ from twostroke.protocol.errors import (
     TicketRefused,
     WorkerLost,
 )
+from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import Address, Peer, PrefillReply
 
@@ -37,7 +38,8 @@ async def test_the_reply_has_the_first_token_and_blocks_go_back(rig: Rig) -> Non
 def test_the_router_is_told_once_that_kv_was_not_sent_and_the_log_says_why(how: str, caplog: pytest.LogCaptureFixture):
     async def script(rig: Rig) -> None:
         address = NOWHERE if how == "nobody listens" else await rig.silent_peer("decode-0")
-        reply = await rig.worker.prefill(a_request(), rig.ticket(target_address=address))
+        request = a_request(log_context=LogContext("a client's"))
+        reply = await rig.worker.prefill(request, rig.ticket(target_address=address))
         assert reply.event.error is None
         if how == "nobody answers":
             assert (rig.pool.owned_blocks, rig.worker.stats().num_transfers) == (3, 1)
@@ -49,9 +51,9 @@ def test_the_router_is_told_once_that_kv_was_not_sent_and_the_log_says_why(how: 
 
     play(script, role="prefill")
     why = "nobody listens" if how == "nobody listens" else "the target's welcome took longer than 2 s"
-    (line,) = [record.getMessage() for record in caplog.records if "was not sent" in record.getMessage()]
-    assert line.startswith("the KV of request r was not sent: ")
-    assert why in line
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("the KV was not sent: ")]
+    assert why in line.getMessage()
+    assert line.log_context == LogContext("a client's")
 
 
 @played_by(play, role="prefill", max_step_tokens=1)

@@ -112,7 +112,7 @@ def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCK
             callbacks=TokenServerCallbacks(
                 cancel=lambda _: None,
                 prefill_failed=lambda _: None,
-                send_prefix=lambda _, __, ___: None,
+                send_prefix=lambda *_: None,
                 router_lost=lost.append,
                 stats=WorkerStats,
             ),

@@ -4,6 +4,7 @@ On virtual time. A wrong, missing or stale block gives a wrong token: the model 
 """
 
 import asyncio
+import logging
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.worker.worker_rig import (
     source_beside,
 )
 from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
+from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, mint_ticket
 
@@ -225,11 +227,14 @@ async def test_a_draining_worker_waits_for_a_pull_though_its_request_has_ended(r
 
 
 @of_both_roles()
-async def test_a_draining_worker_waits_for_a_prefix_that_it_sends(rig: Rig) -> None:
+async def test_a_draining_worker_waits_for_a_prefix_that_it_sends_and_tells_for_whom(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="twostroke")
     await rig.ask(a_request(40, max_tokens=1))
     target = make_parts(SOURCE, rig.fabric, rig.links)
     ticket = mint_ticket(SECRET, "r", rig.info.peer, SOURCE, await target.receiver.start("elsewhere"))
-    rig.router.send(SendPrefix(ticket, a_request(41).token_ids, b""))
+    rig.router.send(SendPrefix(ticket, a_request(41).token_ids, b"", LogContext("a client's")))
     await a_moment()
     assert rig.pool.owned_blocks == 10
     draining = begin(rig.worker.drain())
@@ -239,6 +244,8 @@ async def test_a_draining_worker_waits_for_a_prefix_that_it_sends(rig: Rig) -> N
     await draining
     assert rig.pool.owned_blocks == 0
     await target.close()
+    (line,) = [record for record in caplog.records if record.getMessage() == "a cached prefix was sent"]
+    assert vars(line)["log_context"] == LogContext("a client's")
 
 
 @of_both_roles(min_pull_tokens=8, pull_wait_s=5.0)

@@ -72,7 +72,7 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
             callbacks=TokenServerCallbacks(
                 cancel=lambda request: heard.append(("cancel", request)),
                 prefill_failed=lambda request: heard.append(("prefill failed", request)),
-                send_prefix=lambda ticket, tokens, salt: heard.append(
+                send_prefix=lambda ticket, tokens, salt, _: heard.append(
                     ("prefix", f"{ticket.request_id} {tokens} {salt!r}")
                 ),
                 router_lost=lambda router: heard.append(("lost", router)),

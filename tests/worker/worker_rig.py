@@ -261,7 +261,7 @@ class Source:
 
     def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
         """As PrefixExports.send."""
-        return self.exports.send(ticket, request.token_ids, request.cache_salt)
+        return self.exports.send(ticket, request.token_ids, request.cache_salt, request.log_context)
 
     def offer(self, request: GenerateRequest) -> Ticket:
         """Send what is cached of a request to the rig's worker, which is to be told so with this ticket."""

@@ -17,7 +17,8 @@ from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.process_logs import LoggingConfig, log_to
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.observe.log_format import REQUEST_ID
+from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
+from twostroke.router.observe.log_format import JsonLines
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,25 @@ def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
     assert (tmp_path / "second").read_text().endswith(" WARNING twostroke.router: heard\n")
 
 
+def test_a_full_file_is_begun_anew_and_each_line_is_formatted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_logs, "_MOST_BYTES", 200)
+    formatted: list[str] = []
+    format_line = JsonLines.format
+    monkeypatch.setattr(
+        JsonLines, "format", lambda self, record: formatted.append(record.getMessage()) or format_line(self, record)
+    )
+    log_to(tmp_path / "log", LoggingConfig(format="json"), {})
+    for number in range(9):
+        logging.getLogger("twostroke.router").info("line %d", number)
+    assert formatted == [f"line {number}" for number in range(9)]
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["log", "log.1", "log.2", "log.3", "log.4"]
+    assert all(len(file.read_text(encoding="utf-8").splitlines()) <= 2 for file in files)
+    assert "line 8" in files[0].read_text(encoding="utf-8")
+
+
 def test_a_containers_output_has_json_lines_with_the_requests_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,9 +77,9 @@ def test_a_containers_output_has_json_lines_with_the_requests_id(
     reading = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setattr(process_logs, "_CONTAINERS_OUTPUT", output)
     log_to(tmp_path / "file", LoggingConfig(format="json", to="stdout"), {"role": "router"})
-    token = REQUEST_ID.set("req-1")
+    token = LOG_CONTEXT.set(LogContext("req-1"))
     logging.getLogger("twostroke.router").info("hello")
-    REQUEST_ID.reset(token)
+    LOG_CONTEXT.reset(token)
     line = json.loads(os.read(reading, 4096))
     os.close(reading)
     assert (line["message"], line["role"], line["request_id"]) == ("hello", "router", "req-1")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.requests import SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
@@ -16,14 +17,18 @@ from twostroke.router.observe.stages import Stages
 async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, a_request, expected, sent):
     async with fleet_of(1, 2) as rig:
         allow(rig["d0"], sent)
-        stages = Stages(0.0)
+        stages = Stages(0.0, log_context=LogContext("a client's", "a trace's", 3))
         events, tokens = await nth_token(rig, a_request(), sent, stages)
         await rig["d0"].die()
         assert await rest(events, tokens) == expected(a_request())
         assert stages.resumes == 1
         resumed = rig["d1"].seen[0]
         assert resumed.num_output_tokens_given == sent
-        assert resumed.request_id != rig["d0"].seen[0].request_id
+        first = rig["d0"].seen[0]
+        assert resumed.request_id != first.request_id
+        assert first.log_context == LogContext("a client's", "a trace's", 3, 1, "p0", "d0")
+        assert resumed.log_context == LogContext("a client's", "a trace's", 3, 2, "p0", "d1")
+        assert rig["p0"].seen[-1].log_context == resumed.log_context
         assert not rig.fleet.owned
 
 
@@ -40,7 +45,7 @@ async def test_a_stream_that_goes_on_elsewhere_is_told(fleet_of, a_request, expe
         assert await rest(events, tokens) == expected(a_request())
     (told,) = [record for record in caplog.records if "goes on" in record.message]
     assert told.levelname == "INFO"
-    assert (told.fields["attempt"], told.fields["decode_worker"], told.fields["tokens"]) == (2, other.name, 3)
+    assert (told.log_context.attempt, told.log_context.decode_worker, told.fields["tokens"]) == (2, other.name, 3)
     assert 0 < told.fields["pause_s"] < 5
 
 

@@ -7,9 +7,10 @@ from contextlib import aclosing
 
 import pytest
 
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.log_context import FIELDS, LOG_CONTEXT, NO_REQUEST, LogContext, about
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
-from twostroke.router.observe.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
+from twostroke.router.observe.log_format import JsonLines, TextLines
 
 SECRET = "the princess's whereabouts"
 ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -38,7 +39,7 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
         )
         assert answer.status_code == 200
     (line,) = access(logged())
-    assert (line["message"], line["request_id"], REQUEST_ID.get()) == ("POST /v1/completions", "label-1", "")
+    assert (line["message"], line["request_id"], LOG_CONTEXT.get()) == ("POST /v1/completions", "label-1", NO_REQUEST)
     assert (line["status"], line["choices"], line["output_tokens"], line["attempts"]) == (200, 2, 16, 1)
     assert line["slo_class"] == "standard"
     assert 0 < line["ttft_s"] <= line["e2e_s"]
@@ -77,6 +78,8 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
     await failing(num_deltas=0)
     await failing(num_deltas=1)
     assert [(line["status"], line["code"]) for line in access(logged())] == [(504, "timeout"), (200, "timeout")]
+    (warned,) = [line for line in map(json.loads, logged().splitlines()) if "after it had begun" in line["message"]]
+    assert (warned["request_id"], warned["attempt"]) == (access(logged())[-1]["request_id"], 1)
 
 
 async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
@@ -88,6 +91,24 @@ async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
     told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged())]
     assert told == [(200, "alice", None), (429, "alice", "rate_limit_exceeded"), (401, None, "invalid_api_key")]
     assert key not in logged()
+
+
+async def test_every_line_about_a_request_names_it_its_trace_its_attempt_and_its_workers(site_of, logged):
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"x-request-id": "label-1", "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    async with site_of(1, 2) as site:
+        site.rig["d0"].refusal = WorkerLost("it has just died")
+        answers = [await site.http.post("/v1/completions", json=ASKED, headers=headers) for _ in range(4)]
+        assert {answer.status_code for answer in answers} == {200}
+    lines = [json.loads(line) for line in logged().splitlines() if "label-1" in line]
+    (failed, *_) = [line for line in lines if line["level"] == "warning"]
+    (resumed, *_) = [line for line in lines if "goes on" in line["message"]]
+    attempts = [(line["attempt"], line["prefill_worker"], line["decode_worker"]) for line in (failed, resumed)]
+    assert attempts == [(1, "p0", "d0"), (2, "p0", "d1")]
+    assert failed["error"] == "WorkerLost"
+    told = [line for line in access(logged()) if line["attempts"] == 2]
+    assert (told[0]["prefill_workers"], told[0]["decode_workers"]) == (["p0"], ["d0", "d1"])
+    assert {line["trace_id"] for line in lines} == {trace_id}
 
 
 async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
@@ -112,6 +133,9 @@ def test_nothing_from_outside_can_break_a_line_or_paint_a_terminal():
     assert as_json.isprintable()
     assert json.loads(as_json)["who"] == evil
     assert json.loads(as_json)["worker_id"] == "w1"
+    context = LogContext(evil, evil, 0, 1, evil, evil)
+    assert TextLines().format(record("said", **about(context))).isprintable()
+    assert JsonLines({}).format(record("said", **about(context))).isprintable()
     as_text = TextLines().format(record("said %s", evil, **{FIELDS: {"who": evil}}))
     assert as_text.isprintable()
     assert r"a\nb\x1b[31m\x00\u2028\x85\ud800" in as_text

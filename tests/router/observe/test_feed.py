@@ -37,7 +37,8 @@ def begun(feed: Feed, *, tenant=None, choices=1, minted=True, request_id="ab" * 
     exchange = Exchange(request_id, "POST", "/v1/chat/completions", 100.0, {}, has_minted_id=minted, tenant=tenant)
     feed.began(exchange)
     requests = [GenerateRequest(f"r{k}", "", (1, 2, 3), 3, SamplingParams(), 9) for k in range(choices)]
-    exchange.generates(requests, [Stages(100.0) for _ in requests], 3, is_stream=True)
+    stages = [Stages(100.0) for _ in requests]
+    exchange.generates(requests, stages, stages[:1], 3, is_stream=True)
     return exchange
 
 

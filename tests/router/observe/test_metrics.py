@@ -9,6 +9,7 @@ from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.stats import QueuedWork, WorkerStats
 from twostroke.router.fleet import Path
+from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scrape import RouterReading, exposition
 from twostroke.router.observe.stages import Stages
@@ -86,6 +87,20 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_req
     ):
         assert f"twostroke:{line}" in text
     assert "w1" not in text
+
+
+def test_a_request_that_takes_as_long_as_any_may_falls_into_a_bucket(a_request):
+    metrics, most_s = router_metrics(), PipelineConfig().request_timeout_s
+    stages = Stages(0.0, attempts=1, admit=most_s, first_token=most_s, finish=most_s)
+    metrics.begun(a_request())
+    metrics.ended(a_request(), stages, "stop", None)
+    samples = [one for family in metrics.registry.collect() for one in family.samples]
+    for name in ("time_to_first_token", "e2e_request_latency", "request_admission_time"):
+        counts = {
+            float(one.labels["le"]): one.value for one in samples if one.name == f"twostroke:{name}_seconds_bucket"
+        }
+        assert min(le for le, count in counts.items() if count) < 2 * most_s
+        assert len(counts) < 25  # each is a series, in every router
 
 
 def reading(router, num_refused, *workers):

@@ -1,26 +1,28 @@
 """Traces: the spans of a request, made of its stamps, under the client's own context."""
 
-import http.server
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from fastapi.routing import APIRoute
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.trace import StatusCode, format_trace_id
 
+from tests.rigs.otlp import receiving_spans
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.router.fleet import Path
+from twostroke.router.http.app import held, keyed
 from twostroke.router.observe.access_log import Exchange
-from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
+from twostroke.router.observe.opentelemetry_traces import OPERATIONS, OpenTelemetryTraces, TraceIds, resource_of
 from twostroke.router.observe.stages import Stages
 from twostroke.router.observe.tracing import TracingConfig, request_traces
 
+CONVENTIONS = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ASKED = {"model": "fake", "prompt": "the princess's whereabouts", "max_tokens": 8, "seed": 3, "ignore_eos": True}
 
@@ -32,9 +34,9 @@ def exporter():
 
 @pytest.fixture
 def traces(exporter):
-    provider = TracerProvider(shutdown_on_exit=False)
+    provider = TracerProvider(shutdown_on_exit=False, id_generator=TraceIds())
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    return OpenTelemetryTraces(provider, wall_clock=lambda: 1000.0)
+    return OpenTelemetryTraces(provider, model="fake", wall_clock=lambda: 1000.0)
 
 
 def by_name(exporter):
@@ -70,6 +72,105 @@ async def test_a_request_has_a_span_for_every_stage_under_the_clients_own(site_o
         assert spans[name].parent.span_id == attempt.context.span_id
         assert spans[name].attributes["twostroke.worker_id"] == worker
     assert "princess" not in "".join(span.to_json() for span in spans.values())
+
+
+MESSAGES = [{"role": "user", "content": "the princess's whereabouts"}]
+ASKED_OF = {
+    "/v1/completions": ASKED | {"top_k": 3, "top_p": 0.5},
+    "/v1/chat/completions": {"model": "fake", "messages": MESSAGES, "max_tokens": 8, "ignore_eos": True},
+    "/v1/responses": {"model": "fake", "input": "the princess's whereabouts", "max_output_tokens": 8},
+    "/v1/messages": {"model": "fake", "messages": MESSAGES, "max_tokens": 8},
+    "/v1/embeddings": {"model": "fake", "input": ["the princess's", "whereabouts"]},
+}
+
+
+def test_every_route_that_the_model_computes_something_for_is_traced():
+    routes = [route for route in keyed.routes if isinstance(route, APIRoute)]
+    computing = {route.path for route in routes if any(one.call is held for one in route.dependant.dependencies)}
+    assert computing == OPERATIONS.keys() == ASKED_OF.keys()
+
+
+@pytest.mark.parametrize("path", ASKED_OF)
+async def test_a_span_tells_model_operation_and_usage_in_the_words_of_the_conventions(site_of, traces, exporter, path):
+    async with site_of(1, 1) as site:
+        site.service.traces = traces
+        assert (await site.http.post(path, json=ASKED_OF[path])).status_code == 200
+        site.service.traces = None
+    root = by_name(exporter)[f"POST {path}"]
+    told = root.attributes
+    assert {name for name in told if name.startswith("gen_ai.")} <= CONVENTIONS
+    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "fake"
+    assert told["gen_ai.operation.name"] == OPERATIONS[path]
+    assert told["gen_ai.usage.input_tokens"] > 0
+    assert told.get("gen_ai.usage.output_tokens", 0) == (0 if path == "/v1/embeddings" else 8)
+    attempts = [span for span in exporter.get_finished_spans() if span.name == "router/attempt"]
+    workers = [
+        {name: span.attributes.get(f"twostroke.{name}") for name in ("prefill_worker", "decode_worker")}
+        for span in attempts
+    ]
+    reading = {"prefill_worker": "p0", "decode_worker": None}
+    assert workers == ([reading] * 2 if path == "/v1/embeddings" else [{"prefill_worker": "p0", "decode_worker": "d0"}])
+    assert "princess" not in "".join(span.to_json() for span in exporter.get_finished_spans())
+
+
+async def test_another_model_than_the_one_served_is_not_named(site_of, traces, exporter):
+    async with site_of(1, 1) as site:
+        site.service.traces = traces
+        await site.http.post("/v1/completions", json=ASKED | {"model": "the princess"})
+        await site.http.post("/v1/completions", json=ASKED | {"max_tokens": -1})
+        site.service.traces = None
+    models = [span.attributes.get("gen_ai.request.model") for span in exporter.get_finished_spans()]
+    assert models == [None, "fake"]
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "trace_id"),
+    [
+        (PARENT, "0af7651916cd43dd8448eb211c80319c"),
+        ("", None),
+        ("00-" + "0" * 32 + "-b7ad6b7169203331-01", None),
+        ("\x1b[31m", None),
+    ],
+)
+async def test_log_lines_and_workers_are_told_the_traces_id(site_of, traces, exporter, caplog, traceparent, trace_id):
+    caplog.set_level("INFO", logger="twostroke")
+    async with site_of(1, 1) as site:
+        site.service.traces = traces
+        await site.http.post("/v1/completions", json=ASKED, headers={"traceparent": traceparent})
+        site.service.traces = None
+        (line,) = [one for one in caplog.records if one.name.endswith("access_log")]
+        asked = site.rig["d0"].seen[0].log_context
+    ids = {format_trace_id(span.context.trace_id) for span in exporter.get_finished_spans()}
+    assert ids == {line.log_context.trace_id} == {asked.trace_id}
+    assert trace_id in (None, asked.trace_id)
+
+
+async def test_without_tracing_a_clients_trace_is_told_and_none_is_begun(site_of):
+    async with site_of(1, 1) as site:
+        for traceparent in (PARENT, "00-nonsense"):
+            await site.http.post("/v1/completions", json=ASKED, headers={"traceparent": traceparent})
+        told = [request.log_context.trace_id for request in site.rig["d0"].seen]
+    assert told == ["0af7651916cd43dd8448eb211c80319c", ""]
+
+
+@pytest.mark.parametrize(
+    ("environment", "service", "instance"),
+    [
+        ({}, "twostroke", "r"),
+        ({"OTEL_SERVICE_NAME": "chat"}, "chat", "r"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=of-all,service.instance.id=pod-7,zone=a"}, "of-all", "pod-7"),
+        ({"OTEL_SERVICE_NAME": "chat", "OTEL_RESOURCE_ATTRIBUTES": "service.name=of-all"}, "chat", "r"),
+    ],
+)
+def test_the_operators_names_win_over_ours(monkeypatch, environment, service, instance):
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    told = resource_of("r").attributes
+    assert (told["service.name"], told["service.instance.id"]) == (service, instance)
+    assert told.get("zone") == ("a" if "zone" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "") else None)
+    assert told["telemetry.sdk.language"] == "python"
 
 
 async def test_refusals_have_the_root_span_alone_and_other_paths_have_none(site_of, traces, exporter):
@@ -136,7 +237,7 @@ def test_a_setting_that_cannot_be_meant_is_refused_by_name(config, names):
 def test_without_an_endpoint_nothing_that_traces_is_imported():
     code = (
         "import sys; from twostroke.router.http.app import build_app; from twostroke.router.observe.tracing import *;"
-        "assert request_traces(TracingConfig(), replica='r') is None;"
+        "assert request_traces(TracingConfig(), replica='r', model='m') is None;"
         "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -146,37 +247,13 @@ def test_an_endpoint_without_the_extra_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "twostroke.router.observe.opentelemetry_traces")
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[tracing\]'"):
-        request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r")
-
-
-@pytest.fixture
-def receiver():
-    """A tiny OTLP receiver: (URL, names of the spans that came)."""
-    names = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-            for of_resource in request.resource_spans:
-                names.extend(span.name for scope in of_resource.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", names
-        server.shutdown()
-        serving.join()
+        request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r", model="m")
 
 
 @pytest.mark.parametrize(("sample", "num_spans"), [(1.0, 1), (0.0, 0)])
-def test_what_is_sampled_reaches_a_receiver_at_the_latest_when_the_router_ends(receiver, sample, num_spans):
-    url, names = receiver
-    traces = request_traces(TracingConfig(endpoint=url, sample=sample), replica="r")
-    traces.record(exchange())
-    traces.close()
-    assert names == ["POST /v1/completions"] * num_spans
+def test_what_is_sampled_reaches_a_receiver_at_the_latest_when_the_router_ends(sample, num_spans):
+    with receiving_spans() as (url, spans):
+        traces = request_traces(TracingConfig(endpoint=url, sample=sample), replica="r", model="m")
+        traces.record(exchange())
+        traces.close()
+        assert [span.name for span in spans] == ["POST /v1/completions"] * num_spans

@@ -203,7 +203,7 @@ class _Simulation:
         """The decode worker computes no prompt that a prefill worker was asked for, unless something went wrong."""
         scenario = self._scenario
         is_calm = not (scenario.faults or scenario.is_overload or any(one.is_poison for one in scenario.arrivals))
-        was_twice = any(tried.prefill is not None and tried.transfer_s == 0.0 for tried in stages.tries)
+        was_twice = any(tried.prefill and tried.transfer_s == 0.0 for tried in stages.tries)
         assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
     async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, stages: Stages) -> None:
