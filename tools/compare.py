@@ -28,7 +28,7 @@ TURNS = 5
 LIMIT_S = 600
 LEAST = 0.02  # of a figure, by which medians differ that are worth a word
 LOWER_IS_BETTER = ("_s", "_ms", "_us", "_bytes", "_mib")
-RATES = ("per_s", "tokens_s", "gb_s")
+RATES = ("per_s", "tok_s", "tokens_s", "gb_s")
 
 Figures = dict[str, float]
 RunBench = Callable[[Path, str], Figures]
