@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _run(list(sys.argv[1:] if arguments is None else arguments))
         finally:
-            sys.stdout.flush()  # what `head` does not want must not wait until the interpreter ends
+            if sys.stdout is not None:  # as where `>&-` has closed it
+                sys.stdout.flush()  # what `head` does not want must not wait until the interpreter ends
     except BrokenPipeError:
         if not _reader_has_left():
             raise

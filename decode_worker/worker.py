@@ -24,7 +24,7 @@ from twostroke.decode_worker.preemption import HostBlocks, Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.kvtransfer.sides import Incoming
-from twostroke.protocol.errors import TicketRefused, TransferFailed, TwostrokeError, WorkerLost
+from twostroke.protocol.errors import CallCancelled, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
@@ -89,7 +89,7 @@ class ReadCall(DecodeCall):
             self.read.set_result(reply)
 
     def cancelled(self) -> None:
-        self.fail(WorkerLost("the router cancelled the request"))
+        self.fail(CallCancelled("the router cancelled the request"))
 
     def fail(self, error: TwostrokeError) -> None:
         if not self.read.done():

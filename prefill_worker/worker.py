@@ -13,7 +13,7 @@ from twostroke.kvtransfer.sides import Outgoing
 from twostroke.model.step import OnLayer
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from twostroke.protocol.errors import TransferFailed, WorkerLost
+from twostroke.protocol.errors import CallCancelled, TransferFailed
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
 from twostroke.protocol.stats import Role
@@ -44,7 +44,7 @@ class PrefillCall(WorkerCall[PrefillJob, PrefillReply]):
         return self.job.has_ended and not self.job.is_sending
 
     def cancelled(self) -> None:
-        self.fail(WorkerLost("the router cancelled the request"))
+        self.fail(CallCancelled("the router cancelled the request"))
 
 
 class PrefillWorker(Worker[PrefillJob, PrefillCall]):

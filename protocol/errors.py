@@ -9,6 +9,7 @@
     |-- TicketRefused            forged, used twice, or made out to somebody else
     |-- TransferFailed           the KV of a request did not arrive whole; the reason is for logs
     `-- WorkerLost               the worker that served a request died, or can't be reached
+        |-- CallCancelled        its router wants no answer any more
         |-- WorkerLeaving        it is being taken down on purpose, and is nobody's failure
         `-- WorkerFailed         it lives, and has failed the request all the same
 
@@ -78,12 +79,21 @@ class WorkerLost(TwostrokeError):
     """The worker that served a request died, or can't be reached, before it finished."""
 
 
+class CallCancelled(WorkerLost):
+    """The router wants no answer any more."""
+
+
 class WorkerLeaving(WorkerLost):
     """The worker is being taken down on purpose: the request goes on elsewhere."""
 
 
 class WorkerFailed(WorkerLost):
     """The worker lives, and has failed the request all the same."""
+
+
+def loggable(error: TwostrokeError) -> str:
+    """Return what log lines tell of an error: of a request that is wrong the code, since the words may quote it."""
+    return error.code if isinstance(error, RequestError) and error.status == 400 else str(error)
 
 
 def public_error(error: TwostrokeError) -> RequestError:

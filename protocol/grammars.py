@@ -113,7 +113,10 @@ class Grammars:
             self._turns.give()
             raise
         task.add_done_callback(give)
-        return await asyncio.wrap_future(task)
+        try:
+            return await asyncio.wrap_future(task)
+        finally:
+            del task  # its error's traceback knows this frame: a cycle would be left to the collection of garbage
 
     def _submit(self, make: Callable[[], LLMatcher]) -> "Future[LLMatcher]":
         if self._thread is None:

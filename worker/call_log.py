@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from twostroke.model.step import BrokenLogits
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.errors import CallCancelled, RequestError, TwostrokeError, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 
@@ -34,8 +34,11 @@ async def logged(call: str, request: GenerateRequest, clock: Clock, reply: Await
         found = {name: getattr(answer, name, None) for name in _TOLD}
         told = {name.removeprefix("num_"): _shown(value) for name, value in found.items() if value is not None}
         return answer
+    except CallCancelled:
+        raise
     except Exception as error:
-        outcome = f"failed: {error}" if isinstance(error, TwostrokeError) else "failed"  # else its words may be private
+        # The words of other errors may be private.
+        outcome = f"failed: {loggable(error)}" if isinstance(error, TwostrokeError) else "failed"
         told = {"error": type(error).__name__}
         raise
     finally:

@@ -7,6 +7,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 
 from twostroke.protocol.clock import Clock, Silence
@@ -223,7 +224,10 @@ class WorkerChannel:
         self._failed = False  # the last attempt, or the last connection
         self._is_leaving = False
         self._hurry = asyncio.Event()
-        self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
+        # In a context of its own: it outlives the request that may have opened it, and its lines are about none.
+        self._task = asyncio.create_task(
+            self._keep_up(), name=f"token channel {info.peer.worker_id}", context=Context()
+        )
 
     @property
     def is_connected(self) -> bool:

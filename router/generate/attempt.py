@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import (
@@ -297,7 +297,7 @@ class Attempt:
 
     def _without_prefill(self, worker: Peer, error: TwostrokeError) -> None:
         extra = about(self._request.log_context, error=type(error).__name__)
-        _log.warning("the prefill on %s failed: %s", worker.worker_id, error, extra=extra)
+        _log.warning("the prefill on %s failed: %s", worker.worker_id, loggable(error), extra=extra)
         self._progress.prefill_failed(worker, error)
         if self._telling is None:
             self._telling = asyncio.create_task(self._tell_of_failed_prefill())

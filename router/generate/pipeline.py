@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.errors import RequestError, WorkerLost, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
@@ -132,7 +132,7 @@ class Pipeline:
                     "attempt %d on %s failed: %s",
                     stages.attempts,
                     decode.worker_id,
-                    error,
+                    loggable(error),
                     extra=about(stages.log_context, error=type(error).__name__),
                 )
                 pause_s = retries.pause_s(

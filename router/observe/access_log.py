@@ -27,7 +27,10 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/status"})
 """Asked for every few seconds by those who watch: these lines are for debugging alone."""
 
 
-_TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+# Whatever follows belongs to later versions than 00.
+_TRACE_PARENT = re.compile(
+    r"(?!ff|00.{53}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
+)
 _MOST_WORKERS = 16  # of a role, that a line names
 
 CLIENT_GONE = 499
@@ -119,7 +122,7 @@ class Exchanges:
             return
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        parent = _TRACE_PARENT.match(trace.get("traceparent", ""))
+        parent = _TRACE_PARENT.fullmatch(trace.get("traceparent", ""))
         exchange = Exchange(
             LOG_CONTEXT.get().request_id,
             scope["method"],

@@ -24,7 +24,8 @@ class TracingConfig(Section):
 
 
 def request_traces(config: TracingConfig, *, replica: str, model: str) -> "OpenTelemetryTraces | None":
-    """Where traces of requests for `model` go; None for nowhere. Raises ConfigError where a package is missing."""
+    """Where traces of requests for `model` go; None for nowhere. Raises ConfigError where a package is missing, or a
+    variable of OpenTelemetry's is wrong."""
     if config.endpoint is None:
         return None
     try:
@@ -33,4 +34,8 @@ def request_traces(config: TracingConfig, *, replica: str, model: str) -> "OpenT
         raise ConfigError(
             f"router.tracing.endpoint: {error.name} is not installed: {how_to_install('tracing')}"
         ) from error
-    return OpenTelemetryTraces(exporting(str(config.endpoint), config.sample, replica=replica), model=model)
+    try:
+        provider = exporting(str(config.endpoint), config.sample, replica=replica)
+    except ValueError as error:  # all else that it is given has been checked
+        raise ConfigError(f"router.tracing: an environment variable OTEL_* can't be meant: {error}") from error
+    return OpenTelemetryTraces(provider, model=model)

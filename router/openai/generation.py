@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.errors import TwostrokeError, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
@@ -408,7 +408,7 @@ class Generation:
         is_one = len(self._stages) == 1  # else nobody knows here whose failure it was
         extra = about(self._stages[0].log_context if is_one else self._exchange.log_context())
         if isinstance(error, TwostrokeError):
-            _log.warning("a stream failed after it had begun: %s", error, extra=extra)
+            _log.warning("a stream failed after it had begun: %s", loggable(error), extra=extra)
         else:
             _log.error("a stream met a bug after it had begun", exc_info=error, extra=extra)
             error = internal_error()

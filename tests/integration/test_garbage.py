@@ -9,6 +9,7 @@ from tests.integration.test_structured_output import MODEL, Site, site
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+WRONG = {"type": "json_schema", "json_schema": {"name": "wrong", "schema": {"type": "nonsense"}}}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "Hello there", "logprobs": 1}),
     ("/v1/completions", {"prompt": "Hello there", "stream": True, "stop": ["\n"]}),
@@ -24,6 +25,8 @@ async def _send_all(here: Site) -> None:
     for path, body in BODIES:
         answer = await here.http.post(path, json={"model": MODEL, "max_tokens": 8, **body})
         assert answer.status_code == 200, answer.text
+    refused = {"model": MODEL, "messages": MESSAGES, "response_format": WRONG}
+    assert (await here.http.post("/v1/chat/completions", json=refused)).status_code == 400
     await here.served.idle()
     for _ in range(20):
         await asyncio.sleep(0)  # tasks that have ended are let go of by callbacks of callbacks

@@ -8,6 +8,7 @@ import pytest
 
 from tests.worker.worker_rig import ROUTER, Rig, a_request, begin, of_both_roles
 from twostroke.model.step import BrokenLogits
+from twostroke.protocol.errors import RequestError
 from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import ReadingParams
@@ -69,26 +70,33 @@ async def test_a_call_that_ends_otherwise_makes_one_line_too(
     message, fields = told(caplog)
     expected = {
         "cancelled": f"{role} was cancelled",
-        "refused": f"{role} failed: this worker can't hold an answer to a grammar",
-        "by the router": "decode was cancelled"
-        if role == "decode"
-        else "prefill failed: the router cancelled the request",
+        "refused": f"{role} failed: grammar_unsupported",
+        "by the router": f"{role} was cancelled",
         "router gone": f"{role} failed: router {ROUTER} is gone",
         "read": "read is done",
     }
     assert (message, fields["request_id"]) == (expected[how], "a client's")
 
 
-def test_what_a_bug_says_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("the princess's whereabouts"), ""),
+        (RequestError("Invalid type: the princess's", code="invalid_grammar"), ": invalid_grammar"),
+    ],
+)
+def test_what_a_bug_or_a_wrong_request_says_is_not_told(
+    error: Exception, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="twostroke")
 
     async def failing() -> None:
-        raise ValueError("the princess's whereabouts")
+        raise error
 
-    with pytest.raises(ValueError, match="princess"):
+    with pytest.raises(type(error), match="princess"):
         asyncio.run(call_log.logged("decode", a_request(), lambda: 0.0, failing()))  # type: ignore[type-var]
     message, fields = told(caplog)
-    assert (message, fields["error"]) == ("decode failed", "ValueError")
+    assert (message, fields["error"]) == (f"decode failed{words}", type(error).__name__)
 
 
 @pytest.mark.parametrize("error", [BrokenLogits("of the prompt"), RuntimeError("of the prompt")])

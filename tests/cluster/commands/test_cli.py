@@ -55,6 +55,12 @@ def test_a_reader_that_leaves_early_ends_a_command_without_a_word(command: str) 
     assert done.returncode == (0 if "--help" in command else cli.PIPE_EXIT)
 
 
+def test_a_command_whose_output_is_closed_ends_without_a_word() -> None:
+    command = 'exec "$0" -m twostroke.cluster.cli config reference >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_another_pipe_that_breaks_is_no_reader_that_has_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

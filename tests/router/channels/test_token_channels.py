@@ -7,6 +7,7 @@ import pytest
 
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
 from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
@@ -26,6 +27,7 @@ from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
+from twostroke.router.observe.log_format import JsonLines
 
 SECRET = b"the cluster's secret"
 LAYOUT = KVLayout("a model", "float32", 1, 1, 8, 16)
@@ -116,6 +118,19 @@ async def test_a_router_that_ends_takes_no_worker_down(fleet_of, until):
 
 
 # --- one channel ---
+
+
+async def test_what_is_told_of_a_channel_is_about_no_request_though_one_has_opened_it(fleet_of, until, caplog):
+    caplog.handler.setFormatter(JsonLines({}))
+    caplog.set_level("INFO", logger="twostroke")
+    async with fleet_of(0, 2) as rig:
+        rig.channels.follow([])
+        before = LOG_CONTEXT.set(LogContext("a client's"))
+        await connected(rig, until)
+        LOG_CONTEXT.reset(before)
+        await rig["d0"].connections["router-0"].close()
+        await until(lambda: "dropped" in caplog.text)
+    assert "a client's" not in caplog.text
 
 
 async def test_events_reach_the_stream_of_their_request_alone(fleet_of, until):

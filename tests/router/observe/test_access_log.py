@@ -113,7 +113,7 @@ async def test_every_line_about_a_request_names_it_its_trace_its_attempt_and_its
 
 async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
     async with site_of(0, 1) as site:
-        site.rig["d0"].refusal = RequestError("no", status=400)
+        site.rig["d0"].refusal = RequestError(f"Invalid type: {SECRET}", code="invalid_grammar")
         answer = await site.http.post("/v1/completions", json=ASKED)
         assert answer.status_code == 400
     assert any(json.loads(line)["level"] == "warning" for line in logged().splitlines())

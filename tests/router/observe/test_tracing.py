@@ -130,6 +130,9 @@ async def test_another_model_than_the_one_served_is_not_named(site_of, traces, e
         ("", None),
         ("00-" + "0" * 32 + "-b7ad6b7169203331-01", None),
         ("\x1b[31m", None),
+        (PARENT + "0", None),
+        (PARENT + "-what", None),
+        (PARENT.replace("00-", "cc-", 1) + "-what", "0af7651916cd43dd8448eb211c80319c"),
     ],
 )
 async def test_log_lines_and_workers_are_told_the_traces_id(site_of, traces, exporter, caplog, traceparent, trace_id):
@@ -142,7 +145,7 @@ async def test_log_lines_and_workers_are_told_the_traces_id(site_of, traces, exp
         asked = site.rig["d0"].seen[0].log_context
     ids = {format_trace_id(span.context.trace_id) for span in exporter.get_finished_spans()}
     assert ids == {line.log_context.trace_id} == {asked.trace_id}
-    assert trace_id in (None, asked.trace_id)
+    assert (asked.trace_id == "0af7651916cd43dd8448eb211c80319c") == (trace_id is not None)
 
 
 async def test_without_tracing_a_clients_trace_is_told_and_none_is_begun(site_of):
@@ -247,6 +250,20 @@ def test_an_endpoint_without_the_extra_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "twostroke.router.observe.opentelemetry_traces")
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[tracing\]'"):
+        request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r", model="m")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100000"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-1"),
+        ("OTEL_SPAN_EVENT_COUNT_LIMIT", "x"),
+    ],
+)
+def test_a_variable_of_opentelemetrys_that_cannot_be_meant_is_told_in_words(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=r"^router\.tracing: an environment variable OTEL_\* can't be meant: "):
         request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r", model="m")
 
 
