@@ -14,12 +14,6 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import ArrangeExperts
 from twostroke.protocol.requests import SampledToken
 
-NICENESS_ON_CPU = 10
-"""A CPU's steps use all cores all the time. Who moves KV, tokens and requests on the same cores needs little of them,
-but at once: else a chunk or a token waits for a slice of the scheduler's time, some 3 ms, at each hop. In five runs
-on two busy cores the hand-over's median was 3.2 to 4.0 ms with it and 4.7 to 11 ms without."""
-_LEAST_PRIORITY = 19  # the operating system's
-
 
 class ThreadEngine:
     """Implements model.step.Engine.
@@ -33,15 +27,13 @@ class ThreadEngine:
         *,
         threads: int | None = None,
         cores: Collection[int] | None = None,
-        niceness: int = 0,
     ):
         """Calls `build` on the new thread and waits for it; what it raises is raised here, and no thread is left.
 
         `threads` is how many cores a step may use, `cores` which ones; None: all that this process may run on.
-        `niceness` is by how much the operating system lets other threads go before those that compute.
         """
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix="engine", initializer=_settle, initargs=(threads, cores, niceness)
+            1, thread_name_prefix="engine", initializer=_settle, initargs=(threads, cores)
         )
         self._failure: BaseException | None = None
         self._earlier: LaunchedStep | None = None  # the last step
@@ -169,9 +161,8 @@ class ThreadEngine:
         return WorkerLost(f"an engine step failed: {type(error).__name__}: {error}")
 
 
-def _settle(threads: int | None, cores: Collection[int] | None, niceness: int) -> None:
-    """Bind this thread, and the pool that torch makes for it later, which inherits its cores and its priority."""
-    os.setpriority(os.PRIO_PROCESS, 0, min(_LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0) + niceness))
+def _settle(threads: int | None, cores: Collection[int] | None) -> None:
+    """Bind this thread, and the pool that torch makes for it later, which inherits its cores."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

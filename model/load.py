@@ -25,7 +25,7 @@ from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.config import ModelShape
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
-from twostroke.model.engine import NICENESS_ON_CPU, ThreadEngine
+from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
     EngineConfig,
     block_bytes,
@@ -110,8 +110,7 @@ class LoadedEngine:
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
         try:
             build = partial(self._build, found, blocks)
-            niceness = NICENESS_ON_CPU if self._device.type == "cpu" else 0
-            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores, niceness=niceness)
+            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
         except torch.OutOfMemoryError as error:
             # No room for the steps, or for weights: others may have taken it while they were loaded.
             said = str(error).splitlines()[0] if str(error) else "out of memory"

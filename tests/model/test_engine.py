@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.rigs.engine_runner import greedy_tokens
 from twostroke.model.checkpoint.weights import SINGLE_FILE
-from twostroke.model.engine import NICENESS_ON_CPU, ThreadEngine
+from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
 from twostroke.model.load import load_engine
 from twostroke.model.runner import LaunchedStep, ModelRunner
@@ -292,25 +292,6 @@ def test_an_engine_and_its_pool_keep_to_their_cores() -> None:
         assert all(after[thread] == before[thread] for thread in after.keys() & before.keys())
     finally:
         engine.close()
-
-
-def test_on_a_cpu_an_engine_and_its_pool_let_other_threads_go_first(write_checkpoint: Any) -> None:
-    ours = os.getpriority(os.PRIO_PROCESS, 0)
-    before = set(priorities_of_threads())
-    loaded = load_engine(EngineConfig(write_checkpoint(), num_blocks=8, block_size=4, threads=3))
-    try:
-        after = priorities_of_threads()
-        computing = [priority for thread, priority in after.items() if thread not in before]
-        assert computing
-        assert set(computing) == {min(19, ours + NICENESS_ON_CPU)}
-        assert os.getpriority(os.PRIO_PROCESS, 0) == ours
-    finally:
-        loaded.engine.close()
-
-
-def priorities_of_threads() -> dict[int, int]:
-    threads = [int(folder.name) for folder in Path("/proc/self/task").iterdir()]
-    return {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
