@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _folder_of(name: str, revision: str | None) -> Iterator[Path]:
     """The model's folder, or one with the configuration that `plan` knows by this name. Raises ConfigError."""
-    known = known_as(name) if revision is None else None
-    if known is None:
+    known = known_as(name)
+    if known is None or "/" in name or revision is not None:  # OWNER's model may be another one
         yield resolve_model_folder(name, CONFIG_PATTERNS, revision)
         return
     with TemporaryDirectory(prefix="twostroke-") as folder:

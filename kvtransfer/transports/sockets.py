@@ -12,8 +12,9 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
@@ -116,11 +117,6 @@ class Door(Generic[L]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._transport.doors.discard(self)
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _let_in(self) -> None:
         """Accept one guest.
 
@@ -138,12 +134,19 @@ class Door(Generic[L]):
             return
         if len(self._tasks) >= _MAX_STRANGERS or not is_trusted(guest):
             guest.close()
-        else:
-            self._start(self._admit(guest))
+            return
+        task = asyncio.get_running_loop().create_task(self._admit(guest))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._admitted_or_not, guest))
+
+    def _admitted_or_not(self, guest: socket.socket, task: asyncio.Task[None]) -> None:
+        """Not in the task itself: one that is cancelled before it begins would close nothing."""
+        self._tasks.discard(task)
+        if guest not in self._guests.values():
+            guest.close()
 
     async def _admit(self, guest: socket.socket) -> None:
         """Let `guest` in if it shows the token; strangers wait beside each other, so none holds up the peer."""
-        is_admitted = False
         try:
             guest.setblocking(False)
             async with asyncio.timeout(self._transport.join_timeout_s):
@@ -151,15 +154,11 @@ class Door(Generic[L]):
                 if hmac.compare_digest(token, self._token) and self._is_expected(index, count):
                     self._num_guests = count
                     self._guests[index] = guest
-                    is_admitted = True
                     await asyncio.get_running_loop().sock_sendall(guest, _ACCEPTED)
                     if len(self._guests) == count:
                         self._settled.set()
         except OSError:  # a stranger that left again or was slow, or a peer, whose link then breaks
             pass
-        finally:
-            if not is_admitted:
-                guest.close()
 
     def _is_expected(self, index: int, count: int) -> bool:
         """Each connection comes once, and all of them say how many there are."""

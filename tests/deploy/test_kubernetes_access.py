@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import ssl
+import subprocess
 from collections.abc import Iterator
 from os.path import relpath
 from pathlib import Path
@@ -212,6 +213,15 @@ async def test_the_pods_haproxy_ends_tls_and_takes_a_renewed_certificate_in_whil
             assert await asyncio.to_thread(shell.wait, WAIT_S) == 0
         finally:
             await asyncio.to_thread(balancer.__exit__, None, None, None)
+
+
+def test_a_haproxy_that_fails_fails_its_container(tmp_path: Path) -> None:
+    deployment = with_tls("cpu-demo", tmp_path)["Deployment/twostroke-haproxy"]
+    haproxy = deployment["spec"]["template"]["spec"]["containers"][0]
+    (script,) = haproxy["args"]
+    command = "haproxy -W -db -f /usr/local/etc/haproxy/haproxy.cfg"
+    script = adapted(script, {command: "exit 3", "sleep 30": "sleep 0.1", "/etc/twostroke-tls": str(tmp_path)})
+    assert subprocess.run([*haproxy["command"], script], check=False, timeout=WAIT_S).returncode == 3
 
 
 def client(port: int, certificate: bytes) -> httpx.AsyncClient:

@@ -41,6 +41,7 @@ def test_commits_take_turns_and_each_turn_gives_a_ratio() -> None:
         ("handover_p99_s", (0.9, 1.1, 1.3), ""),
         ("handover_p99_s", (1.001, 1.01, 1.03), ""),
         ("tokens_per_s", (1.2, 1.1, 1.3), "better"),
+        ("out_tok_s", (0.8, 0.9, 0.7), "worse"),
         ("pull_gb_s", (0.8, 0.9, 0.7), "worse"),
         ("prefill.of_gemm", (0.8, 0.9, 0.7), "changed"),
     ],

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from twostroke.cluster.cli import main
+from twostroke.cluster.commands import check
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.sizes import num_parameters
 from twostroke.planner.models import MODELS, published_model
 
@@ -65,16 +67,19 @@ def test_ranks_share_weights_and_kv(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert told["weight_bytes"] == 2 * 70_553_706_496 // 4
 
 
-def test_a_name_that_plan_knows_is_one_for_check_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_plan_knows_is_one_for_check_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in MODELS:
         assert main(["check", name, "--gpu", "h200", "--tensor-parallel", "4", "--json"]) in (0, 2)
         told = json.loads(capsys.readouterr().out)
         assert told["family"] is not None, (name, told["reason"])
         assert told["parameters"] == num_parameters(published_model(name)), name
-    assert main(["check", "Qwen/qwen3-8b", "--gpu", "h200"]) == 0
-    assert "hub id" not in capsys.readouterr().out
     assert main(["check", "Qwen3-8B", "--gpu", "h200"]) == 0
     assert "with your copy of the model in place of its name" in capsys.readouterr().out
+    monkeypatch.setattr(check, "resolve_model_folder", lambda *_: BUNDLED_MODEL_DIR)
+    assert main(["check", "Somebody/Qwen3-8B", "--gpu", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] != num_parameters(published_model("Qwen3-8B"))
 
 
 def test_ranks_with_whole_experts_take_as_much_as_the_one_with_the_most(

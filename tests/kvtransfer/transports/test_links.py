@@ -226,7 +226,10 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers
 
 
 @ON_SOCKETS
-async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(name: str) -> None:
+@pytest.mark.parametrize("pauses", [1, 2, 3])
+async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(
+    name: str, pauses: int, recwarn: pytest.WarningsRecorder
+) -> None:
     faults: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
     store = SharedBytesStore()
@@ -235,12 +238,14 @@ async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(name
         with socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) as guest:
             await asyncio.sleep(0)
             guest.connect(_address(name, pending.params))
-            await asyncio.sleep(0)  # the loop knows of the guest, and calls this test before the door
+            for _ in range(pauses):  # 1: the loop knows of the guest, and calls this test before the door
+                await asyncio.sleep(0)
             await pending.close()
             guest.settimeout(10)
             with contextlib.suppress(ConnectionResetError):
                 assert guest.recv(1) == b""
     assert not faults
+    assert not [str(one.message) for one in recwarn if issubclass(one.category, ResourceWarning)]
 
 
 @ON_SOCKETS
