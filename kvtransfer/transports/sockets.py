@@ -140,7 +140,7 @@ class Door(Generic[L]):
         task.add_done_callback(partial(self._admitted_or_not, guest))
 
     def _admitted_or_not(self, guest: socket.socket, task: asyncio.Task[None]) -> None:
-        """Not in the task itself: one that is cancelled before it begins would close nothing."""
+        """Close the guest whose admission has ended without success; a task cancelled at its start can't do that."""
         self._tasks.discard(task)
         if guest not in self._guests.values():
             guest.close()
