@@ -6,7 +6,7 @@ Prompts of hashed blocks, as the traces with prefix hashes have them.
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -32,22 +32,21 @@ send call follow mean
 WORDS = tuple(_COMMON_WORDS.split())
 
 
-def token_ids(pieces: Iterable[Piece], vocabulary: int) -> list[int]:
+def token_ids(pieces: Sequence[Piece], vocabulary: int) -> list[int]:
     """As many ids as the pieces have tokens, below `vocabulary`."""
-    ids: list[int] = []
-    for piece in pieces:
-        ids += _ids(piece, vocabulary).tolist()
-    return ids
+    parts = [_ids(piece, vocabulary) for piece in pieces[:-1]]
+    parts += [_ids.__wrapped__(own, vocabulary) for own in pieces[-1:]]  # not kept: it is mostly this prompt's alone
+    return [number for part in parts for number in part.tolist()]
 
 
-def text(pieces: Iterable[Piece]) -> str:
+def text(pieces: Sequence[Piece]) -> str:
     """A word for each token: about as many tokens as planned, how many exactly is up to the server's vocabulary."""
-    return " ".join(_words(piece) for piece in pieces)
+    return " ".join([*(_words(piece) for piece in pieces[:-1]), *(_words.__wrapped__(own) for own in pieces[-1:])])
 
 
 def random_text(tokens: int) -> str:
     """About `tokens` tokens of common words, others each time, so that no server has them cached."""
-    return _words.__wrapped__(Piece(secrets.randbits(63), tokens))  # not kept: nobody asks for it again
+    return text((Piece(secrets.randbits(63), tokens),))
 
 
 @lru_cache(CACHED_PIECES)
