@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from twostroke.model.config import Quantization
 from twostroke.planner.workload import Promise, Workload
-from twostroke.protocol.stats import StepCosts, joining_s
+from twostroke.protocol.stats import StepCosts
 
 CALL_S = 0.005  # to a worker and back, where nobody has measured it
 HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
+JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the one scheduled ahead
 PACE = 0.9  # of the promised time a token, that a step with a chunk of a prompt is planned to take
 LEAST_CHUNK = 8  # prompt tokens of such a step, whatever time they take
 LINK_SHARE = 0.9  # of a link's bytes, that KV may take before it waits for the link
@@ -242,7 +243,7 @@ def decoding(kind: Kind, count: int, workload: Workload, promise: Promise, rate:
         return replace(NOTHING, ttft=1.0, tpot_binds=_step_binds(kind, kind.max_batch, workload.mean_context))
     step_s = rows_s(kind, batch.mean + 1, workload.mean_context)
     limits = [
-        promise.tpot_s - (late_s + joining_s(step_s)) / max(1, answer - 1)
+        promise.tpot_s - (late_s + JOIN_STEPS * step_s) / max(1, answer - 1)
         for (_, answer), late_s in zip(workload.strata, lates, strict=True)
     ]
     met = _steps_within(kind, workload, batch, limits)

@@ -20,19 +20,6 @@ LEAST_STRETCH = 1.5
 """A promise that not even a request alone could keep limits a step to so many times what it takes alone."""
 
 
-AHEAD_S = 0.003
-"""How long before the expected end of a step a worker schedules the next one behind it. It is enough for the event loop
-and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
-
-
-def joining_s(step_s: float) -> float:
-    """Return the mean wait of a new request for a step to take it, in seconds, where each step takes `step_s`.
-
-    It waits for the end of the step that runs, and where it comes in that one's last `AHEAD_S` for the next one too.
-    """
-    return step_s / 2 + min(step_s, AHEAD_S)
-
-
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     """Seconds a unit; none is negative."""
 

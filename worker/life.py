@@ -18,7 +18,7 @@ from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.stats import AHEAD_S, StepCosts
+from twostroke.protocol.stats import StepCosts
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.step_costs import StepContent
@@ -193,6 +193,10 @@ class LogitHealth:
         )
 
 
+AHEAD_S = 0.003
+"""How long before its expected end a step with prompts has the next one scheduled behind it. Enough for the event loop
+and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
+
 StepT = TypeVar("StepT")
 
 
@@ -254,11 +258,13 @@ class StepsUnderWay(Generic[StepT]):
     async def nears_its_end(self, costs: StepCosts | None) -> bool:
         """Wait until it is time to schedule behind the step that runs; False where that ends before. There must be one.
 
-        While costs are unknown, it is time at once behind decodes, which are short, and behind prompts never.
+        A step of decodes is short: it is time at once. Prompts take long, and so do steps of unknown costs.
         """
         running = self._steps[0]
+        if not running.content.prompt_tokens:
+            return True
         if costs is None:
-            return not running.content.prompt_tokens
+            return False
         left = self._began + running.content.expected_s(costs) - AHEAD_S - self._clock()
         if left > 0:
             await asyncio.wait([running.result], timeout=left)

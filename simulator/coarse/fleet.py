@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
-from twostroke.protocol.stats import joining_s
 from twostroke.simulator.coarse.live_router import LiveRouter
 from twostroke.simulator.coarse.workers import AggregatedWorker, DecodeWorker, PrefillWorker, Request, SteppingWorker
 from twostroke.simulator.kinds import Kind
@@ -14,6 +13,8 @@ from twostroke.simulator.kinds import Kind
 TRANSFER_S = 0.002
 CALL_S = 0.005
 """A call to a worker and its answer's way back, as the exact simulation has them."""
+JOIN_STEPS = 1.5
+"""Whoever comes to a worker that decodes waits for the step that runs, and mostly for the one scheduled ahead."""
 WARM_REQUESTS = 15
 """A fleet whose workers have ended fewer prompts tells no step costs yet."""
 
@@ -294,7 +295,7 @@ class _Run:
         hidden_s = kind.costs.prompt_s(request.prompt_tokens)
         late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / kind.num_layers)
         if request.target is not None:
-            late_s += joining_s(request.target.step_s) if request.target.rows else 0.0
+            late_s += JOIN_STEPS * request.target.step_s if request.target.rows else 0.0
         self.number += 1
         heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
 

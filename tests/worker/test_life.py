@@ -13,7 +13,6 @@ from twostroke.model.step import SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.stats import AHEAD_S, StepCosts
 from twostroke.simulator.exact.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepsUnderWay, WorkerLife
@@ -136,19 +135,6 @@ def test_a_steps_time_is_its_own_without_what_it_waited_behind_another():
         await asyncio.sleep(10.0)
         await steps.begin("d", batch)
         assert (await steps.first_ended()).seconds == pytest.approx(2.0), "the engine had nothing to do before"
-
-    play(script)
-
-
-@pytest.mark.parametrize("step", [SequenceStep((1, 2), 0, (0,), None), SequenceStep((1,), 9, (0,), None)])
-def test_newcomers_join_the_next_step_until_shortly_before_it_begins_whatever_runs(step: SequenceStep):
-    async def script() -> None:
-        steps = StepsUnderWay[str](SlowEngine(), asyncio.get_running_loop().time)
-        await steps.begin("a", [step])
-        assert await steps.nears_its_end(StepCosts(2.0, 0.0, 0.0, 0.0, 0.0))
-        assert asyncio.get_running_loop().time() == pytest.approx(2.0 - AHEAD_S)
-        assert not await steps.nears_its_end(StepCosts(9.0, 0.0, 0.0, 0.0, 0.0)), "it ends before it is expected to"
-        await steps.first_ended()
 
     play(script)
 
