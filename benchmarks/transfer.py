@@ -10,7 +10,8 @@ And one of two processes without workers, which can be on one GPU (pull.py):
 
     pull       bytes a second beside a plain copy, and the hand-over alone and while the target computes
 
-Moments are the engines' own: the end of the step that drew the first token, the beginning of the first decode step.
+Moments are the engines' own: the end of the step that drew the first token, and when the first decode step is given to
+the engine, which is up to one step before it computes where steps are scheduled ahead.
 What lies between is everything that disaggregation adds to a request: the last layers' bytes, digests, commit, the
 decode worker's wake-up, and the wait for its step under way. All processes of a machine share CLOCK_MONOTONIC.
 """
