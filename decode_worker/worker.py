@@ -127,7 +127,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         return await logged("decode", request, self._clock, self._decode(request, ticket, pull))
 
     async def read(self, request: GenerateRequest) -> PrefillReply:
-        """As PrefillWorker.read."""
+        """Do what PrefillWorker.read does. Raises what it raises."""
         return await logged("read", request, self._clock, self._read(request))
 
     async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Server:
-    """Where requests go, looked up once a test by each process, since it would cost more than a request."""
+    """Server and model of the requests. Each process looks them up once a test: it costs more than a request."""
 
     endpoint: Endpoint
     model: ServedModel

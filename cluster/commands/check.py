@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(told))
     else:
         print("\n".join(_lines(told, arguments)))
-        if told["way"] != "refused" and "/" not in arguments.model and known_as(arguments.model) is not None:
+        if told["way"] != "refused" and _published(arguments.model, config.model.revision) is not None:
             print("\nwith your copy of the model in place of its name: a folder, a GGUF file or a hub id")
     return CAN_T_BE_SERVED if told["way"] == "refused" else 0
 
@@ -72,13 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _folder_of(name: str, revision: str | None) -> Iterator[Path]:
     """The model's folder, or one with the configuration that `plan` knows by this name. Raises ConfigError."""
-    known = known_as(name)
-    if known is None or "/" in name or revision is not None:  # OWNER's model may be another one
+    known = _published(name, revision)
+    if known is None:
         yield resolve_model_folder(name, CONFIG_PATTERNS, revision)
         return
     with TemporaryDirectory(prefix="twostroke-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[known].fields))
         yield Path(folder)
+
+
+def _published(name: str, revision: str | None) -> str | None:
+    """Return the table name of a model that `plan` knows; None: it is looked up. OWNER's may be another model."""
+    return None if "/" in name or revision is not None else known_as(name)
 
 
 def _config(arguments: argparse.Namespace) -> ClusterConfig:

@@ -25,7 +25,7 @@ class LoggingConfig(Section):
     format: Literal["text", "json"] = "text"
     """Lines for people, or one JSON object a line for programs."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """What is not logged below it; `info` has a line for each request, of the router and of each worker
+    """The least severe lines that are logged; `info` has a line for each request, of the router and of each worker
     that serves it."""
     to: Literal["files", "stdout"] = "files"
     """stdout: the container's, so that `kubectl logs` and `docker logs` have our lines, each whole; only in containers.

@@ -51,7 +51,7 @@ INSTEAD: Mapping[str, str] = {
     "max_total_tokens": "prefill.num_blocks and decode.num_blocks, in blocks of model.block_size tokens",
     "schedule_conservativeness": "slo.classes say what is promised, and requests wait by that: leave it out",
 }
-"""What to do about those that vLLM has no name for."""
+"""Hints for names of SGLang's that vLLM has no name for."""
 
 
 def what_is_ours(name: str) -> str | None:

@@ -133,7 +133,7 @@ class ShareSender(User):
 
 
 class Shares(LoadTestShape):
-    """As many users as processes, until all shares are sent."""
+    """Shape that keeps one user a process until all shares are sent."""
 
     def tick(self) -> tuple[int, float] | None:
         head = _heads[0]

@@ -24,7 +24,7 @@ class TracingConfig(Section):
 
 
 def request_traces(config: TracingConfig, *, replica: str, model: str) -> "OpenTelemetryTraces | None":
-    """Where traces of requests for `model` go; None for nowhere. Raises ConfigError where a package is missing, or a
+    """Return what takes traces of requests for `model`, or None. Raises ConfigError where a package is missing, or a
     variable of OpenTelemetry's is wrong."""
     if config.endpoint is None:
         return None

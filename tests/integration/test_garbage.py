@@ -1,4 +1,4 @@
-"""What requests leave is freed at once: what the collection of Python's garbage has to free stops every stream."""
+"""Requests leave no reference cycles: a collection of Python's garbage that finds some stops every stream."""
 
 import asyncio
 import collections

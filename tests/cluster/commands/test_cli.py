@@ -37,7 +37,7 @@ def test_a_model_that_is_missing_is_told_before_the_port_is_looked_at(capsys: py
 
 @pytest.mark.parametrize("command", ["config schema", "config reference", "serve --help"])
 def test_a_reader_that_leaves_early_ends_a_command_without_a_word(command: str) -> None:
-    """As `twostroke config schema | head` does."""
+    """The reader leaves early, in the way of `twostroke config schema | head`."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
