@@ -34,7 +34,7 @@ PARALLEL := --numprocesses auto --dist worksteal
 # What has a step of its own.
 APART := $(addprefix --ignore=tests/,faults kernels e2e gpu clients)
 # Tests that only compute: on no clock, on a virtual one, or on their processes' own time.
-COMPUTING := $(addprefix tests/,advisor http_fuzz loadtests/report loadtests/workloads model planner simulation simulator)
+COMPUTING := $(addprefix tests/,http_fuzz loadtests/report loadtests/workloads model planning simulation simulator)
 # uv takes its own variable for what pip calls PIP_FIND_LINKS.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Where a shell forbids bytecode files, each process that a test or a server starts compiles torch's sources again: 4 s.
@@ -180,7 +180,7 @@ bench: $(SERVING)
 
 compare: $(STAMP)
 	@test -n "$(BASE)" || { echo "name the other commit: make compare BASE=REV"; exit 2; }
-	@$(BIN)/python -m twostroke.tools.compare "$(BASE)" --benches $(BENCHES) --turns $(TURNS)
+	@$(BIN)/python -m twostroke.benchmarks.compare "$(BASE)" --benches $(BENCHES) --turns $(TURNS)
 
 # Pins what is installed now. Left to pyproject.toml's ranges: torch and triton, whose builds differ by machine.
 constraints: tools

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from twostroke.benchmarks.clients import Mix, send_arrivals
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
-from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.cluster.local.asking import fetch_status
+from twostroke.cluster.local.server_process import twostroke_server
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 

@@ -23,7 +23,7 @@ from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
-from twostroke.simulator.kinds import Kind
+from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.step_costs import COLD_STEPS, StepContent, StepCostFit
 
 PROMPTS = (16, 64, 256, 1024)  # tokens of a step
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             loaded.engine.close()
         config = loaded.model_config
-    kind = Kind(
+    kind = WorkerProfile(
         name=args.model,
         costs=costs,
         kv_bytes=2.0 * config.kv_values,

@@ -19,8 +19,8 @@ from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.cache.memory import available_bytes
 from twostroke.model.engine_config import resolve_dtype
-from twostroke.planner.hardware import Hardware, Number
-from twostroke.planner.operations import Limits
+from twostroke.model.operations import Limits
+from twostroke.model.published.hardware import Hardware, Number
 from twostroke.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")

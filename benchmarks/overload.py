@@ -20,8 +20,8 @@ from typing import Any
 
 from twostroke.benchmarks.clients import Mix, has_met, send_arrivals, send_in_turn, whole
 from twostroke.benchmarks.console import add_load_arguments, positive
-from twostroke.benchmarks.server_process import twostroke_server
 from twostroke.cluster.local.asking import fetch_status
+from twostroke.cluster.local.server_process import twostroke_server
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 from twostroke.router.slo.classes import SLOClass

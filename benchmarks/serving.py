@@ -24,9 +24,9 @@ from twostroke.benchmarks.clients import (
     stream_completion,
 )
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
-from twostroke.benchmarks.server_process import cpu_seconds, processes_named, twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
+from twostroke.cluster.local.server_process import cpu_seconds, processes_named, twostroke_server
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 

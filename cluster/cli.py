@@ -78,20 +78,20 @@ _COMMANDS = {
         "what this machine's CPU can do, into a file that `plan --gpu` reads",
     ),
     "should-i-disaggregate": (
-        "advisor.verdict",
+        "planning.commands.should_i_disaggregate",
         "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
     ),
     "bench simulation": (
-        "advisor.agreement",
+        "planning.agreement",
         "this machine's server beside its simulation: three modes, workloads and rates",
     ),
     "bench plan": (
-        "advisor.regret",
+        "planning.regret",
         "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
     ),
-    "plan": ("advisor.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
+    "plan": ("planning.commands.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
     "simulate": (
-        "simulator.command",
+        "planning.commands.simulate",
         "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",
     ),
     "loadtest run": ("loadtests.commands.measure:run", "one run at one load, and its report"),

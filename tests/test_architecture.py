@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.tools.rooms import PICTURE, picture
+from tests.rooms import PICTURE, picture
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,10 +22,8 @@ ALLOWED = {
     "prefill_worker": {"protocol", "model", "kvtransfer", "worker"},
     "decode_worker": {"protocol", "model", "kvtransfer", "worker"},
     "router": {"protocol"},
-    "planner": {"protocol", "model"},
     "cluster": {
         *("protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "loadtests"),
-        "planner",
     },
     "loadtests": set[str](),
     "simulator": {
@@ -34,9 +32,9 @@ ALLOWED = {
     },
 }
 # They stand above all others, and may import any.
-TOP = ("advisor", "benchmarks", "tools")
+TOP = ("benchmarks", "planning", "tools")
 ALLOWED |= {room: ALLOWED.keys() | set(TOP) for room in TOP}
-WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator", "planner")
+WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator")
 TORCH_LIKE = {"torch", "triton", "transformers", "numba"}
 # Collectives of objects unpickle what a peer sends.
 OBJECT_COLLECTIVES = {
@@ -95,6 +93,7 @@ INNER_ORDER = {
         {"sampling"},
         {"fit"},
         {"served"},
+        {"published"},
         {"checkpoint"},
         {"architectures"},
         {"cache"},
@@ -102,6 +101,7 @@ INNER_ORDER = {
         {"reference"},
         {"backend"},
         {"batch", "launched_work"},
+        {"operations"},
         {"sizes"},
         {"config", "step", "bundled"},
     ),
@@ -234,4 +234,4 @@ def run_python(script: str) -> str:
 
 
 def test_the_picture_of_the_rooms_is_the_codes() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "draw it again: python -m twostroke.tools.rooms"
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "draw it again: python -m tests.rooms"

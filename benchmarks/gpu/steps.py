@@ -24,11 +24,11 @@ from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
+from twostroke.model.operations import Limits, decode_work, prefill_work
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.planner.operations import Limits, decode_work, prefill_work
 from twostroke.protocol.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

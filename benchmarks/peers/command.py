@@ -34,8 +34,8 @@ from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
 from twostroke.benchmarks.peers.compare_servers import Plan, Target, has_errors, measure, report_of, table
-from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local.server_process import ServerProcess
 from twostroke.loadtests.generator.http_stream import read_stream
 from twostroke.protocol.errors import ConfigError
 

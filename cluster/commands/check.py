@@ -13,8 +13,8 @@ from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import held_as
 from twostroke.model.config import KVCacheDtype, Quantization
-from twostroke.planner.hardware import HARDWARE
-from twostroke.planner.models import MODELS, known_as
+from twostroke.model.published.hardware import HARDWARE
+from twostroke.model.published.models import MODELS, known_as
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import FP8
 from twostroke.protocol.stats import Role

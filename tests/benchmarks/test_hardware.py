@@ -11,10 +11,10 @@ from twostroke.benchmarks.hardware import row_of
 from twostroke.cluster.cli import main
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.planner.hardware import hardware_of
-from twostroke.planner.operations import Limits
-from twostroke.planner.search import Terms, kinds_of, machine_of
-from twostroke.planner.workload import Workload
+from twostroke.model.operations import Limits
+from twostroke.model.published.hardware import hardware_of
+from twostroke.planning.search import Terms, machine_of, profiles_of
+from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError
 
 ROUNDS = [Limits(gemm, read) for gemm, read in ((40e9, 9e9), (60e9, 12e9), (50e9, 50e9))]
@@ -40,7 +40,7 @@ def test_a_measured_cpu_is_planned_with_one_rank_a_worker(tmp_path: Path, capsys
     assert main(served) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     shape, workload = load_model_config(BUNDLED_MODEL_DIR), Workload("short", ((100, 10),))
-    assert [kind.ranks for kind in kinds_of(shape, hardware_of(str(file)), ("auto",), workload, Terms())] == [1]
+    assert [kind.ranks for kind in profiles_of(shape, hardware_of(str(file)), ("auto",), workload, Terms())] == [1]
     assert set(best["hardware"].values()) == {"this-cpu"}
     assert "num_gpus" not in (tmp_path / "serving.yaml").read_text()
 

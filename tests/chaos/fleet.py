@@ -13,12 +13,12 @@ import msgspec
 
 from tests.chaos.clients import Target
 from tests.chaos.orders import Control
-from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports, local_ray
+from twostroke.cluster.local.server_process import processes_named
 from twostroke.protocol.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -32,7 +32,7 @@ from twostroke.kvtransfer.transfer import IncomingTransfer
 from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
-from twostroke.simulator.exact.memory_network import MemoryConnection
+from twostroke.simulator.memory_network import MemoryConnection
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.token_server import TokenServerConfig
 

@@ -33,8 +33,8 @@ from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
 from tests.rigs.processes import comes
 from twostroke.benchmarks.clients import send_at_moments, stream_completion
-from twostroke.benchmarks.server_process import processes_named, twostroke_server
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local.server_process import processes_named, twostroke_server
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
 MODEL = "twostroke-bundled"

@@ -22,9 +22,9 @@ import openai
 import pytest
 
 from tests.rigs.processes import alive, eventually
-from twostroke.benchmarks.server_process import ServerProcess, twostroke_server
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
+from twostroke.cluster.local.server_process import ServerProcess, twostroke_server
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine

@@ -20,8 +20,8 @@ import pytest
 from tests.e2e.conftest import MODEL, NEW_TOKENS, PROMPT, PROMPTS, Server, log_lines, serving
 from tests.rigs.otlp import ReceivedSpan, receiving_spans
 from tests.rigs.processes import alive, eventually
-from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.local.ray import ray_folder
+from twostroke.cluster.local.server_process import processes_named
 
 # KV is to travel, and to two ranks.
 RANKED = {"decode": {"tensor_parallel": 2, "threads": 1}, "prefill": {"threads": 1}, "logging": {"format": "json"}}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Server
-from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, instruct_model
 from twostroke.cluster.local.ray import free_ports
+from twostroke.cluster.local.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 QUESTION = {"role": "user", "content": "Name the capital of France."}

@@ -25,7 +25,7 @@ import pytest
 from tests.e2e.conftest import MODEL, PROMPT, Server, serving
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import record_of, stream_completion, whole
-from twostroke.benchmarks.server_process import processes_named
+from twostroke.cluster.local.server_process import processes_named
 
 LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise
 

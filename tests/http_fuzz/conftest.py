@@ -8,7 +8,7 @@ import pytest
 
 from tests.http_fuzz.virtual_site import MODEL_FOLDER, Answer, VirtualSite
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.simulator.exact.virtual_loop import VirtualLoop
+from twostroke.simulator.virtual_loop import VirtualLoop
 
 Ask = Callable[[str, str, dict[str, str], bytes], Answer]
 

@@ -29,9 +29,9 @@ from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.simulator.exact.memory_network import MemoryFabric
-from twostroke.simulator.exact.memory_transport import LinkFabric
-from twostroke.simulator.exact.sim_fleet import SECRET, SimFleet
+from twostroke.simulator.memory_network import MemoryFabric
+from twostroke.simulator.memory_transport import LinkFabric
+from twostroke.simulator.sim_fleet import SECRET, SimFleet
 
 MODEL = "fake"
 MODEL_FOLDER = Path(__file__).parents[2] / "model" / "bundled"

@@ -9,7 +9,7 @@ from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, Outgoi
 from twostroke.protocol.kv_layout import KVLayout, group_layers
 from twostroke.protocol.messages import Chunk, Commit
 from twostroke.protocol.requests import Address, Ticket
-from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.virtual_loop import run_virtually
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
 LAYOUT = KVLayout("m", "bfloat16", num_layers=2, num_kv_heads=1, head_dim=6, block_size=4)

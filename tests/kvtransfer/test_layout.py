@@ -21,7 +21,7 @@ from twostroke.protocol.kv_layout import KVLayout, RankCut, incompatibility
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, SampledToken, Ticket, mint_ticket
-from twostroke.simulator.exact.memory_store import GARBAGE, Array, FakeStore
+from twostroke.simulator.memory_store import GARBAGE, Array, FakeStore
 
 UP_TO_8 = range(1, 9)
 SIZES = [

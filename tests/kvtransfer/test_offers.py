@@ -20,9 +20,9 @@ from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
-from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
-from twostroke.simulator.exact.memory_transport import KINDS, LinkFabric, Parts
-from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts
+from twostroke.simulator.virtual_loop import run_virtually
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 

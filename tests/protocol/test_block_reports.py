@@ -13,8 +13,8 @@ from twostroke.protocol.blocks import short_name, unpack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
-from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 

@@ -9,9 +9,9 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Pref
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.simulator.exact.memory_network import MemoryFabric
-from twostroke.simulator.exact.sim_fleet import SECRET
-from twostroke.simulator.exact.sim_router import PROMISE_NOTHING, SimRouter
+from twostroke.simulator.memory_network import MemoryFabric
+from twostroke.simulator.sim_fleet import SECRET
+from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 
 
 class BlindPulls(Delegate):

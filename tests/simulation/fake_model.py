@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, ScoredRows, SequenceStep, is_penalised, with_drawn_tokens
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
-from twostroke.simulator.exact.memory_store import FakeStore, FakeSwapSpace, Grip
+from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61
 POISON = 2**32 - 1

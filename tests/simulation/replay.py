@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import pytest
 
-from twostroke.simulator.exact.memory_network import Trace
+from twostroke.simulator.memory_network import Trace
 
 ROOT = Path(__file__).parents[2]
 _RANDOM_BYTES = re.compile(r"b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\"")

@@ -16,10 +16,10 @@ from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.observe.stages import Stages
-from twostroke.simulator.exact.memory_network import MemoryFabric
-from twostroke.simulator.exact.memory_transport import LinkFabric
-from twostroke.simulator.exact.sim_fleet import SimFleet
-from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.memory_network import MemoryFabric
+from twostroke.simulator.memory_transport import LinkFabric
+from twostroke.simulator.sim_fleet import SimFleet
+from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.token_server import TokenServerConfig
 
 NUM_WORKERS = 4

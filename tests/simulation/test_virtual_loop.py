@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from twostroke.simulator.exact.virtual_loop import PROCESS, SimulationStuck, VirtualLoop, run_virtually
+from twostroke.simulator.virtual_loop import PROCESS, SimulationStuck, VirtualLoop, run_virtually
 
 
 def test_a_deadlock_raises_and_names_who_waits_where():

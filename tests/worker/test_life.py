@@ -13,7 +13,7 @@ from twostroke.model.step import SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
-from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepsUnderWay, WorkerLife
 

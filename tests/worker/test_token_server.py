@@ -21,8 +21,8 @@ from twostroke.protocol.messages import (
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.protocol.verdicts import Verdict
-from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
-from twostroke.simulator.exact.virtual_loop import VirtualLoop, run_virtually
+from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.virtual_loop import VirtualLoop, run_virtually
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 

@@ -13,7 +13,7 @@ from tests.worker.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Rig, begin, 
 from twostroke.kvtransfer.sides import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
-from twostroke.simulator.exact.memory_transport import Parts
+from twostroke.simulator.memory_transport import Parts
 from twostroke.worker.pulls import Transfers
 from twostroke.worker.trials import LinkProbe, _links
 

@@ -40,10 +40,10 @@ from twostroke.protocol.requests import (
     mint_ticket,
 )
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric
-from twostroke.simulator.exact.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from twostroke.simulator.exact.memory_transport import KINDS, LinkFabric, Parts, parts_around
-from twostroke.simulator.exact.virtual_loop import describe, run_virtually
+from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
+from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
+from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
+from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.pulls import PrefixExports, Transfers
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.worker import Equipment

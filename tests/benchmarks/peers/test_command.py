@@ -9,9 +9,9 @@ import pytest
 from twostroke.benchmarks.peers import command as peers
 from twostroke.benchmarks.peers.command import answers, target_of
 from twostroke.benchmarks.peers.compare_servers import Target
-from twostroke.benchmarks.server_process import ServerFailed, ServerProcess
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.ray import free_ports
+from twostroke.cluster.local.server_process import ServerFailed, ServerProcess
 from twostroke.protocol.errors import ConfigError
 
 # Answers any request.

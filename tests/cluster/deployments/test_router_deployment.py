@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 from twostroke.cluster.deployments import router as other_routers
 from twostroke.cluster.deployments.router import OtherRouters, drain_routers
 from twostroke.router.observe.scrape import RouterReading
-from twostroke.simulator.exact.virtual_loop import run_virtually
+from twostroke.simulator.virtual_loop import run_virtually
 
 
 def reading(router):

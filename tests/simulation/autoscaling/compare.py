@@ -20,10 +20,10 @@ from twostroke.cluster.autoscaling.demand import decode_capacity
 from twostroke.cluster.autoscaling.policy import Memory, decide
 from twostroke.cluster.autoscaling.readings import Decision
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
-from twostroke.simulator.coarse.fleet import Change, Fleet, Scaler, run
-from twostroke.simulator.coarse.workers import Request
-from twostroke.simulator.day import reversals
-from twostroke.simulator.kinds import Kind
+from twostroke.planning.coarse.day import reversals
+from twostroke.planning.coarse.fleet import Change, Fleet, Scaler, run
+from twostroke.planning.coarse.workers import Request
+from twostroke.worker.profile import WorkerProfile
 
 HOUR_S = 3600.0
 
@@ -172,7 +172,7 @@ BUSIEST_S = 10
 class Setting:
     """What all scalers of a comparison have in common."""
 
-    kind: Kind
+    kind: WorkerProfile
     ttft_s: float
     tpot_s: float
     startup_s: float

@@ -10,18 +10,19 @@ import pytest
 
 from tests.simulation.autoscaling.compare import Fixed, Setting, serve_with_fleet
 from tests.simulation.autoscaling.traffic import bursts, steps
+from twostroke.planning.coarse.day import reversals
+from twostroke.planning.coarse.fleet import Fleet, run
+from twostroke.planning.coarse.workers import DecodeWorker, Request
+from twostroke.planning.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
-from twostroke.simulator.coarse.fleet import Fleet, run
-from twostroke.simulator.coarse.workers import DecodeWorker, Request
-from twostroke.simulator.day import reversals
-from twostroke.simulator.kinds import SMALL, Kind
+from twostroke.worker.profile import WorkerProfile
 
 TOKEN_S = 1e-5
 
 
-def prompts_only(costs: StepCosts) -> Kind:
+def prompts_only(costs: StepCosts) -> WorkerProfile:
     """Whose prompts take their tokens' time and nothing else, in one step."""
-    return Kind("theory", costs, 1.0, 10**9, 1e12, 10**9, 256, "queueing theory")
+    return WorkerProfile("theory", costs, 1.0, 10**9, 1e12, 10**9, 256, "queueing theory")
 
 
 def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> float:
@@ -73,7 +74,7 @@ def test_decoding_takes_the_sum_of_its_steps() -> None:
 
 def test_what_the_kv_cache_has_no_room_for_waits_for_those_that_decode() -> None:
     costs = StepCosts(0.01, 0.0, 0.0, 0.0, 0.0)
-    kind = Kind("small cache", costs, 1.0, 250, 1e12, 10**9, 256, "")
+    kind = WorkerProfile("small cache", costs, 1.0, 250, 1e12, 10**9, 256, "")
     worker = DecodeWorker(kind, 0.0, 0.0)
     for _ in range(3):
         worker.join(Request(0.0, 100, 11), 0.0)

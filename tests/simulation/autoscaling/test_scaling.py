@@ -16,9 +16,10 @@ from tests.simulation.autoscaling.compare import (
 )
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
+from twostroke.planning.coarse.workers import SAFETY, AggregatedWorker, Request
+from twostroke.planning.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
-from twostroke.simulator.coarse.workers import SAFETY, AggregatedWorker, Request
-from twostroke.simulator.kinds import SMALL, Kind
+from twostroke.worker.profile import WorkerProfile
 
 SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0)
 
@@ -81,7 +82,7 @@ def test_two_cooldowns_after_traffic_has_ended_the_fewest_workers_are_left() -> 
 
 TPOT_S = 0.05
 COSTS = StepCosts(base_s=5e-3, token_s=1e-4, pair_s=0.0, row_s=1e-3, context_s=1e-6)
-KIND = Kind("steps", COSTS, 1.0, 10**6, 1e12, 512, 256, "")
+KIND = WorkerProfile("steps", COSTS, 1.0, 10**6, 1e12, 512, 256, "")
 
 
 def step_by_step(requests: list[Request]) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime
 from math import cos, log, pi
 from pathlib import Path
 
-from twostroke.simulator.coarse.workers import Request
+from twostroke.planning.coarse.workers import Request
 
 DAY_S = 86400.0
 

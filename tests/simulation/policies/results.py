@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twostroke.planning.profiles import SMALL
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.simulator.deployment import Run, TracedRequest
 from twostroke.simulator.exact import deployment
-from twostroke.simulator.exact.deployment import Run, TracedRequest
-from twostroke.simulator.exact.sim_router import PROMISE_NOTHING
-from twostroke.simulator.kinds import SMALL
+from twostroke.simulator.sim_router import PROMISE_NOTHING
 
 PREFILL_CACHE_TOKENS = 32_000
 """Of each prefill worker: less than all conversations that are under way, so that it matters who gets which."""

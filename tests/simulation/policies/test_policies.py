@@ -18,7 +18,7 @@ from twostroke.kvtransfer.transfer import OutgoingLane
 from twostroke.protocol.requests import Promise
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOClass, SLOConfig
-from twostroke.simulator.exact.deployment import Run, Served, TracedRequest
+from twostroke.simulator.deployment import Run, Served, TracedRequest
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twostroke.simulator.exact.deployment import ANSWER, TracedRequest
+from twostroke.simulator.deployment import ANSWER, TracedRequest
 
 VOCABULARY = 32_000
 MAX_PROMPT = 6_000

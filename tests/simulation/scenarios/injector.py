@@ -9,10 +9,10 @@ from tests.simulation.blind_router import BlindRouter
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
 from twostroke.protocol.stats import Role
-from twostroke.simulator.exact.memory_network import MemoryConnection, MemoryFabric, Trace
-from twostroke.simulator.exact.memory_transport import LinkFabric
-from twostroke.simulator.exact.sim_fleet import SimFleet, SimProcess
-from twostroke.simulator.exact.virtual_loop import virtual_loop
+from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric, Trace
+from twostroke.simulator.memory_transport import LinkFabric
+from twostroke.simulator.sim_fleet import SimFleet, SimProcess
+from twostroke.simulator.virtual_loop import virtual_loop
 
 SHORT_S = (0.05, 0.4, 1.0)
 LONG_S = (

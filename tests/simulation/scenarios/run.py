@@ -24,10 +24,10 @@ from twostroke.protocol.requests import TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.observe.stages import Stages
-from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
-from twostroke.simulator.exact.memory_transport import LinkFabric
-from twostroke.simulator.exact.sim_fleet import SimFleet, SimProcess
-from twostroke.simulator.exact.virtual_loop import describe, run_virtually, virtual_loop
+from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.simulator.memory_transport import LinkFabric
+from twostroke.simulator.sim_fleet import SimFleet, SimProcess
+from twostroke.simulator.virtual_loop import describe, run_virtually, virtual_loop
 
 
 @dataclass

@@ -13,7 +13,7 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.kv_layout import group_layers
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.simulator.exact.sim_fleet import FleetPlan
+from twostroke.simulator.sim_fleet import FleetPlan
 from twostroke.worker.token_server import TokenServerConfig
 
 # --- requests, and what their clients do ---

@@ -18,9 +18,9 @@ from tests.simulation.transfers.plan import (
     FaultPlan,
 )
 from tests.simulation.transfers.sides import Process
-from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
-from twostroke.simulator.exact.memory_transport import Damage, LinkFabric
-from twostroke.simulator.exact.virtual_loop import virtual_loop
+from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.simulator.memory_transport import Damage, LinkFabric
+from twostroke.simulator.virtual_loop import virtual_loop
 
 TOO_LONG = 1.6
 """Leases of silence after which nobody holds on to a connection any more."""

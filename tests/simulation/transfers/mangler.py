@@ -28,8 +28,8 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.requests import Peer, Ticket
-from twostroke.simulator.exact.memory_network import MemoryConnection
-from twostroke.simulator.exact.memory_transport import LinkFabric
+from twostroke.simulator.memory_network import MemoryConnection
+from twostroke.simulator.memory_transport import LinkFabric
 
 FROM_TARGETS = (Welcome, Grant, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)

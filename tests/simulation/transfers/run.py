@@ -26,10 +26,10 @@ from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
 from tests.simulation.transfers.sides import SECRET, Process, Side, Sides, cuts_of
 from twostroke.protocol.requests import Peer, Ticket, mint_ticket
-from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
-from twostroke.simulator.exact.memory_store import Array
-from twostroke.simulator.exact.memory_transport import LinkFabric
-from twostroke.simulator.exact.virtual_loop import describe, run_virtually
+from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.simulator.memory_store import Array
+from twostroke.simulator.memory_transport import LinkFabric
+from twostroke.simulator.virtual_loop import describe, run_virtually
 
 END_S = 4 * PROGRESS_S + 2 * LEASE_S
 """How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""

@@ -14,10 +14,10 @@ from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
-from twostroke.simulator.exact.memory_network import MemoryFabric, Trace
-from twostroke.simulator.exact.memory_store import Array, FakeStore, fake_layout
-from twostroke.simulator.exact.memory_transport import LinkFabric, MemoryTransport, Parts, parts_around
-from twostroke.simulator.exact.virtual_loop import VirtualProcess
+from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.simulator.memory_store import Array, FakeStore, fake_layout
+from twostroke.simulator.memory_transport import LinkFabric, MemoryTransport, Parts, parts_around
+from twostroke.simulator.virtual_loop import VirtualProcess
 
 SECRET = b"the simulation's secret"
 NUM_BLOCKS = 64

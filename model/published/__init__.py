@@ -1,0 +1,1 @@
+"""Tables of well-known models and GPUs, as their makers published them."""

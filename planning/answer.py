@@ -1,0 +1,241 @@
+"""What a plan says: the layout as settings that serve it, what limits it, and what would make another one better."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
+
+from twostroke.model.config import ModelConfig
+from twostroke.model.operations import Operation, decode_operations, prefill_operations
+from twostroke.model.published.hardware import HARDWARE
+from twostroke.planning.layouts import Layout
+from twostroke.planning.roofline import Machine
+from twostroke.planning.search import Budget, Planned, Search
+from twostroke.planning.workload import Promise, Workload
+from twostroke.worker.profile import WorkerProfile
+
+OVER = 1.03  # of the goodput: there the promise that breaks first is broken
+RATE_FACTORS = (1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.4, 10.0)
+PROMISE_FACTORS = (1.5, 2.0, 4.0)
+PRICE_FACTORS = (1.25, 1.6, 2.5)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A layout with its figures. Requests a second."""
+
+    layout: Layout
+    goodput: float  # simulated where it was, else by formulas
+    is_simulated: bool
+    binds: str
+    usd_per_million_tokens: float
+
+    def told(self) -> dict[str, Any]:
+        """For JSON."""
+        layout, prefill, decode = self.layout, self.layout.prefill, self.layout.decode
+        profiles = {**({} if prefill is None else {"prefill": prefill}), "decode": decode}
+        return {
+            "prefill": layout.num_prefill,
+            "decode": layout.num_decode,
+            "tp": {role: profile.ranks for role, profile in profiles.items()},
+            "context_parallel": {role: profile.context_parallel for role, profile in profiles.items()},
+            "mode": layout.mode,
+            "quantization": {role: profile.quantization for role, profile in profiles.items()},
+            "goodput_rps": round(self.goodput, 3),
+            "binds": self.binds,
+            "usd_per_million_tokens": round(self.usd_per_million_tokens, 4),
+            "hardware": {role: profile.hardware for role, profile in profiles.items()},
+            "block_size": {role: profile.block_size for role, profile in profiles.items()},
+            "gpus": layout.gpus,
+            "usd_per_hour": round(layout.usd_per_hour, 4),
+            "simulated": self.is_simulated,
+        }
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"{fleet_words(self.layout)}; {self.goodput:.3g} requests a second"
+            f"{'' if self.is_simulated else ' by formulas alone'}, {self.layout.usd_per_hour:.2f} USD an hour, "
+            f"{self.usd_per_million_tokens:.3g} USD a million tokens of answers; {self.binds} binds"
+        )
+
+
+def fleet_words(layout: Layout) -> str:
+    """For people: how many of which workers."""
+
+    def worker(profile: WorkerProfile) -> str:
+        weights = "" if profile.quantization == "auto" else f" with {profile.quantization} weights"
+        shared = " that share contexts" if profile.context_parallel else ""
+        return f"{profile.ranks} {profile.hardware}{shared}{weights}"
+
+    parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
+    return f"{layout.mode}: {' and '.join([*parts, f'{layout.num_decode} decode on {worker(layout.decode)}'])}"
+
+
+def answer_of(
+    planned: Planned, workload: Workload, promise: Promise, rate: float | None, *, is_simulated: bool
+) -> Answer:
+    """`rate`: what is asked of it, where that is less than it serves; cost follows what is served."""
+    layout, goodput = planned.layout, planned.goodput
+    served = goodput if rate is None else min(rate, goodput)
+    binds = layout.met(workload, promise, layout.goodput(workload, promise, goodput) * OVER).binds(promise)
+    cost = layout.usd_per_million_tokens(workload, served) if served > 0 else float("inf")
+    return Answer(layout, goodput, is_simulated, binds, cost)
+
+
+def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype: str, on_cpu: bool) -> dict[str, Any]:
+    """A configuration file's content. Workers of different GPUs find theirs by the node label `gpu`."""
+    profiles = [profile for profile in (layout.prefill, layout.decode) if profile is not None]
+    differ = len({profile.hardware for profile in profiles}) > 1
+
+    def section(profile: WorkerProfile, count: int) -> dict[str, Any]:
+        said: dict[str, Any] = {
+            "replicas": count,
+            "max_step_tokens": profile.step_tokens,
+            "quantization": profile.quantization,
+        }
+        if profile.ranks > 1:
+            said["tensor_parallel"] = profile.ranks
+        if profile.context_parallel:
+            said["context_parallel"] = True
+        if not on_cpu:
+            said |= {"num_gpus": 1, "block_size": profile.block_size}
+        return said | ({"node_labels": {"gpu": profile.hardware}} if differ else {})
+
+    settings: dict[str, Any] = {"model": {"path": model}}
+    if kv_cache_dtype != "auto":
+        settings["model"]["kv_cache_dtype"] = kv_cache_dtype
+    settings["prefill"] = {"replicas": 0}
+    if layout.prefill is not None:
+        settings["prefill"] = section(layout.prefill, layout.num_prefill)
+        settings["router"] = {"decodes_alone": layout.mode == "hybrid"}
+    settings["decode"] = section(layout.decode, layout.num_decode) | {"max_batch": layout.decode.max_batch}
+    one = {"name": "standard", "ttft_s": promise.ttft_s, "tpot_s": promise.tpot_s}
+    return settings | {"slo": {"classes": [one]}}
+
+
+# --- what would change the answer ---
+
+
+def sensitivities(
+    chosen: Layout,
+    structures: Sequence[Planned],
+    workload: Workload,
+    promise: Promise,
+    budget: Budget,
+    rate: float | None,
+    weights: dict[tuple[str, str, str], float],
+) -> Iterator[str]:
+    """Where another profile of layout, of those that came near, would be the better one; by formulas.
+
+    `weights`: by structure, what simulation made of them.
+    """
+    prefill = _distinct(planned.layout.prefill for planned in structures)
+    decode = _distinct(planned.layout.decode for planned in structures)
+    found = False
+
+    def first_other(name: str, unit: str, base: float, factors: Sequence[float], search_at: Any) -> Iterator[str]:
+        nonlocal found
+        for direction, word in ((1, "above"), (-1, "below")):
+            for factor in factors:
+                value = base * factor**direction
+                planned = search_at(value)
+                if planned is not None and _kind_of(planned.layout) != _kind_of(chosen):
+                    found = True
+                    yield f"{name} {word} about {value:.3g} {unit}: {fleet_words(planned.layout)}"
+                    break
+
+    def best(search: Search, rate: float | None) -> Planned | None:
+        """None where nothing keeps the promise at that rate."""
+        planned = search.best(rate, weights)
+        return planned[0] if planned and planned[0].goodput > 0 and planned[0].goodput >= (rate or 0.0) else None
+
+    def with_promise(changed: Promise) -> Planned | None:
+        return best(Search(prefill, decode, workload, changed, budget), rate)
+
+    if rate is not None:
+        search = Search(prefill, decode, workload, promise, budget)
+
+        def at_rate(value: float) -> Planned | None:
+            return best(search, value)
+
+        yield from first_other("a rate", "requests a second", rate, RATE_FACTORS, at_rate)
+    yield from first_other(
+        "a TTFT promise",
+        "s",
+        promise.ttft_s,
+        PROMISE_FACTORS,
+        lambda value: with_promise(replace(promise, ttft_s=value)),
+    )
+    yield from first_other(
+        "a TPOT promise",
+        "s",
+        promise.tpot_s,
+        PROMISE_FACTORS,
+        lambda value: with_promise(replace(promise, tpot_s=value)),
+    )
+    hardware = {profile.hardware: profile.usd_per_hour / profile.gpus for profile in (*prefill, *decode)}
+    if len(hardware) > 1 and rate is not None:
+        for name, price in hardware.items():
+
+            def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
+                readers, writers = (_at_price(profiles, name, value / price) for profiles in (prefill, decode))
+                return best(Search(readers, writers, workload, promise, budget), rate)
+
+            yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
+    if not found:
+        yield "nothing near: the same profile of layout wins at all rates, promises and prices that were tried"
+
+
+def _kind_of(layout: Layout) -> tuple[str, str, str]:
+    """Quantisation aside: mode, and GPUs by role."""
+    prefill = "" if layout.prefill is None else layout.prefill.hardware
+    return layout.mode, prefill, layout.decode.hardware
+
+
+def _distinct(profiles: Any) -> list[WorkerProfile]:
+    return list({profile.name: profile for profile in profiles if profile is not None}.values())
+
+
+def _at_price(profiles: Sequence[WorkerProfile], hardware: str, factor: float) -> list[WorkerProfile]:
+    return [
+        structs.replace(one, usd_per_hour=one.usd_per_hour * factor) if one.hardware == hardware else one
+        for one in profiles
+    ]
+
+
+# --- the roofline in words ---
+
+
+def roofline_lines(shape: ModelConfig, machine: Machine, workload: Workload, batch: int) -> Iterator[str]:
+    """The operations of a prompt and of a decode step of this workload on one worker."""
+    hardware = machine.hardware
+    roofs = " and ".join(
+        f"{hardware.flops_per_s[number] / 1e12:.3g} TFLOP/s in {number}, ridge at {hardware.ridge(number):.0f}"
+        for number in dict.fromkeys((hardware.native, machine.number(shape)))
+    )
+    yield (
+        f"{hardware.title} x{machine.ranks}: {hardware.read_bytes_per_s / 1e12:.3g} TB/s, {roofs} "
+        f"({hardware.source}); steps are expected to get {machine.efficiency.compute:.0%} of the FLOPs "
+        f"and {machine.efficiency.read:.0%} of the bytes"
+    )
+    prompt, context = int(workload.mean_prompt), workload.mean_context
+    yield from _table(f"prefill of {prompt} tokens", shape, machine, prefill_operations(shape, prompt, 0, machine.held))
+    decode = decode_operations(shape, batch, context, machine.held)
+    yield from _table(f"decode of {batch} rows, {context:.0f} tokens of context each", shape, machine, decode)
+
+
+def _table(title: str, shape: ModelConfig, machine: Machine, operations: Sequence[Operation]) -> Iterator[str]:
+    total_s = sum(machine.operation_s(shape, one) for one in operations)
+    yield f"{title}: {total_s * 1000:.3g} ms, sums and host aside"
+    yield f"  {'':24}{'GFLOP':>12}{'MB':>10}{'FLOP/byte':>11}{'bound by':>12}{'of time':>9}"
+    for one in operations:
+        bound = machine.bound(shape, one)
+        share = machine.operation_s(shape, one) / total_s
+        figures = f"{one.flops / 1e9:>12.4g}{one.bytes / 1e6:>10.4g}{one.intensity:>11.3g}"
+        yield f"  {one.name:24}{figures}{bound:>12}{share:>9.1%}"
+
+
+def gpu_names() -> str:
+    return ", ".join(HARDWARE)

@@ -1,0 +1,330 @@
+"""A fleet under load: requests come, workers come and go as a scaler says. Discrete events, times from the start."""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
+from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.workers import AggregatedWorker, DecodeWorker, PrefillWorker, Request, SteppingWorker
+from twostroke.worker.profile import WorkerProfile
+
+TRANSFER_S = 0.002
+CALL_S = 0.005
+"""A call to a worker and its answer's way back, as the exact simulation has them."""
+JOIN_STEPS = 1.5
+"""Whoever comes to a worker that decodes waits for the step that runs, and mostly for the one scheduled ahead."""
+WARM_REQUESTS = 15
+"""A fleet whose workers have ended fewer prompts tells no step costs yet."""
+
+Scaler = Callable[["Fleet"], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A target that became another."""
+
+    at_s: float
+    prefill: int
+    decode: int
+
+
+@dataclass
+class Fleet:
+    """All workers, those that start and drain included, and the counters that a scaler sees.
+
+    One that begins without prefill workers is aggregated: decode workers read the prompts.
+    """
+
+    profile: WorkerProfile  # of decode workers
+    startup_s: float
+    ttft_s: float
+    tpot_s: float
+    prefill: list[PrefillWorker] = field(default_factory=list)
+    decode: list[DecodeWorker] = field(default_factory=list)
+    is_aggregated: bool = False
+    prefill_target: int = 0
+    decode_target: int = 0
+    now_s: float = 0.0
+    requests: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0.0
+    output_tokens: int = 0
+    prefilled: int = 0
+    prefilled_tokens: int = 0
+    ended: int = 0
+    changes: list[Change] = field(default_factory=list)
+    router: LiveRouter | None = None  # None: whoever is free first reads, whoever has the shortest step writes
+    gone_worker_s: float = 0.0
+    prefill_kind: WorkerProfile | None = None  # None: as decode workers
+
+    @property
+    def reader_kind(self) -> WorkerProfile:
+        """Of prefill workers."""
+        return self.profile if self.prefill_kind is None else self.prefill_kind
+
+    def signals(self) -> Signals:
+        """What the policy is shown."""
+        running_p, running_d = self.running_prefill(), self.running_decode()
+        for worker in self.decode:
+            worker.advance(self.now_s)
+        costs = self.profile.costs if self.prefilled >= WARM_REQUESTS else None
+        unread = self.requests - self.prefilled, self.prompt_tokens - self.prefilled_tokens
+        arrived = Arrived(self.requests, self.prompt_tokens, 0.0, self.prompt_pairs, self.output_tokens, self.ended)
+        prefill = RoleSignals(
+            running=len(running_p),
+            target=self.prefill_target,
+            costs=None if self.is_aggregated or costs is None else self.reader_kind.costs,
+            queued_requests=0 if self.is_aggregated else unread[0],
+            queued_tokens=0 if self.is_aggregated else unread[1],
+            step_tokens=self.reader_kind.step_tokens,
+        )
+        decode = RoleSignals(
+            running=len(running_d),
+            target=self.decode_target,
+            costs=costs,
+            queued_requests=sum(len(worker.waiting) for worker in self.decode) + unread[0] * self.is_aggregated,
+            queued_tokens=unread[1] * self.is_aggregated,
+            num_decoding=sum(len(worker.rows) for worker in self.decode),
+            context_tokens=int(sum(worker.context for worker in self.decode)),
+            owned_tokens=sum(worker.held_tokens for worker in self.decode),
+            total_tokens=self.profile.kv_tokens * len(running_d),
+            max_batch=self.profile.max_batch,
+            step_tokens=self.profile.step_tokens,
+        )
+        return Signals(self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s)
+
+    def running_prefill(self) -> list[PrefillWorker]:
+        """Those that take requests now."""
+        return [one for one in self.prefill if one.gone_s is None and one.ready_s <= self.now_s]
+
+    def running_decode(self) -> list[DecodeWorker]:
+        """Those that take requests now."""
+        return [one for one in self.decode if one.gone_s is None and one.ready_s <= self.now_s]
+
+    def scale(self, prefill: int, decode: int, startup_s: float) -> None:
+        """Orders workers, or gives back: first those that start, then those with the least to do, which drain."""
+        if (prefill, decode) == (self.prefill_target, self.decode_target):
+            return
+        self.changes.append(Change(self.now_s, prefill, decode))
+        ready_s = self.now_s + startup_s
+        while self.prefill_target < prefill:
+            make = PrefillWorker if self.router is None else SteppingWorker
+            self.prefill.append(make(self.reader_kind, self.now_s, ready_s))
+            self.prefill_target += 1
+        while self.decode_target < decode:
+            self.decode.append(self._decode_worker(ready_s))
+            self.decode_target += 1
+        while self.prefill_target > prefill:
+            kept_p = [one for one in self.prefill if one.gone_s is None]
+            first = max(kept_p, key=lambda one: (max(one.ready_s, self.now_s), -one.free_s))
+            first.gone_s = max(self.now_s, first.free_s)
+            self.prefill_target -= 1
+        while self.decode_target > decode:
+            kept_d = [one for one in self.decode if one.gone_s is None]
+            least = max(kept_d, key=lambda one: (max(one.ready_s, self.now_s), -one.num_requests))
+            least.gone_s = math.inf if least.num_requests else self.now_s
+            self.decode_target -= 1
+
+    def _decode_worker(self, ready_s: float) -> DecodeWorker:
+        if self.is_aggregated or self.router is not None:
+            return AggregatedWorker(self.profile, self.now_s, ready_s, self.tpot_s)
+        return DecodeWorker(self.profile, self.now_s, ready_s)
+
+    def clean(self) -> None:
+        """Forgets workers that have gone; a draining one goes when it is empty."""
+        for one in self.decode:
+            if one.gone_s == math.inf and not one.num_requests:
+                one.gone_s = self.now_s
+        for workers in (self.prefill, self.decode):
+            for worker in [one for one in workers if one.gone_s is not None and one.gone_s <= self.now_s]:
+                self.gone_worker_s += worker.gone_s - worker.ordered_s  # type: ignore[operator]
+                workers.remove(worker)  # type: ignore[arg-type]
+
+    def worker_s(self) -> float:
+        """Seconds of workers so far, from their order until they are gone."""
+        there: list[PrefillWorker | DecodeWorker] = [*self.prefill, *self.decode]
+        return self.gone_worker_s + sum(self.now_s - one.ordered_s for one in there)
+
+
+def run(
+    fleet: Fleet,
+    requests: Sequence[Request],
+    scaler: Scaler,
+    start: tuple[int, int],
+    until_s: float,
+    look_s: float = 1.0,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Serves `requests`, in the order of their arrival, until `until_s` and, what has come, to its end.
+
+    `scaler` is asked every `look_s`, and `progress` told how many requests have ended; the first workers are there at
+    once. After `until_s` nobody is paid.
+    """
+    fleet.is_aggregated = start[0] == 0
+    fleet.scale(*start, startup_s=0.0)
+    fleet.changes.clear()
+    _Run(fleet, requests, scaler, progress).go(until_s, look_s)
+
+
+class _Run:
+    """What happens next lies in heaps; of a worker that has changed since, what was expected is passed over."""
+
+    def __init__(
+        self, fleet: Fleet, requests: Sequence[Request], scaler: Scaler, progress: Callable[[int], None] | None
+    ) -> None:
+        self.fleet = fleet
+        self.requests = requests
+        self.scaler = scaler
+        self.progress = progress
+        self.prefilled: list[tuple[float, int, Request]] = []  # heap, by when
+        self.steps: list[tuple[float, int, SteppingWorker]] = []  # heap: when a prefill worker's step ends
+        self.arriving: list[tuple[float, int, Request]] = []  # heap: KV under way to a decode worker
+        self.ends: list[tuple[float, int, DecodeWorker]] = []  # heap: when a worker's next row, or prompt, ends
+        self.number = 0
+
+    def go(self, until_s: float, look_s: float) -> None:
+        fleet, requests = self.fleet, self.requests
+        next_request, next_look_s = 0, 0.0
+        while True:
+            request_s = requests[next_request].at_s if next_request < len(requests) else math.inf
+            prefilled_s = self.prefilled[0][0] if self.prefilled else math.inf
+            arriving_s = self.arriving[0][0] if self.arriving else math.inf
+            step_s = self.steps[0][0] if self.steps else math.inf
+            while self.ends and self.ends[0][1] != self.ends[0][2].event:
+                heapq.heappop(self.ends)
+            ending_s = self.ends[0][0] if self.ends else math.inf
+            event_s = min(request_s, prefilled_s, arriving_s, ending_s, step_s)
+            now_s = min(event_s, next_look_s)
+            if now_s > until_s and event_s == math.inf:
+                fleet.now_s = until_s
+                return
+            fleet.now_s = now_s
+            if now_s == next_look_s:
+                self._look()
+                next_look_s += look_s
+            elif now_s == ending_s:
+                self._end(heapq.heappop(self.ends)[2])
+            elif now_s == step_s:
+                self._end_step(heapq.heappop(self.steps)[2])
+            elif now_s == request_s:
+                self._arrive(requests[next_request])
+                next_request += 1
+            elif now_s == prefilled_s:
+                self._first_token(heapq.heappop(self.prefilled)[2])
+            else:
+                self._decode(heapq.heappop(self.arriving)[2])
+
+    def _changed(self, worker: DecodeWorker) -> None:
+        """Something else than time has changed it: its next end is another."""
+        self.number += 1
+        worker.event = self.number
+        end_s = worker.next_end_s()
+        if end_s < math.inf:
+            heapq.heappush(self.ends, (end_s, self.number, worker))
+        if self.fleet.router is not None:
+            self.fleet.router.changed(worker)
+
+    def _look(self) -> None:
+        fleet = self.fleet
+        fleet.clean()
+        fleet.scale(*self.scaler(fleet), startup_s=fleet.startup_s)
+        if fleet.router is not None:
+            fleet.router.follow(fleet.running_prefill(), fleet.running_decode())
+        for worker in fleet.decode:  # a signal's time may have passed there: pace and rounding are new
+            self._changed(worker)
+        if self.progress is not None:
+            self.progress(fleet.ended)
+
+    def _arrive(self, request: Request) -> None:
+        fleet = self.fleet
+        tokens = request.prompt_tokens
+        reader: PrefillWorker | AggregatedWorker
+        if fleet.router is not None:
+            path = fleet.router.choose(request, fleet.now_s)
+            if path is None:
+                request.is_refused = True
+                return
+            reader, request.target = path
+        elif fleet.is_aggregated:
+            readers = [one for one in fleet.running_decode() if isinstance(one, AggregatedWorker)]
+            reader = min(readers, key=lambda one: one.predicted_s(tokens))
+        else:
+            reader = min(fleet.running_prefill(), key=lambda one: one.free_s)
+        fleet.requests += 1
+        fleet.prompt_tokens += tokens
+        fleet.prompt_pairs += tokens * tokens / 2
+        if isinstance(reader, AggregatedWorker):
+            reader.read(request, fleet.now_s)
+            self._changed(reader)
+            return
+        if isinstance(reader, SteppingWorker):
+            was_idle = reader.ends_s == math.inf
+            reader.add(request, fleet.now_s)
+            if was_idle:
+                self._expect_step(reader)
+        else:
+            reader.free_s = reader.end_of(tokens, fleet.now_s)
+            self.number += 1
+            heapq.heappush(self.prefilled, (reader.free_s, self.number, request))
+        if request.target is not None:
+            request.target.coming += 1
+            request.target.coming_tokens += tokens
+            self._changed(request.target)
+
+    def _expect_step(self, worker: SteppingWorker) -> None:
+        if worker.ends_s < math.inf:
+            self.number += 1
+            heapq.heappush(self.steps, (worker.ends_s, self.number, worker))
+        if self.fleet.router is not None:
+            self.fleet.router.reads(worker)
+
+    def _end_step(self, worker: SteppingWorker) -> None:
+        for request in worker.end_step(self.fleet.now_s):
+            self._first_token(request)
+        self._expect_step(worker)
+
+    def _first_token(self, request: Request) -> None:
+        fleet = self.fleet
+        fleet.prefilled += 1
+        fleet.prefilled_tokens += request.prompt_tokens
+        request.first_s = fleet.now_s
+        profile = fleet.reader_kind
+        whole_s = request.prompt_tokens * profile.kv_bytes / profile.link_bytes_per_s
+        hidden_s = profile.costs.prompt_s(request.prompt_tokens)
+        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / profile.num_layers)
+        if request.target is not None:
+            late_s += JOIN_STEPS * request.target.step_s if request.target.rows else 0.0
+        self.number += 1
+        heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
+
+    def _decode(self, request: Request) -> None:
+        fleet, target = self.fleet, request.target
+        if target is None:
+            target = min(fleet.running_decode(), key=lambda one: one.predicted_step_s(request.prompt_tokens))
+        else:
+            target.coming -= 1
+            target.coming_tokens -= request.prompt_tokens
+        if request.output_tokens > 1:
+            target.join(request, fleet.now_s)
+        else:
+            self._ended(request, request.first_s)
+        self._changed(target)
+
+    def _end(self, worker: DecodeWorker) -> None:
+        fleet, request = self.fleet, worker.end_one(self.fleet.now_s)
+        if request.first_s == fleet.now_s:
+            fleet.prefilled += 1
+            fleet.prefilled_tokens += request.prompt_tokens
+        if request.last_s < math.inf:
+            self._ended(request, request.last_s)
+        self._changed(worker)
+
+    def _ended(self, request: Request, at_s: float) -> None:
+        request.last_s = at_s
+        request.target = None
+        self.fleet.ended += 1
+        self.fleet.output_tokens += request.output_tokens
+        if self.fleet.router is not None:
+            self.fleet.router.ended(request)

@@ -1,0 +1,326 @@
+"""`twostroke plan`: which fleet serves a workload, by formulas first and by simulation for the best few.
+
+Progress goes to stderr; with --json the last line on stdout is one JSON object. The same arguments give the same plan.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import get_args
+
+import yaml
+
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count, workload_of
+from twostroke.loadtests.plan import SLO, Plan, Poisson
+from twostroke.loadtests.workloads.sessions import sessions
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
+from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
+from twostroke.model.published.models import MODELS, known_as, published_model
+from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.planning.profiles import profile_of
+from twostroke.planning.published import check_lines
+from twostroke.planning.roofline import Machine
+from twostroke.planning.search import Budget, Search, Terms, check_floors, machine_of, nowhere, profiles_of
+from twostroke.planning.tables import tables
+from twostroke.planning.trials import among_busy, decide
+from twostroke.planning.workload import Promise, Workload, promise_of
+from twostroke.protocol.errors import ConfigError
+from twostroke.worker.profile import WorkerProfile
+
+REQUESTS = 2000  # of the workload, that a plan looks at
+MOST_CONTEXT = 32_768  # of a workload's requests, where nobody says
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help=f"a folder, a GGUF file, a hub id, or one of {', '.join(MODELS)}"
+    )
+    fleet = parser.add_argument_group("what there is")
+    fleet.add_argument("--gpu", metavar="NAME[,NAME]", help=f"profiles that may be bought: {gpu_names()}")
+    fleet.add_argument(
+        "--costs", metavar="NAME|FILE", help="workers as `bench costs` has measured them, instead of GPUs"
+    )
+    fleet.add_argument("--gpus", type=positive_count, metavar="N", help="at most so many (of --costs: workers)")
+    fleet.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="at most so much for all of them")
+    fleet.add_argument("--price", metavar="NAME=USD[,...]", help="of an hour of one GPU, instead of what is assumed")
+    fleet.add_argument(
+        "--link", type=above_zero, default=25e9, metavar="BYTES", help="a second and GPU, between workers"
+    )
+    fleet.add_argument(
+        "--efficiency",
+        metavar="COMPUTE,READ",
+        help=f"parts of the peaks (default: {EFFICIENCY.compute},{EFFICIENCY.read})",
+    )
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument("--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s")
+    asked.add_argument("--rate", type=above_zero, metavar="RATE", help="requests a second (default: as many as can be)")
+    asked.add_argument(
+        "--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled to it"
+    )
+    add_workload(asked)
+    held = parser.add_argument_group("how workers hold the model")
+    held.add_argument(
+        "--quantization", default="auto,int8", metavar="KIND[,KIND]", help="that may be taken (%(default)s)"
+    )
+    held.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
+    said = parser.add_argument_group("what is said")
+    said.add_argument("--formulas", action="store_true", help="simulate nothing")
+    said.add_argument("--explain", action="store_true", help="show the roofline of the best layout's workers")
+    said.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")
+    said.add_argument("--output", type=Path, metavar="FILE", help="write the settings that serve the best layout")
+    said.add_argument("--json", action="store_true", help="nothing but the last line")
+    said.add_argument("--check", action="store_true", help="hold the calculators against published numbers, instead")
+    said.add_argument("--tables", action="store_true", help="print the tables of docs/planning.md, instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0; 1 where a published number is not ours. Raises ConfigError for what can't be planned."""
+    if arguments.tables:
+        print(tables(), end="")
+        return 0
+    if arguments.check:
+        lines, rows, wrong = check_lines()
+        if not arguments.json:
+            print("\n".join(lines))
+        print(json.dumps({"rows": rows, "wrong": wrong}))
+        return 1 if wrong else 0
+    try:
+        return _plan(arguments)
+    except LoadTestError as error:
+        raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for."""
+
+    shape: ModelConfig
+    workload: Workload
+    promise: Promise
+    terms: Terms
+    hardware: Mapping[str, Hardware]  # by name; none where workers are measured
+
+    def machine(self, profile: WorkerProfile) -> Machine:
+        hardware, shares = self.hardware[profile.hardware], profile.context_parallel
+        return machine_of(hardware, profile.ranks, profile.quantization, self.terms, context_parallel=shares)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        raise ConfigError("plan: name a MODEL, or give --check or --tables")
+    if arguments.costs is not None and arguments.gpu is not None:
+        raise ConfigError("--costs: beside --gpu: give one of them")
+    shape, promise = model_of(arguments.model), promise_of(arguments.slo)
+    workload = workload_for(arguments, shape)
+    hardware = {} if arguments.costs is not None else {one.name: one for one in _hardware(arguments)}
+    asked = Asked(shape, workload, promise, _terms(arguments), hardware)
+    profiles = _kinds(arguments, asked)
+    budget = Budget(arguments.gpus, arguments.usd_per_hour)
+    search = Search(profiles, profiles, workload, promise, budget)
+    _say(f"{len(profiles)} profiles of worker have room; searching")
+    found = decide(search, workload, promise, arguments.rate, _say, simulates=not arguments.formulas)
+    best = found.answers[0]
+    settings = settings_of(
+        best.layout,
+        arguments.model,
+        promise,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        on_cpu=not any(one.is_gpu for one in hardware.values()),
+    )
+    read_config(settings)
+    text = yaml.safe_dump(settings, sort_keys=False)
+    if arguments.output is not None:
+        try:
+            arguments.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {arguments.output}: {error.strerror}") from error
+    _say("searching for what would change the answer")
+    changes = list(sensitivities(best.layout, found.planned, workload, promise, budget, arguments.rate, found.weights))
+    if arguments.report is not None:
+        _draw(arguments.report, best, asked)
+    if not arguments.json:
+        _print(arguments, asked, found.answers, changes, text)
+    print(
+        json.dumps(
+            {
+                "best": best.told(),
+                "runners_up": [one.told() for one in found.answers[1:]],
+                "what_would_change_it": changes,
+            }
+        )
+    )
+    return 0
+
+
+def model_of(name: str) -> ModelConfig:
+    """The table's, whoever's copy is meant; else of the folder, file or hub id. Raises ConfigError."""
+    known = known_as(name)
+    if known is not None:
+        return published_model(known)
+    return load_model_config(resolve_model_folder(name, CONFIG_PATTERNS))
+
+
+def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
+    """The lengths of some requests: each turn of a session is one, with all that was said before in its prompt.
+
+    Raises LoadTestError.
+    """
+    most = min(arguments.max_context or MOST_CONTEXT, shape.max_position)
+    plan = Plan(
+        url="planned",
+        model=arguments.model,
+        max_context=most,
+        arrivals=Poisson(1.0),
+        workload=workload_of(arguments),
+        slo=SLO(),
+        seconds=1e9,
+    )
+    return sample_of(plan, Path(arguments.workload).stem)
+
+
+def sample_of(plan: Plan, name: str) -> Workload:
+    """The lengths of a load test's first requests. Raises LoadTestError."""
+    lengths: list[tuple[int, int]] = []
+    for session in islice(sessions(plan), REQUESTS):
+        before = 0
+        for turn in session.turns:
+            prompt = before + sum(piece.tokens for piece in turn.prompt)
+            lengths.append((prompt, turn.output_tokens))
+            before = prompt + turn.output_tokens
+    return Workload(name, tuple(lengths[:REQUESTS]))
+
+
+def _terms(arguments: argparse.Namespace) -> Terms:
+    efficiency = EFFICIENCY
+    if arguments.efficiency is not None:
+        try:
+            compute, read = map(float, arguments.efficiency.split(","))
+        except ValueError:
+            raise ConfigError(f"--efficiency {arguments.efficiency}: write COMPUTE,READ, as in 0.55,0.72") from None
+        efficiency = Efficiency(compute, read)
+    kv = None if arguments.kv_cache_dtype == "auto" else 1.0
+    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency)
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    prices = {}
+    for part in (text or "").split(",") if text else ():
+        name, _, value = part.partition("=")
+        try:
+            prices[name] = float(value)
+        except ValueError:
+            prices[name] = 0.0
+        if not 0 < prices[name] < math.inf:
+            raise ConfigError(f"--price {text}: write NAME=USD for each, as in h100-80gb=2.5")
+    return prices
+
+
+def _hardware(arguments: argparse.Namespace) -> list[Hardware]:
+    if arguments.gpu is None:
+        raise ConfigError(f"--gpu: name one or more of {gpu_names()}, or give --costs")
+    found, prices = [hardware_of(name) for name in dict.fromkeys(arguments.gpu.split(","))], _prices(arguments.price)
+    if unknown := prices.keys() - {one.name for one in found}:
+        raise ConfigError(f"--price: {', '.join(sorted(unknown))} is none of --gpu {arguments.gpu}")
+    return [replace(one, usd_per_hour=prices.get(one.name, one.usd_per_hour)) for one in found]
+
+
+def _quantizations(arguments: argparse.Namespace) -> list[Quantization]:
+    known = get_args(Quantization)
+    found = list(dict.fromkeys(arguments.quantization.split(",")))
+    if unknown := [name for name in found if name not in known]:
+        raise ConfigError(f"--quantization {unknown[0]}: none of {', '.join(known)}")
+    return found
+
+
+def _kinds(arguments: argparse.Namespace, asked: Asked) -> list[WorkerProfile]:
+    shape, workload, terms = asked.shape, asked.workload, asked.terms
+    if arguments.costs is not None:
+        return [_measured(arguments, workload, asked.promise)]
+    hardware, quantizations = list(asked.hardware.values()), _quantizations(arguments)
+    check_floors(shape, hardware, quantizations, workload, asked.promise, terms)
+    profiles = [profile for one in hardware for profile in profiles_of(shape, one, quantizations, workload, terms)]
+    if not profiles:
+        raise nowhere(shape, hardware, workload, terms)
+    return profiles
+
+
+def _measured(arguments: argparse.Namespace, workload: Workload, promise: Promise) -> WorkerProfile:
+    known = profile_of(arguments.costs)
+    prices = _prices(arguments.price)
+    if workload.longest > known.kv_tokens:
+        raise ConfigError(
+            f"--costs {arguments.costs}: a request of {workload.longest:,} tokens has no room in {known.kv_tokens:,}"
+        )
+    shortest_s = min(known.costs.prefill_s(prompt, 0, known.step_tokens) for prompt, _ in workload.lengths)
+    row_s = known.costs.reading_s(1) + known.costs.decode_s(1, int(workload.mean_context))
+    for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, row_s)):
+        if asked_s < floor_s:
+            raise ConfigError(f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s of such a worker")
+    return among_busy(known, usd_per_hour=prices.get(known.name, 1.0))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print(
+    arguments: argparse.Namespace, asked: Asked, answers: Sequence[Answer], changes: Sequence[str], text: str
+) -> None:
+    best, workload, promise = answers[0], asked.workload, asked.promise
+    print(
+        f"{workload.name}: prompts of {workload.mean_prompt:.0f} tokens, answers of {workload.mean_answer:.0f}, means; "
+        f"longest request {workload.longest:,}"
+    )
+    print(f"best: {best.line()}")
+    if arguments.rate is not None and best.goodput < arguments.rate:
+        print(f"      the {arguments.rate:g} requests a second that are asked are more than the budget serves in time")
+    for one in answers[1:]:
+        print(f"then: {one.line()}")
+    print("what would change the answer:")
+    for line in changes:
+        print(f"  {line}")
+    if arguments.explain and arguments.costs is None:
+        batch = max(
+            1,
+            round(
+                best.layout.met(
+                    workload, promise, min(best.goodput, 0.95 * best.layout.goodput(workload, promise))
+                ).batch
+            ),
+        )
+        for profile in {one.name: one for one in (best.layout.prefill, best.layout.decode) if one is not None}.values():
+            print()
+            for line in roofline_lines(asked.shape, asked.machine(profile), workload, batch):
+                print(line)
+    copy = ", with your copy of the model as its path" if arguments.model in MODELS else ""
+    print(f"\n# serve it: twostroke serve --config FILE{copy}\n{text}")
+
+
+def _draw(folder: Path, best: Answer, asked: Asked) -> None:
+    from twostroke.planning.pictures import batch_sweep, phases, roofline
+    from twostroke.planning.queueing import rows_s
+
+    decode, workload = best.layout.decode, asked.workload
+    batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
+    full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
+    step_s = [rows_s(decode, batch, workload.mean_context) for batch in batches]
+    pictures = [batch_sweep(batches, step_s, full)]
+    if decode.hardware in asked.hardware:
+        machine, prompt = asked.machine(decode), int(workload.mean_prompt)
+        of_phases = phases(asked.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
+        pictures.append(roofline(machine, asked.shape, of_phases))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for picture in pictures:
+            (folder / f"{picture.name}.png").write_bytes(picture.png)
+    except OSError as error:
+        raise ConfigError(f"--report {folder}: {error.strerror}") from error

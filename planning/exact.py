@@ -1,0 +1,134 @@
+"""A load test's plan, served event by event, as the records that the load test would have left."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from twostroke.loadtests.plan import Chat, Closed, Plan, Session
+from twostroke.loadtests.run_folder import Record
+from twostroke.loadtests.workloads.prompts import token_ids
+from twostroke.loadtests.workloads.sessions import TEMPLATE_TOKENS, sessions
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import Promise
+from twostroke.router.slo.classes import SLOConfig
+from twostroke.simulator.deployment import Fault, TracedRequest, Users, Watch, serve
+from twostroke.simulator.sim_router import PROMISE_NOTHING
+from twostroke.worker.profile import WorkerProfile
+
+VOCABULARY = 32_000
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What simulated routers and workers log is no news of this process."""
+    logger = logging.getLogger("twostroke")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def simulate_plan(
+    plan: Plan,
+    profile: WorkerProfile,
+    prefill: int,
+    decode: int,
+    *,
+    slo: SLOConfig = PROMISE_NOTHING,
+    decodes_alone: bool = True,
+    most: int | None = None,
+    faults: Sequence[Fault] = (),
+    progress: Callable[[int], None] | None = None,
+    warm: int = 0,
+    watch: Watch | None = None,
+) -> list[Record]:
+    """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`.
+
+    Raises ConfigError where none comes.
+    """
+    one = slo.default_class
+    promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
+    arrivals, users = plan.arrivals, None
+    if isinstance(arrivals, Closed):
+        users = Users(arrivals.users, arrivals.think_s, plan.seconds)
+    with _unheard():
+        run = serve(
+            _traced(plan, islice(sessions(plan), most), promise),
+            "kv_aware",
+            profile,
+            users=users,
+            decodes_alone=decodes_alone,
+            prefill=prefill,
+            decode=decode,
+            prefill_cache_tokens=profile.kv_tokens,
+            decode_cache_tokens=profile.kv_tokens,
+            seed=plan.seed,
+            slo=slo,
+            faults=faults,
+            progress=progress,
+            max_context=plan.max_context,
+            until_s=plan.seconds,
+            warm=warm,
+            watch=watch,
+        )
+    if not run.served:
+        raise ConfigError("no request comes in that time")
+    return [
+        record_of(
+            number,
+            one.at_s,
+            one.num_prompt_tokens,
+            one.num_output_tokens,
+            None if one.refused else one.token_s,
+            one.num_cached_tokens,
+        )
+        for number, one in enumerate(run.served)
+    ]
+
+
+def _traced(plan: Plan, asked: Iterator[Session], promise: Promise) -> Iterator[TracedRequest]:
+    """What a chat's template writes around a turn are tokens like others here."""
+    around = TEMPLATE_TOKENS if isinstance(plan.workload, Chat) else 0
+    for session in asked:
+        turns = [
+            TracedRequest(
+                turn.think_s,
+                (*token_ids(turn.prompt, VOCABULARY), *range(around)),
+                turn.output_tokens,
+                promise,
+            )
+            for turn in session.turns
+        ]
+        first = turns[0]
+        yield TracedRequest(session.at_s, first.token_ids, first.num_output_tokens, promise, tuple(turns[1:]))
+
+
+def record_of(
+    number: int,
+    at_s: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    token_s: tuple[float, ...] | None,
+    cached_tokens: int | None = None,
+) -> Record:
+    """`token_s`: when its tokens were there; None: it was refused."""
+    is_refused = token_s is None
+    return Record(
+        session=number,
+        turn=0,
+        scheduled_s=at_s,
+        sent_s=at_s,
+        end_s=token_s[-1] if token_s else at_s,
+        status="refused" if is_refused else "ok",
+        http_status=429 if is_refused else 200,
+        error="overloaded" if is_refused else None,
+        planned_input_tokens=prompt_tokens,
+        planned_output_tokens=output_tokens,
+        input_tokens=None if is_refused else prompt_tokens,
+        output_tokens=None if is_refused else output_tokens,
+        cached_tokens=None if is_refused else cached_tokens,
+        token_s=token_s or (),
+    )

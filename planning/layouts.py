@@ -1,0 +1,151 @@
+"""Layouts of a fleet, and how many requests a second each serves in time."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from twostroke.planning.queueing import (
+    HANDOVER_S,
+    NOTHING,
+    Met,
+    decoding,
+    late_s,
+    mixed,
+    reading,
+)
+from twostroke.planning.roofline import usd_per_million
+from twostroke.planning.workload import Promise, Workload
+from twostroke.worker.profile import WorkerProfile
+
+Work = Literal["read", "write", "both"]
+Mode = Literal["aggregated", "disaggregated", "hybrid"]
+"""aggregated: decode workers read all prompts; disaggregated: none; hybrid: where that is quicker."""
+
+HALVINGS = 5  # of the interval in which the share of prompts lies that a hybrid's decode workers read
+STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the first step from a guess, and where it ends
+
+
+@dataclass(frozen=True)
+class Layout:
+    """So many workers of these profiles."""
+
+    mode: Mode
+    decode: WorkerProfile
+    num_decode: int
+    prefill: WorkerProfile | None = None
+    num_prefill: int = 0
+
+    @cached_property
+    def gpus(self) -> int:
+        return self.decode.gpus * self.num_decode + (self.prefill.gpus * self.num_prefill if self.prefill else 0)
+
+    @cached_property
+    def usd_per_hour(self) -> float:
+        of_prefill = self.prefill.usd_per_hour * self.num_prefill if self.prefill else 0.0
+        return self.decode.usd_per_hour * self.num_decode + of_prefill
+
+    @property
+    def num_quantised(self) -> int:
+        """Roles whose weights are not as the checkpoint has them."""
+        return sum(profile is not None and profile.quantization != "auto" for profile in (self.prefill, self.decode))
+
+    @property
+    def structure(self) -> tuple[str, str, str]:
+        """What layouts that differ in numbers alone have in common."""
+        return self.mode, "" if self.prefill is None else self.prefill.name, self.decode.name
+
+    def met(self, workload: Workload, promise: Promise, rate: float) -> Met:
+        """What comes in time at `rate` requests a second."""
+        if self.prefill is None:
+            return mixed(self.decode, self.num_decode, workload, promise, rate, rate)
+        if self.mode == "disaggregated":
+            return self._apart(self.prefill, workload, promise, rate)
+        return self._shared(self.prefill, workload, promise, rate)
+
+    def _apart(self, prefill: WorkerProfile, workload: Workload, promise: Promise, rate: float) -> Met:
+        read = reading(prefill, self.num_prefill, workload, promise, rate)
+        lates = [
+            late_s(prefill, prompt, rate / self.num_prefill, workload.mean_prompt, self.decode.copies)
+            for prompt, _ in workload.strata
+        ]
+        written = decoding(self.decode, self.num_decode, workload, promise, rate, lates)
+        return Met(read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds)
+
+    def _shared(self, prefill: WorkerProfile, workload: Workload, promise: Promise, rate: float) -> Met:
+        """Prompts go where they are read sooner, until both ways take as long (Wardrop 1952)."""
+        low, high = 0.0, 1.0  # of prompts that decode workers read
+        read = both = NOTHING
+        share = 0.0
+        for _ in range(HALVINGS):
+            share = (low + high) / 2
+            read = reading(prefill, self.num_prefill, workload, promise, rate * (1 - share))
+            both = mixed(self.decode, self.num_decode, workload, promise, rate, rate * share)
+            low, high = (share, high) if read.ttft_s > both.ttft_s else (low, share)
+        ttft = read.ttft * (1 - share) + both.ttft * share
+        return Met(ttft, both.tpot, both.room, both.batch, read.ttft_binds, both.tpot_binds)
+
+    def goodput(self, workload: Workload, promise: Promise, near: float = 1.0) -> float:
+        """The most requests a second at which the promise holds (Zhong et al., DistServe, 2024); 0 where it never does.
+
+        `near`: a guess, from which on it is sought.
+        """
+        return highest_rate(lambda rate: self.met(workload, promise, rate).holds(promise), near)
+
+    def usd_per_million_tokens(self, workload: Workload, rate: float) -> float:
+        """Of answers' tokens, at so many requests a second."""
+        return usd_per_million(self.usd_per_hour, rate * workload.mean_answer)
+
+
+def highest_rate(holds: Callable[[float], bool], first: float = 1.0) -> float:
+    """From `first` by growing steps, then by halving, to PRECISION; 0 where nothing holds. `holds` falls once."""
+    low = high = first
+    factor = STEP
+    if holds(first):
+        while holds(high := high * factor) and high < 1e9:
+            low, factor = high, factor * factor
+    else:
+        while not holds(low := low / factor):
+            high, factor = low, factor * factor
+            if low < 1e-6 * first:
+                return 0.0
+    while high / low > 1 + PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+class Pools:
+    """How much the workers of one role serve by themselves, remembered: what fleets are put together from."""
+
+    def __init__(self, workload: Workload, promise: Promise) -> None:
+        self._workload = workload
+        self._promise = promise
+        self._lates = [HANDOVER_S] * len(workload.strata)
+        self._known: dict[tuple[Work, str], dict[int, float]] = defaultdict(dict)
+
+    def met(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> Met:
+        """What comes in time where so many workers do that, and nothing else limits them."""
+        workload, promise = self._workload, self._promise
+        match work:
+            case "read":
+                return reading(profile, count, workload, promise, rate)
+            case "write":
+                return decoding(profile, count, workload, promise, rate, self._lates)
+            case "both":
+                return mixed(profile, count, workload, promise, rate, rate)
+
+    def holds(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> bool:
+        """Whether so many keep the promise at a rate."""
+        return self.met(work, profile, count, rate).holds(self._promise)
+
+    def rate(self, work: Work, profile: WorkerProfile, count: int) -> float:
+        """The most requests a second at which they do."""
+        known = self._known[work, profile.name]
+        if count not in known:
+            nearest = min(known, key=lambda one: abs(one - count), default=None)
+            near = count * (1.0 if nearest is None else known[nearest] / nearest)
+            known[count] = highest_rate(lambda rate: self.holds(work, profile, count, rate), near or float(count))
+        return known[count]

@@ -1,0 +1,299 @@
+"""What a fleet does to a load, by queueing formulas: how many first tokens, and tokens, come in time.
+
+Prompts wait at prefill workers as at an M/G/n queue, first come first served: the chance to wait is Erlang's (1917),
+the mean wait Allen and Cunneen's (1978), and waits beyond it fall exponentially. A decode worker's rows share it: how
+many there are has the product form of processor sharing whose pace depends on their number (Cohen 1979). A worker that
+does both reads prompts in what its steps have left beside their rows (Agrawal et al., Sarathi-Serve, OSDI 2024).
+Simulation then says how far this is from what schedulers do.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.planning.workload import Promise, Workload
+from twostroke.worker.profile import WorkerProfile
+
+HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
+JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the one scheduled ahead
+PACE = 0.9  # of the promised time a token, that a step with a chunk of a prompt is planned to take
+LEAST_CHUNK = 8  # prompt tokens of such a step, whatever time they take
+LINK_SHARE = 0.9  # of a link's bytes, that KV may take before it waits for the link
+LATE_SHARE = 0.05  # of all answers, that miss their promise for nothing but late KV: then the link binds
+SEEN = 2 / 3
+"""Of the variance of a batch at a moment, what is left of it in the mean over one answer's time: the batch of
+M/D/infinity correlates by 1 - t / T, whose double integral over an answer is 2/3."""
+FULL = 0.01  # of the time that a batch may be the largest
+Floats = NDArray[np.float64]
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Met:
+    """What comes in time, as shares of all requests, and what limits it."""
+
+    ttft: float
+    tpot: float
+    room: float  # chance that the KV cache has room for whoever comes
+    batch: float = 0.0  # of a decode worker
+    ttft_binds: str = "FLOPs"
+    tpot_binds: str = "bandwidth"
+    ttft_s: float = math.inf  # mean
+
+    def holds(self, promise: Promise) -> bool:
+        return self.ttft >= promise.ttft_share and self.tpot >= promise.tpot_share and self.room >= promise.tpot_share
+
+    def binds(self, promise: Promise) -> str:
+        """What is scarcest: of the promises the one that is nearest to being broken."""
+        slack = {
+            self.ttft_binds: self.ttft - promise.ttft_share,
+            self.tpot_binds: self.tpot - promise.tpot_share,
+            "KV memory": self.room - promise.tpot_share,
+        }
+        return min(slack, key=lambda name: (slack[name], name))
+
+
+NOTHING = Met(0.0, 0.0, 0.0)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The chance to wait at so many servers (Erlang 1917); `load` is how many are busy on average, below `servers`."""
+    blocked = 1.0
+    for count in range(1, servers + 1):
+        blocked = load * blocked / (count + load * blocked)
+    return blocked / (1 - load / servers * (1 - blocked))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How long requests wait for their turn."""
+
+    chance: float
+    mean_s: float  # of all, also of those that don't wait
+
+    def share_within(self, seconds: Floats) -> float:
+        """Of requests that may wait so long, each: the share that waits no longer."""
+        if self.mean_s <= 0:
+            return float((seconds >= 0).mean())
+        late = self.chance * np.exp(-np.maximum(seconds, 0.0) * self.chance / self.mean_s)
+        return float(np.where(seconds < 0, 0.0, 1.0 - late).mean())
+
+
+def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> Wait | None:
+    """Before service of that mean, and mean square, at an M/G/n queue; None where it grows without end.
+
+    W = C / (n / E[S] - rate) (1 + cv^2) / 2 (Allen and Cunneen 1978; exact for one server, Pollaczek 1930).
+    """
+    load = rate * mean_s
+    if load >= servers:
+        return None
+    chance = erlang_c(servers, load)
+    variation = square_s / (mean_s * mean_s)  # 1 + cv^2
+    return Wait(chance, chance / (servers / mean_s - rate) * variation / 2)
+
+
+def read_alone_s(profile: WorkerProfile, prompt: int) -> float:
+    """A prompt's time at an idle prefill worker."""
+    return profile.costs.prefill_s(prompt, 0, profile.step_tokens)
+
+
+def _read_busy_s(profile: WorkerProfile, prompt: int) -> float:
+    """What it adds where others wait: their steps are full, and share what reading the weights takes."""
+    steps = -(-prompt // profile.step_tokens)
+    return read_alone_s(profile, prompt) - profile.costs.weights_s * (steps - prompt / profile.step_tokens)
+
+
+def late_s(sender: WorkerProfile, prompt: int, rate_each: float, mean_prompt: float, copies: int = 1) -> float:
+    """From the first token until the KV is at the decode worker; infinite where the link can't carry it all.
+
+    `copies` are the decode worker's. Layers travel while later ones are computed, so that what is late is what the link
+    is slower by, or the last layer.
+    """
+    token_s = copies * sender.kv_bytes / sender.link_bytes_per_s
+    used = rate_each * mean_prompt * token_s
+    if used >= LINK_SHARE:
+        return math.inf
+    whole_s = prompt * token_s / (1 - used)
+    hidden_s = sender.costs.prompt_s(prompt)
+    return HANDOVER_S + max(whole_s - hidden_s, whole_s / sender.num_layers)
+
+
+def rows_s(profile: WorkerProfile, batch: float, context: float) -> float:
+    """A decode step of so many rows."""
+    costs = profile.costs
+    return costs.reading_s(batch) + batch * (costs.row_s + context * costs.context_s)
+
+
+@lru_cache(maxsize=64)
+def _steps_s(profile: WorkerProfile, context: float) -> Floats:
+    """Of 1, 2, ... rows."""
+    return np.array([rows_s(profile, rows, context) for rows in range(1, profile.max_batch + 1)])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many rows a decode worker has at a moment, or whoever comes meets."""
+
+    chances: Floats  # of 0, 1, 2, ...
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.chances @ np.arange(len(self.chances)))
+
+    @cached_property
+    def variance(self) -> float:
+        return float(self.chances @ np.arange(len(self.chances)) ** 2) - self.mean**2
+
+    def sum_of(self, mean: float, square: float) -> tuple[float, float]:
+        """Mean and variance of what all rows have together, of whom each has `mean`, and of its square `square`."""
+        return self.mean * mean, self.mean * (square - mean * mean) + self.variance * mean * mean
+
+
+def batch_of(
+    profile: WorkerProfile, workload: Workload, rate: float, longer_s: float = 0.0, share: float = 0.0
+) -> Batch | None:
+    """At so many requests a second; for `share` of the time steps take `longer_s`, where that is more.
+
+    Rows share a worker, and each goes on by a token a step, whatever a step of so many takes: the chance of n rows is
+    that of n - 1 times rate * answer * step(n) / n, however long single answers are (Cohen, The multiple phase service
+    network with generalized processor sharing, 1979). Poisson's where steps take the same time, geometric where all of
+    it is the rows'. None where the batch is often `max_batch`.
+    """
+    steps_s = _steps_s(profile, workload.mean_context)
+    ratios = share * np.maximum(longer_s, steps_s) + (1 - share) * steps_s
+    ratios *= rate * workload.mean_answer / np.arange(1, len(steps_s) + 1)
+    logarithms = np.concatenate(([0.0], np.cumsum(np.log(ratios))))
+    weights = np.exp(logarithms - logarithms.max())
+    chances = weights / weights.sum()
+    return Batch(chances) if chances[-1] < FULL else None
+
+
+def _within(mean: float, variance: float, most: float) -> float:
+    """The chance that a sum is at most so much: gamma's, by the cube root of Wilson and Hilferty (1931)."""
+    if most <= 0 or mean <= 0:
+        return float(most >= 0 and mean <= 0)
+    ninth = variance / (9 * mean * mean)
+    if ninth < 1e-12:
+        return float(mean <= most)
+    return _NORMAL.cdf(((most / mean) ** (1 / 3) - 1 + ninth) / math.sqrt(ninth))
+
+
+def room_of(profile: WorkerProfile, workload: Workload, batch: Batch) -> float:
+    """The chance that the cache holds all rows; requests as they are met in it."""
+    return _within(*batch.sum_of(*workload.held), profile.kv_tokens)
+
+
+def _steps_within(profile: WorkerProfile, workload: Workload, batch: Batch, limits_s: Sequence[float]) -> float:
+    """The share of answers over whose time the mean step takes no longer than its limit, one a stratum.
+
+    A step reads weights, and its own row and context beside those of the others, as the answer met them (Wolff,
+    Poisson arrivals see time averages, 1982).
+    """
+    costs = profile.costs
+    of_row = costs.row_s + workload.mean_context * costs.context_s
+    square = costs.row_s * (costs.row_s + 2 * workload.mean_context * costs.context_s)
+    square += workload.context_square * costs.context_s**2
+    mean, variance = batch.sum_of(of_row, square)
+    reading_s = costs.reading_s(batch.mean + 1)
+    met = 0.0
+    for (prompt, answer), limit_s in zip(workload.strata, limits_s, strict=True):
+        own_s = costs.row_s + (prompt + answer / 2) * costs.context_s
+        met += 1.0 if answer == 1 else _within(mean, SEEN * variance, limit_s - reading_s - own_s)
+    return met / len(limits_s)
+
+
+def _step_binds(profile: WorkerProfile, batch: float, context: float) -> str:
+    """What a decode step spends most of its time on."""
+    computing_s = batch * profile.costs.row_s
+    return "FLOPs" if computing_s > rows_s(profile, batch, context) / 2 else "bandwidth"
+
+
+def decoding(
+    profile: WorkerProfile, count: int, workload: Workload, promise: Promise, rate: float, lates: list[float]
+) -> Met:
+    """Decode workers that only write. `lates`: of each of the workload's strata, when its KV is there."""
+    batch = batch_of(profile, workload, rate / count)
+    if batch is None:
+        return replace(NOTHING, ttft=1.0, tpot_binds=_step_binds(profile, profile.max_batch, workload.mean_context))
+    step_s = rows_s(profile, batch.mean + 1, workload.mean_context)
+    limits = [
+        promise.tpot_s - (late_s + JOIN_STEPS * step_s) / max(1, answer - 1)
+        for (_, answer), late_s in zip(workload.strata, lates, strict=True)
+    ]
+    met = _steps_within(profile, workload, batch, limits)
+    is_late = _steps_within(profile, workload, batch, [promise.tpot_s] * len(limits)) - met > LATE_SHARE
+    binds = "link" if is_late else _step_binds(profile, batch.mean, workload.mean_context)
+    return Met(1.0, met, room_of(profile, workload, batch), batch.mean, tpot_binds=binds)
+
+
+@lru_cache(maxsize=64)
+def _read_s(profile: WorkerProfile, strata: tuple[tuple[int, int], ...]) -> tuple[Floats, Floats, Floats]:
+    """Of each stratum's prompt: alone, where others wait, and beside rows, which read the weights anyway."""
+    alone = np.array([read_alone_s(profile, prompt) for prompt, _ in strata])
+    busy = np.array([_read_busy_s(profile, prompt) for prompt, _ in strata])
+    return alone, busy, np.array([profile.costs.prompt_s(prompt) for prompt, _ in strata])
+
+
+def reading(profile: WorkerProfile, count: int, workload: Workload, promise: Promise, rate: float) -> Met:
+    """Prefill workers, of all of them together."""
+    alone, times, _ = _read_s(profile, workload.strata)
+    wait = wait_of(rate, count, float(times.mean()), float((times**2).mean()))
+    binds = "FLOPs" if profile.costs.prompt_s(int(workload.mean_prompt)) > profile.costs.weights_s else "bandwidth"
+    if wait is None:
+        return replace(NOTHING, tpot=1.0, room=1.0, ttft_binds=binds)
+    met = wait.share_within(promise.ttft_s - profile.overhead_s - alone)
+    return Met(met, 1.0, 1.0, ttft_binds=binds, ttft_s=profile.overhead_s + wait.mean_s + float(alone.mean()))
+
+
+@lru_cache(maxsize=64)
+def _stretches(profile: WorkerProfile, context: float, pace_s: float, token_s: float) -> Floats:
+    """How many times as long as alone a prompt takes beside 1, 2, ... rows, where `token_s` is a token's of it."""
+    beside_s = _steps_s(profile, context)
+    longest_s = beside_s + np.maximum(1.0, profile.step_tokens - np.arange(1, len(beside_s) + 1)) * token_s
+    steps_s = np.maximum(np.minimum(pace_s, longest_s), beside_s + LEAST_CHUNK * token_s)
+    return steps_s / (steps_s - beside_s)
+
+
+def mixed(
+    profile: WorkerProfile, count: int, workload: Workload, promise: Promise, rate: float, read_rate: float
+) -> Met:
+    """Workers that write `rate` answers a second, all of them together, and read the prompts of `read_rate`.
+
+    Beside n rows a step takes up to PACE of the promise, and reads in what the rows leave of it.
+    """
+    costs, context, pace_s = profile.costs, workload.mean_context, promise.tpot_s * PACE
+    prompt = max(1, int(workload.mean_prompt))
+    alone, _, beside = _read_s(profile, workload.strata)
+    stretches = _stretches(profile, context, pace_s, costs.prompt_s(prompt) / prompt)
+    busy = 0.0
+    while True:  # it rises to the least fixed point
+        batch = batch_of(profile, workload, rate / count, pace_s, busy)
+        if batch is None:
+            return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=_step_binds(profile, profile.max_batch, context))
+        idle, with_rows = float(batch.chances[0]), batch.chances[1:]
+        times = idle * alone + float(with_rows @ stretches) * beside
+        new = min(1.0, read_rate / count * float(times.mean()))
+        if abs(new - busy) < 1e-3:
+            break
+        busy = new
+    squares = idle * alone**2 + float(with_rows @ stretches**2) * beside**2
+    wait = wait_of(read_rate, count, float(times.mean()), float(squares.mean()))
+    beside_s = rows_s(profile, batch.mean, context)
+    tpot_binds = _step_binds(profile, batch.mean, context)
+    if wait is None:
+        return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=tpot_binds)
+    joined_s = (1 - idle) * beside_s / 2  # until the step that runs has ended
+    return Met(
+        wait.share_within(promise.ttft_s - profile.overhead_s - times - joined_s),
+        _steps_within(profile, workload, batch, [promise.tpot_s] * len(times)),
+        room_of(profile, workload, batch),
+        batch.mean,
+        ttft_binds="FLOPs" if costs.prompt_s(prompt) > beside_s else "bandwidth",
+        tpot_binds=tpot_binds,
+        ttft_s=profile.overhead_s + wait.mean_s + float(times.mean()) + joined_s,
+    )

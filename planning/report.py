@@ -1,0 +1,188 @@
+"""The pictures of a verdict, and the one HTML file that has them: what each mode serves, and how it depends.
+
+A page asks nothing of any network. Roofline and batch sweep are in advisor/pictures.py.
+"""
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from matplotlib.ticker import PercentFormatter
+
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.report.chart import (
+    BLUE,
+    GREEN,
+    GREY,
+    VERMILION,
+    Plot,
+    in_our_style,
+    level_lines,
+    panels,
+    percent_axis,
+    plot_of,
+    series_colour,
+)
+from twostroke.loadtests.report.pages import write_plots
+from twostroke.loadtests.report.words import slo_words
+from twostroke.loadtests.run_folder import write
+from twostroke.planning.modes import MODES, Mode
+
+COLOURS: dict[Mode, str] = {"aggregated": GREY, "disaggregated": BLUE, "hybrid": GREEN}
+PAGE_FILE = "verdict.html"
+
+Swept = Sequence[tuple[float, Mapping[Mode, float]]]
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Of one worker over a run: moments in seconds, and the share of its KV blocks that requests held."""
+
+    worker: str
+    at_s: tuple[float, ...]
+    held: tuple[float, ...]
+
+
+@in_our_style
+def capacities(modes: Mapping[str, Mapping[str, Any]]) -> Plot:
+    """Measured beside simulated, a pair of bars a mode; whiskers are the measured interval."""
+    figure, axes = panels(1, height=1.2 + 0.75 * len(modes))
+    chart, names = axes[0, 0], [mode for mode in MODES if mode in modes]
+    for row, mode in enumerate(names):
+        measured, simulated = modes[mode]["measured_rps"], modes[mode]["simulated_rps"]
+        if measured is not None:
+            value = measured["value"]
+            chart.barh(row - 0.2, value, 0.36, color=COLOURS[mode])
+            whisker = [[value - (measured["low"] or 0.0)], [(measured["high"] or value) - value]]
+            chart.errorbar(value, row - 0.2, xerr=whisker, color="black", capsize=3, linewidth=1)
+        if simulated is not None:
+            chart.barh(
+                row if measured is None else row + 0.2, simulated, 0.36, color=COLOURS[mode], alpha=0.4, hatch="//"
+            )
+    chart.set_yticks(range(len(names)), names)
+    chart.invert_yaxis()
+    chart.grid(visible=False, axis="y")
+    chart.set_xlabel("requests a second within the SLO (solid: measured; hatched: simulated)")
+    return plot_of("capacity-by-mode", "What each mode serves", "90% of the requests meet both times.", figure)
+
+
+@in_our_style
+def by_length(swept: Swept) -> Plot:
+    """Simulated capacity against the length of prompts."""
+    figure, axes = panels(1)
+    _lines(axes[0, 0], swept)
+    chart = axes[0, 0]
+    chart.set_xscale("log", base=2)
+    chart.set_yscale("log")
+    chart.set_xticks([at for at, _ in swept], [f"{at:,.0f}" for at, _ in swept])
+    chart.set_xlabel("tokens of each prompt")
+    chart.set_ylabel("requests a second")
+    caption = "Simulated. Where lines cross, another mode is the one to choose; a line ends where nothing is held."
+    return plot_of("capacity-by-prompt-length", "Capacity against prompt length", caption, figure)
+
+
+@in_our_style
+def by_rate(swept: Swept) -> Plot:
+    """Simulated attainment against the rate."""
+    figure, axes = panels(1)
+    _lines(axes[0, 0], swept)
+    level_lines(axes[0, 0])
+    percent_axis(axes[0, 0])
+    axes[0, 0].set_xlabel("requests a second")
+    axes[0, 0].set_ylabel("SLO attainment")
+    return plot_of("attainment-by-rate", "Attainment against rate", "Simulated, the workload as it was asked.", figure)
+
+
+def _lines(chart: Any, swept: Swept) -> None:
+    for mode in MODES:
+        points = [(at, values[mode]) for at, values in swept if values.get(mode, 0.0) > 0]
+        if points:
+            chart.plot(*zip(*points, strict=True), marker="o", color=COLOURS[mode], label=mode)
+    chart.legend()
+
+
+@in_our_style
+def by_ratio(split: Sequence[tuple[int, int, float]], aggregated: float) -> Plot:
+    """Simulated capacity of as many workers, by how many of them read: (prefill, decode, requests a second)."""
+    figure, axes = panels(1)
+    chart, places = axes[0, 0], range(len(split))
+    rates = [rate for _, _, rate in split]
+    best = int(np.argmax(rates))
+    chart.bar(places, rates, 0.6, color=[VERMILION if place == best else BLUE for place in places])
+    for place, rate in zip(places, rates, strict=True):
+        chart.annotate(f"{rate:.3g}", (place, rate), xytext=(0, 3), textcoords="offset points", ha="center")
+    chart.axhline(aggregated, color=GREY, linestyle="--", label=f"all aggregated: {aggregated:.3g}")
+    chart.set_xticks(places, [f"{prefill} : {decode}" for prefill, decode, _ in split])
+    chart.set_ylim(0, 1.25 * max(*rates, aggregated, 1e-9))
+    chart.grid(visible=False, axis="x")
+    chart.set_xlabel("prefill : decode workers")
+    chart.set_ylabel("requests a second")
+    chart.legend(loc="upper right")
+    caption = "Simulated, disaggregated, each worker on a machine of its own. Too few of one role bind the other."
+    return plot_of("capacity-by-ratio", "Capacity against the ratio of workers", caption, figure)
+
+
+@in_our_style
+def memory(workers: Sequence[Memory]) -> Plot:
+    """The share of each worker's KV cache that requests hold."""
+    figure, axes = panels(1)
+    chart, most = axes[0, 0], 0.0
+    for index, one in enumerate(workers):
+        chart.plot(one.at_s, one.held, color=series_colour(index), label=one.worker, linewidth=1.3)
+        most = max(most, *one.held, 0.0)
+    chart.set_xlabel("seconds")
+    chart.set_ylabel("of the worker's KV cache")
+    percent_axis(chart)
+    if 0 < most < 0.4:  # or all of it would lie at the bottom
+        chart.set_ylim(0, 1.2 * most)
+        chart.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    chart.legend(loc="upper left", ncols=2)
+    caption = "Simulated. Prefill workers hold KV until it is sent, decode workers until the answer ends."
+    return plot_of("kv-memory", "KV memory over time", caption, figure)
+
+
+@in_our_style
+def cost(curves: Mapping[Mode, Sequence[tuple[float, float]]], slo: SLO, unit: str) -> Plot:
+    """What a million tokens of answers cost in `unit`, against how strict the SLO is: (scale, cost)."""
+    figure, axes = panels(1)
+    chart = axes[0, 0]
+    for mode, points in curves.items():
+        if points:
+            chart.plot(*zip(*points, strict=True), marker="o", color=COLOURS[mode], label=mode)
+    scales = sorted({scale for points in curves.values() for scale, _ in points})
+    chart.set_xscale("log", base=2)
+    chart.set_xticks(scales, [f"{scale:g}x" for scale in scales])
+    chart.set_ylim(bottom=0)
+    chart.set_xlabel(f"SLO scale (1x: {slo_words(slo)}); stricter to the left")
+    chart.set_ylabel(f"{unit} a million tokens")
+    chart.legend()
+    caption = "Simulated, each mode at its capacity. A line begins where the mode holds the SLO at any rate."
+    return plot_of("cost-by-slo", "Cost against SLO", caption, figure)
+
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "img{max-width:100%}figure{margin:2rem 0}figcaption{color:#555}h1{font-size:1.5rem}"
+)
+
+
+def write_page(folder: Path, sentences: Sequence[str], plots: Sequence[Plot]) -> Path:
+    """A PNG for each picture, and the page with all of them; returns the page's path. Raises LoadTestError."""
+    write_plots(folder, list(plots))
+    first, *rest = (html.escape(one) for one in sentences)
+    figures = [
+        f"<figure><h2>{html.escape(one.title)}</h2>"
+        f'<img alt="{html.escape(one.title)}" src="data:image/png;base64,{base64.b64encode(one.png).decode("ascii")}">'
+        f"<figcaption>{html.escape(one.caption)}</figcaption></figure>"
+        for one in plots
+    ]
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>Should I disaggregate?</title><style>{_STYLE}</style><h1>{first}</h1>"
+        f"<ul>{''.join(f'<li>{one}</li>' for one in rest)}</ul>{''.join(figures)}</html>\n"
+    )
+    write(folder / PAGE_FILE, page)
+    return folder / PAGE_FILE

@@ -1,0 +1,179 @@
+"""How long steps take on a machine, at least, and as a part of its peaks: rooflines of whole steps.
+
+Every kernel takes the longer of computing and moving bytes (Williams et al., Roofline, CACM 2009), and the kernels of
+a step run one behind the other. Ranks of a tensor-parallel worker share the products, and sum up twice a layer (Shoeybi
+et al., Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes over each link (Thakur et al. 2005).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from twostroke.model.config import ModelConfig, ModelShape
+from twostroke.model.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
+from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
+from twostroke.protocol.stats import StepCosts
+
+SUMS_A_LAYER = 2
+MOST_BATCH = 1 << 16
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One worker's GPUs, and how it holds the model."""
+
+    hardware: Hardware
+    ranks: int = 1
+    held: Held = AS_BF16
+    efficiency: Efficiency = EFFICIENCY
+    context_parallel: bool = False  # ranks share the tokens of latents
+
+    def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
+        """What such operations multiply in: products in FP8 where the checkpoint is and the GPU can, else natively.
+
+        int8 and int4 are weights alone: they are read, and multiplied in bf16 (docs/engine.md).
+        """
+        stored = shape.stored if isinstance(shape, ModelConfig) else None
+        is_fp8 = stored is not None and stored.form.kind == "fp8" and self.held.quantization == "auto"
+        can = kind == "product" and "fp8" in self.hardware.flops_per_s
+        return "fp8" if is_fp8 and can else self.hardware.native
+
+    def bound(self, shape: ModelShape, one: Operation) -> str:
+        """What it waits for at the peaks: FLOPs or bandwidth."""
+        return "FLOPs" if one.intensity > self.hardware.ridge(self.number(shape, one.kind)) else "bandwidth"
+
+    def operation_s(self, shape: ModelShape, one: Operation) -> float:
+        """Seconds of one kind of operation."""
+        hardware, efficiency = self.hardware, self.efficiency
+        share = 1.0 if one.kind == "norm" else 1.0 / self.ranks
+        computing_s = one.flops * share / (hardware.flops_per_s[self.number(shape, one.kind)] * efficiency.compute)
+        kv = one.kv_bytes * self.kv_share(shape)
+        moved = (one.weight_bytes + one.activation_bytes) * share + kv
+        return max(computing_s, moved / (hardware.read_bytes_per_s * efficiency.read))
+
+    def kv_share(self, shape: ModelShape) -> float:
+        """Of a token's KV that one rank holds: whole heads, and latents on all ranks, or its part of the tokens."""
+        if self.context_parallel:
+            return 1.0 / self.ranks
+        return max(1, shape.num_kv_heads // self.ranks) / shape.num_kv_heads
+
+    def sums_s(self, shape: ModelShape, rows: float) -> float:
+        """Of a step of so many rows, what the ranks' sums take."""
+        if self.ranks == 1:
+            return 0.0
+        moved = 2 * (self.ranks - 1) / self.ranks * rows * shape.hidden_size * self.held.itemsize
+        each_s = self.hardware.kernel_s + moved / self.hardware.link_bytes_per_s
+        return SUMS_A_LAYER * shape.num_layers * each_s
+
+    def exchange_s(self, shape: ModelShape, decodes: float, gathered: float) -> float:
+        """Of a step, what ranks that share contexts exchange beside sums (docs/engine.md#context-parallelism): of each
+        decode all heads' queries and results, and so many tokens' latents of the contexts that prompts attend to."""
+        sizes = shape.latent
+        if not self.context_parallel or self.ranks == 1 or sizes is None:
+            return 0.0
+        row = sizes.rank + sizes.rotary
+        numbers = decodes * shape.num_heads * (row + sizes.rank) + gathered * row
+        moved = (self.ranks - 1) / self.ranks * numbers * self.held.itemsize
+        launches = self.hardware.kernel_s * ((2 if decodes else 0) + (1 if gathered else 0))
+        return shape.num_layers * (launches + moved / self.hardware.link_bytes_per_s)
+
+    def step_s(self, shape: ModelShape, rows: float, operations: Sequence[Operation]) -> float:
+        """Seconds of a step of so many rows, what `exchange_s` tells aside."""
+        computed_s = sum(self.operation_s(shape, one) for one in operations)
+        return computed_s + self.sums_s(shape, rows) + self.efficiency.host_s
+
+    def prefill_s(self, shape: ModelShape, tokens: int, step_tokens: int | None = None) -> float:
+        """A whole prompt, in chunks of `step_tokens`, with nobody else in its steps."""
+        size, seconds = step_tokens or tokens, 0.0
+        for before in range(0, tokens, size):
+            chunk = min(size, tokens - before)
+            operations = prefill_operations(shape, chunk, before, self.held, is_last=before + chunk == tokens)
+            seconds += self.step_s(shape, chunk, operations) + self.exchange_s(shape, 0, before + chunk)
+        return seconds
+
+    def decode_s(self, shape: ModelShape, batch: int, context: float) -> float:
+        """A step of `batch` sequences with `context` tokens each."""
+        computed_s = self.step_s(shape, batch, decode_operations(shape, batch, context, self.held))
+        return computed_s + self.exchange_s(shape, batch, 0)
+
+    def at_peak(self) -> "Machine":
+        """The same with nothing lost: what it takes is a floor."""
+        return replace(self, efficiency=PEAK)
+
+
+def ttft_floor_s(machine: Machine, shape: ModelShape, prompt: int) -> float:
+    """No first token of a prompt comes earlier from an idle worker: its operations at the peaks, in one chunk."""
+    return machine.at_peak().prefill_s(shape, prompt)
+
+
+def tpot_floor_s(machine: Machine, shape: ModelShape, context: float) -> float:
+    """No token comes sooner after the one before: weights and one context are read once (Pope et al. 2023)."""
+    return machine.at_peak().decode_s(shape, 1, context)
+
+
+def largest_batch(machine: Machine, shape: ModelShape, context: float, tpot_s: float) -> int:
+    """The most sequences of `context` tokens whose step takes at most `tpot_s`, memory aside; 0: not even one's does.
+
+    Step times rise with the batch, so halving finds it.
+    """
+    low, high = 0, MOST_BATCH
+    while low < high:
+        middle = (low + high + 1) // 2
+        if machine.decode_s(shape, middle, context) <= tpot_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
+    """KV of a prompt on a link, none of it hidden behind computing (Zhong et al., DistServe, OSDI 2024, 3.3)."""
+    return kv_bytes / bytes_per_s
+
+
+def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
+    """Of a million tokens, by what all machines cost in an hour and the tokens that they make in a second."""
+    return usd_per_hour / (3600.0 * tokens_per_s) * 1e6
+
+
+def step_costs(machine: Machine, shape: ModelShape, context: float, step_tokens: int) -> StepCosts:
+    """The roofline in the form that schedulers, routers and the simulator know: a sum where this is a maximum.
+
+    Exact at a prompt of `step_tokens`, and at decodes of one and of 64 rows of about `context` tokens.
+    """
+    experts = shape.expert_share
+    near, far = 0.5 * context, 1.5 * context
+    rows, few = 64, 1
+    context_s = (machine.decode_s(shape, rows, far) - machine.decode_s(shape, rows, near)) / (rows * (far - near))
+
+    def decode_s(batch: int) -> float:
+        """Without the contexts."""
+        return machine.decode_s(shape, batch, context) - batch * context * context_s
+
+    experts_s = 0.0
+    if experts:
+        read = next(one for one in decode_operations(shape, MOST_BATCH, context, machine.held) if one.name == "experts")
+        rate = machine.hardware.read_bytes_per_s * machine.efficiency.read
+        experts_s = read.weight_bytes / machine.ranks / rate
+
+    def reading_s(batch: int) -> float:
+        return experts_s * (1.0 - (1.0 - experts) ** batch) if experts else 0.0
+
+    row_s = max(0.0, (decode_s(rows) - reading_s(rows) - decode_s(few) + reading_s(few)) / (rows - few))
+    base_s = max(0.0, decode_s(few) - reading_s(few) - few * row_s)
+    chunk = prefill_operations(shape, step_tokens, 0, machine.held)
+    attention = next(one for one in chunk if one.kind == "attention")
+    pair_s = machine.operation_s(shape, attention) / (step_tokens**2 / 2)
+    # Every chunk gathers all of its context.
+    gathering_s = machine.exchange_s(shape, 0, 2 * step_tokens) - machine.exchange_s(shape, 0, step_tokens)
+    pair_s += gathering_s / step_tokens**2
+    whole_s = machine.prefill_s(shape, step_tokens) - base_s - reading_s(step_tokens)
+    token_s = max(0.0, whole_s / step_tokens - pair_s * step_tokens / 2)
+    return StepCosts(
+        base_s=base_s,
+        token_s=token_s,
+        pair_s=pair_s,
+        row_s=row_s,
+        context_s=max(0.0, context_s),
+        experts_s=experts_s,
+        expert_share=experts,
+    )

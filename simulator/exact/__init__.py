@@ -1,1 +1,0 @@
-"""Event by event: real routers and workers, with engines that only take time."""

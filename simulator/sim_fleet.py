@@ -1,0 +1,339 @@
+"""Workers as processes of a simulation, and the Fleet that reaches them: calls with latency, crashes, cancellation."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.model.step import Engine
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
+from twostroke.protocol.stats import Role, WorkerInfo
+from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
+from twostroke.simulator.memory_transport import LinkFabric, Parts, parts_around
+from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop
+from twostroke.worker.worker import Equipment
+
+SECRET = b"the simulation's secret"
+NOTICE_S = 0.2  # until a deployment has seen that a worker is unhealthy
+RESTART_S = 0.05
+T = TypeVar("T")
+
+
+class MortalEngine(Engine, Protocol):
+    """An engine that tells when it has died."""
+
+    @property
+    def died(self) -> "asyncio.Future[None]": ...
+
+
+EngineT = TypeVar("EngineT", bound=MortalEngine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan:
+    """What all workers of a fleet are like."""
+
+    seed: int
+    windows: tuple[int, ...]  # of each layer, in tokens; 0: it attends to all
+    prefill_block_size: int
+    decode_block_size: int
+    transports: tuple[str, ...]
+    prefill_blocks: int
+    decode_blocks: int
+    swap_blocks: int  # of a decode worker; 0: none
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    max_chunk_bytes: int
+    max_context: int
+
+
+@dataclass(eq=False)
+class SimProcess(Generic[EngineT]):
+    """One worker with all that its process holds. Its tasks run in its own context, so that it can be stopped."""
+
+    host: str
+    info: WorkerInfo
+    context: Context
+    worker: PrefillWorker | DecodeWorker
+    engine: EngineT
+    parts: Parts
+    died: "asyncio.Future[None]"
+    is_draining: bool = False
+    violations: list[str] = field(default_factory=list)
+    calls: dict["asyncio.Task[Any]", str] = field(default_factory=dict)  # and whose: a router id
+
+    @property
+    def store(self) -> FakeStore:
+        return self.parts.store
+
+    @property
+    def pool(self) -> SpoilingPool:
+        return self.parts.pool
+
+
+class SimFleet(Generic[EngineT]):
+    """A `twostroke.router.fleet.Fleet` over processes in this very event loop.
+
+    A call and its answer each take a moment; so does the cancellation of a call. A crash ends calls with WorkerLost,
+    and nothing of the worker reaches anybody any more; its objects are then stopped, as memory is freed by a kernel.
+    A worker whose engine dies is replaced, as a deployment does that asks for its health.
+    """
+
+    def __init__(
+        self,
+        plan: FleetPlan,
+        make_engine: Callable[[FakeStore, FakeSwapSpace | None], EngineT],
+        fabric: MemoryFabric,
+        links: LinkFabric,
+        trace: Trace,
+    ):
+        self._plan = plan
+        self._make_engine = make_engine
+        self._fabric = fabric
+        self._links = links
+        self._trace = trace
+        self._draw = random.Random(plan.seed)
+        self._num_started = 0
+        self.processes: dict[Peer, SimProcess[EngineT]] = {}
+        self.departed: list[SimProcess[EngineT]] = []
+        self.lost_routers: set[str] = set()  # nobody cancels their calls
+        self.calls_to_spoil: Counter[str] = Counter()  # of the next, by the profile of fault
+        self._endings: dict[asyncio.Task[None], None] = {}
+
+    async def start(self, role: Role) -> SimProcess[EngineT]:
+        """Start a worker; the fleet knows it from then on."""
+        host = f"{role}-{self._num_started}"
+        self._num_started += 1
+        own = VirtualProcess(host)
+        worker, engine, parts = self._make(role, host)
+        info = await own.spawn(worker.start(host))
+        process = SimProcess(host, info, own.context, worker, engine, parts, asyncio.get_running_loop().create_future())
+        self.processes[info.peer] = process
+        process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
+        return process
+
+    def _make(self, role: Role, host: str) -> tuple[PrefillWorker | DecodeWorker, EngineT, Parts]:
+        plan = self._plan
+        is_prefill = role == "prefill"
+        block_size = plan.prefill_block_size if is_prefill else plan.decode_block_size
+        store = FakeStore(
+            fake_layout(num_layers=len(plan.windows), block_size=block_size, windows=plan.windows),
+            num_blocks=plan.prefill_blocks if is_prefill else plan.decode_blocks,
+        )
+        swap_space = None
+        if not is_prefill and plan.swap_blocks:
+            swap_space = FakeSwapSpace(store, num_blocks=plan.swap_blocks)
+        engine, peer = self._make_engine(store, swap_space), Peer(host, self._draw.getrandbits(63))
+        transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=plan.max_chunk_bytes)
+        parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, plan.transports)
+        clock = asyncio.get_running_loop().time
+        equipment = Equipment(
+            peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
+        )
+        if is_prefill:
+            return PrefillWorker(plan.prefill, equipment), engine, parts
+        return DecodeWorker(plan.decode, equipment, swap_space), engine, parts
+
+    def crash(self, process: SimProcess[EngineT]) -> None:
+        """Take a worker away at once."""
+        self._trace(f"{process.host} crashes")
+        del self.processes[process.info.peer]
+        self.departed.append(process)
+        process.parts.network.is_dead = True
+        self._fabric.remove(process.host)
+        self._links.cut(process.host)
+        process.died.set_result(None)
+        for call in process.calls:
+            call.cancel()
+        virtual_loop().continue_process(process.host)
+        self._own(self.end(process))
+
+    async def replace(self, process: SimProcess[EngineT], *, drain_s: float | None = None) -> bool:
+        """Crash a worker, perhaps after it has drained for so long, and start another; False where it is gone."""
+        if process.info.peer not in self.processes:
+            return False
+        if drain_s is not None:
+            self._trace(f"{process.host} drains")
+            process.is_draining = True
+            draining = asyncio.create_task(process.worker.drain(), context=process.context.copy())
+            await asyncio.wait({draining}, timeout=drain_s)
+            draining.cancel()
+            await asyncio.wait({draining})
+            if process.info.peer not in self.processes:
+                return False
+            await self.end(process)  # in an orderly way: whoever is left is told
+            if process.info.peer not in self.processes:
+                return False
+        self.crash(process)
+        await asyncio.sleep(RESTART_S)
+        await self.start(process.info.role)
+        return True
+
+    async def _replace_unhealthy(self, process: SimProcess[EngineT]) -> None:
+        await asyncio.sleep(NOTICE_S)
+        await self.replace(process)
+
+    async def end(self, process: SimProcess[EngineT]) -> None:
+        """Stop a worker, crashed or not, and all that it had."""
+        await process.worker.stop()
+        await process.parts.transports.close()
+
+    async def close(self) -> None:
+        """Wait for everything that crashes and cancellations have left to do."""
+        while self._endings:
+            await asyncio.wait(list(self._endings))
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that some worker still works on."""
+        return sum(len(process.calls) for process in (*self.processes.values(), *self.departed))
+
+    def calls_of(self, router_id: str) -> int:
+        """Of them, one router's."""
+        return sum(list(process.calls.values()).count(router_id) for process in self.processes.values())
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        return [process.info for process in self.processes.values()]
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        if self._spoils("refuse_prefill"):  # before it begins
+            await asyncio.sleep(self._latency())
+            raise WorkerLost("the simulation refuses this prefill")
+
+        reply: PrefillReply = await self._call("prefill", worker, request, ticket, pull)
+        if self._spoils("lose_prefill_reply"):
+            raise WorkerLost("the simulation loses this prefill's reply")
+        return reply
+
+    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        reply: PrefillReply = await self._call("read", worker, request)
+        return reply
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        reply: DecodeReply = await self._call("decode", worker, request, ticket, pull)
+        return reply
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        raise NotImplementedError("no simulation tries links out")
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        raise NotImplementedError("no simulation tries links out")
+
+    def _spoils(self, profile: str) -> bool:
+        """Whether such a fault hits this call."""
+        is_hit = self.calls_to_spoil[profile] > 0
+        self.calls_to_spoil[profile] -= is_hit
+        return is_hit
+
+    async def _call(self, name: str, worker: Peer, request: GenerateRequest, *tickets: Ticket | None) -> Any:
+        router_id = request.router_id
+
+        def method(process: SimProcess[EngineT]) -> Coroutine[Any, Any, Any]:
+            called: Coroutine[Any, Any, Any] = getattr(process.worker, name)(_copy(request), *map(_copy, tickets))
+            return called
+
+        is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
+        is_twice = self._spoils("repeat_calls")
+        try:
+            await asyncio.sleep(self._latency() + (1.0 if is_late else 0.0) * self._draw.random())
+            await self._fabric.audible(router_id, worker.worker_id)
+        except asyncio.CancelledError:
+            if is_late and (process := self.processes.get(worker)) is not None:  # the cancellation overtakes the call
+                self._own(self._cancel_later(self._begin(process, router_id, method)))
+            raise
+        process = self.processes.get(worker)
+        if process is None:
+            raise WorkerLost(f"worker {worker.worker_id} is gone")
+        call = self._begin(process, router_id, method)
+        if is_twice:
+            self._own(self._repeat(process, router_id, method, call))
+        try:
+            await asyncio.wait((call, process.died), return_when=asyncio.FIRST_COMPLETED)
+            if not process.died.done():
+                await asyncio.sleep(self._latency())
+                await self._fabric.audible(router_id, worker.worker_id)
+        except asyncio.CancelledError:
+            if router_id not in self.lost_routers:
+                self._own(self._cancel_later(call))
+            raise
+        if process.died.done():
+            self._own(self._cancel_later(call))
+            raise WorkerLost(f"worker {process.host} is gone")
+        try:
+            return call.result()
+        except TwostrokeError:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"the worker failed: {error!r}") from error
+
+    def _begin(
+        self,
+        process: SimProcess[EngineT],
+        router_id: str,
+        method: Callable[[SimProcess[EngineT]], Coroutine[Any, Any, T]],
+    ) -> "asyncio.Task[T]":
+        call = asyncio.get_running_loop().create_task(method(process), context=process.context.copy())
+        process.calls[call] = router_id
+        may_take = not process.is_draining
+        # In no process's context: its router may stand still.
+        call.add_done_callback(lambda done: _forget(process, done, may_take=may_take), context=Context())
+        return call
+
+    async def _repeat(
+        self,
+        process: SimProcess[EngineT],
+        router_id: str,
+        method: Callable[[SimProcess[EngineT]], Coroutine[Any, Any, Any]],
+        first: "asyncio.Task[Any]",
+    ) -> None:
+        """The same call once more, while the first is under way: it must be refused."""
+        await asyncio.sleep(self._latency())
+        if first.done() or process.died.done():
+            return
+        again = self._begin(process, router_id, method)
+        await asyncio.wait({again, first}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        refused = await asyncio.gather(again, return_exceptions=True)
+        self._trace(f"a call that came twice: {refused}")
+
+    async def _cancel_later(self, call: "asyncio.Task[Any]") -> None:
+        await asyncio.sleep(self._latency())
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    def _own(self, ending: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(ending, context=Context())
+        self._endings[task] = None
+        task.add_done_callback(lambda done: self._endings.pop(done, None))
+
+    def _latency(self) -> float:
+        return 0.0005 + 0.002 * self._draw.random() + (0.05 if self._draw.random() < 0.02 else 0.0)
+
+
+def _forget(process: SimProcess[Any], call: "asyncio.Task[Any]", *, may_take: bool) -> None:
+    process.calls.pop(call, None)
+    is_answered = not call.cancelled() and call.exception() is None  # its caller may be gone, and nobody else asks
+    if is_answered and not may_take:
+        process.violations.append("took a request while it drained")
+
+
+def _copy(value: T) -> T:
+    """What arrives after a trip through bytes: shared objects would hide mistakes."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))

@@ -1,0 +1,63 @@
+"""What one worker costs: how long its steps take, how much KV it holds and sends, and what it is made of."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.step_costs import StepContent
+
+BLOCK_TOKENS = 16
+CALL_S = 0.005  # to a worker and back, where nobody has measured it
+
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of worker, of either role: learnt from a server, measured by a bench, or computed from the roofline."""
+
+    name: str
+    costs: StepCosts  # in a file a list, in the order of its fields
+    kv_bytes: AboveZero  # of a token, all layers, as it is sent to one copy
+    kv_tokens: Annotated[int, msgspec.Meta(ge=BLOCK_TOKENS)]  # of a worker's cache
+    link_bytes_per_s: AboveZero
+    step_tokens: AtLeastOne
+    max_batch: AtLeastOne
+    source: str  # where the figures come from
+    num_layers: AtLeastOne = 32  # of a prompt's KV the last layer's part can't travel while the prompt is computed
+    beside: StepCosts | None = None  # while another worker of the same machine computes; None: it has its own
+    http_s: float = 0.0  # to the server and back, of a first token
+    admit_s: float = 0.0  # reading, tokenising, choosing the path
+    prompt_s: float = 0.0  # of any step with a prompt in it, the constant of all steps aside
+    call_s: float | None = None  # to a worker and back; None: not measured
+    others: float = 0.0  # threads of other programs that wanted the machine's cores while this was measured
+    threads: int = 1  # of a worker, which take a core each
+    gpus: AtLeastOne = 1
+    usd_per_hour: float = 1.0
+    hardware: str = ""
+    ranks: AtLeastOne = 1
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    block_size: AtLeastOne = BLOCK_TOKENS
+    context_parallel: bool = False  # ranks share the tokens of latents
+    copies: AtLeastOne = 1  # of heads, or of latents, on its ranks: KV is sent to each
+
+    def step_s(self, content: StepContent, *, is_beside: bool = False) -> float:
+        """Seconds of a step; what prompts cost beyond its parts is as much dearer beside others as their tokens are."""
+        costs = self.beside if is_beside and self.beside is not None else self.costs
+        slower = costs.token_s / self.costs.token_s if self.costs.token_s else 1.0
+        return content.expected_s(costs) + (self.prompt_s * slower if content.prompt_tokens else 0.0)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a first token beside queues and steps: HTTP, admission, to a worker and back."""
+        return self.http_s + self.admit_s + (CALL_S if self.call_s is None else self.call_s)
+
+    @property
+    def layout(self) -> KVLayout:
+        """A layout of 2-byte values whose blocks have the right size."""
+        values = max(1, round(self.kv_bytes / self.num_layers / 4))
+        return KVLayout(
+            self.name, "bfloat16", self.num_layers, num_kv_heads=1, head_dim=values, block_size=BLOCK_TOKENS
+        )
