@@ -15,6 +15,7 @@ from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.deployment import Fault, TracedRequest, Users, Watch, serve
 from twostroke.simulator.sim_router import PROMISE_NOTHING
 from twostroke.worker.profile import WorkerProfile
+from twostroke.worker.queue_order import QueuePolicy
 
 VOCABULARY = 32_000
 
@@ -44,6 +45,7 @@ def simulate_plan(
     progress: Callable[[int], None] | None = None,
     warm: int = 0,
     watch: Watch | None = None,
+    queue: QueuePolicy = "edf",
 ) -> list[Record]:
     """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`.
 
@@ -73,6 +75,7 @@ def simulate_plan(
             until_s=plan.seconds,
             warm=warm,
             watch=watch,
+            queue=queue,
         )
     if not run.served:
         raise ConfigError("no request comes in that time")

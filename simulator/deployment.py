@@ -28,6 +28,7 @@ from twostroke.simulator.sim_fleet import FleetPlan, SimFleet, SimProcess
 from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
+from twostroke.worker.queue_order import QueuePolicy
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7
@@ -214,6 +215,7 @@ def serve(
     until_s: float = math.inf,
     warm: int = 0,
     watch: Watch | None = None,
+    queue: QueuePolicy = "edf",
 ) -> Run:
     """Run the trace to its end; with classes that promise something, some requests are refused.
 
@@ -232,8 +234,8 @@ def serve(
         prefill_blocks=prefill_cache_tokens // BLOCK_TOKENS,
         decode_blocks=decode_cache_tokens // BLOCK_TOKENS,
         swap_blocks=0,
-        prefill=PrefillConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch),
-        decode=DecodeConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch),
+        prefill=PrefillConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue),
+        decode=DecodeConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue),
         max_chunk_bytes=1 << 22,
         max_context=max_context,
     )

@@ -254,6 +254,10 @@ class Scheduler(ABC, Generic[JobT]):
     def _blocks_to_leave(self, job: JobT) -> int:
         """How many blocks must be free after a job has been admitted."""
 
+    def _expected_answer(self, job: JobT) -> float:
+        """Tokens that the job's answer is expected to have computed here."""
+        return 0.0
+
     def _make_room(self, job: JobT, missing_blocks: int) -> bool:
         """Have others give way to a waiting job; whether it has all its blocks then."""
         return False
@@ -407,7 +411,7 @@ class Scheduler(ABC, Generic[JobT]):
 
     def _wait(self, job: JobT) -> None:
         job.phase = Phase.WAITING
-        job.turn = turn_of(job, self._config.queue)
+        job.turn = turn_of(job, self._config.queue, self._expected_answer(job))
         insort(self._waiting, job, key=lambda other: other.turn)
 
     def _receive(self, job: JobT) -> None:
