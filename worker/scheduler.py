@@ -353,7 +353,7 @@ class Scheduler(ABC, Generic[JobT]):
 
         With a limit `most` to its tokens, so by its class's share, it keeps them.
         """
-        sequence = job.sequence
+        sequence, is_computed_here = job.sequence, not job.has_kv_coming
         matched = sequence.match_prefix(self._pool)
         missing = self._missing_blocks(job)
         if missing > 0 and not self._make_room(job, missing):
@@ -362,6 +362,8 @@ class Scheduler(ABC, Generic[JobT]):
                 self._decline(other)
             return False
         sequence.reserve(self._pool, sequence.num_uncomputed)
+        if is_computed_here and not job.num_preemptions:
+            matched += sequence.match_tail(self._pool)
         if job.num_preemptions == 0:
             job.num_cached_tokens = matched
         job.keeps_blocks = most < NO_LIMIT

@@ -135,6 +135,8 @@ class FakeEngine(Engine):
         tables = [self._store.in_use(one.block_ids, one.start, _end(one)) for one in batch]
         grips = [self._store.grip(table) for table in tables]
         copied = [self._store.grip(copy.cache_blocks) for copy in copies]
+        shared = [one for one in batch if one.copied_from is not None]
+        lent = [self._store.grip([one.copied_from]) for one in shared]
         try:
             async with self._turn:
                 if self._is_dead:
@@ -143,6 +145,9 @@ class FakeEngine(Engine):
                     await self._copy(copy, grip)
                 if not batch:
                     return []
+                for one, grip in zip(shared, lent, strict=True):
+                    self._store.touch([one.copied_from], "a copy reads", grip)
+                    self._store.copy_block(one.copied_from, one.block_ids[one.start // self._store.layout.block_size])
                 return await self._run(batch, tables, grips, on_layer)
         finally:
             self._num_under_way -= 1
