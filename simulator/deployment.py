@@ -42,7 +42,7 @@ Watch = Callable[[str, float, float], None]
 """Told of a worker, seconds after the beginning, and a share of its KV blocks."""
 UNANSWERED_S = 1.0  # for which a user pauses who was refused, as the load test's do
 FAKE_LAYERS = 2
-FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/exact/memory_store.py
+FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/memory_store.py
 
 
 @dataclass(frozen=True)
