@@ -114,6 +114,7 @@ class FakeEngine(Engine):
         self.released.set()
         self.num_steps = 0
         self.num_steps_ahead = 0  # of them, asked for while another was under way
+        self.num_copied = 0  # ends of prompts
 
     async def step(
         self,
@@ -145,6 +146,7 @@ class FakeEngine(Engine):
                     await self._copy(copy, grip)
                 if not batch:
                     return []
+                self.num_copied += len(shared)
                 for one, grip in zip(shared, lent, strict=True):
                     self._store.touch([one.copied_from], "a copy reads", grip)
                     self._store.copy_block(one.copied_from, one.block_ids[one.start // self._store.layout.block_size])
