@@ -1,4 +1,4 @@
-"""The tables of docs/planning.md: `twostroke plan --tables` prints them, and a test compares."""
+"""The tables of docs/planning.md: `twostroke capacity --tables` prints them, and a test compares."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from twostroke.model.operations import decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB, HARDWARE, Hardware
 from twostroke.model.published.models import MODELS, published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.published import rows
+from twostroke.planning.literature import checked
 from twostroke.planning.roofline import (
     Machine,
     largest_batch,
@@ -31,7 +31,7 @@ PLACES = (
 )
 """What tables of floors and of room are about: a model on so many GPUs."""
 CONTEXT, PROMPT = 8192, 2048
-BEGIN, END = "<!-- made by `twostroke plan --tables` -->", "<!-- end of what is made -->"
+BEGIN, END = "<!-- made by `twostroke capacity --tables` -->", "<!-- end of what is made -->"
 
 
 def tables() -> str:
@@ -200,7 +200,7 @@ def _costs() -> Iterator[str]:
 
 def _published() -> Iterator[str]:
     def body() -> Iterator[Sequence[str]]:
-        for row in rows():
-            yield row.what, f"{row.ours:.6g}", row.theirs, row.source
+        for row, ours in checked():
+            yield row.what, f"{ours:.6g}", row.stated, f"{row.source}{'; it slips' if row.right else ''}", row.remark
 
-    yield from _table(("", "ours", "theirs", "source"), body())
+    yield from _table(("", "ours", "stated", "source", "remark"), body())

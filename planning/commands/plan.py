@@ -26,8 +26,8 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.planning.literature import check_lines
 from twostroke.planning.profiles import profile_of
-from twostroke.planning.published import check_lines
 from twostroke.planning.roofline import Machine
 from twostroke.planning.search import Budget, Search, Terms, check_floors, machine_of, nowhere, profiles_of
 from twostroke.planning.tables import tables

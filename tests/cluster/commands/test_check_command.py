@@ -107,7 +107,7 @@ def test_ranks_with_whole_experts_take_as_much_as_the_one_with_the_most(
 def test_ranks_that_share_contexts_have_room_for_as_many_times_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = dict(MODELS["DeepSeek-V3"].fields)
+    fields = dict(MODELS["DeepSeek-V3"].config)
     on = tmp_path, capsys, fields, "--gpu", "h200", "--tensor-parallel", "8"
     (_, copies), (code, parts) = (checked(*on, *more) for more in ((), ("--context-parallel",)))
     assert code == 0
