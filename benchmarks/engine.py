@@ -29,11 +29,11 @@ from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.machine_limits import Machine
 from twostroke.model.operations import Limits, Work, decode_work, input_sizes, prefill_work
 from twostroke.model.served import Way
 from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.this_machine import Machine
 from twostroke.protocol.requests import SamplingParams
 
 _1_2B = {  # Llama-3.2-1B

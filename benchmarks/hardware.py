@@ -13,7 +13,8 @@ import torch
 
 from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.loadtests.commands.arguments import above_zero
-from twostroke.planning.this_machine import ROUNDS, measure_rounds, row_of
+from twostroke.loadtests.generator.run_facts import machine_facts
+from twostroke.model.this_machine import ROUNDS, measure_rounds, row_of
 from twostroke.protocol.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     measured, dtype = measure_rounds(args.rounds, say)
-    row = row_of(measured, dtype, args.name, args.usd_per_hour)
+    row = row_of(measured, dtype, args.name, args.usd_per_hour, machine_facts()["cpu"])
     if args.output is not None:
         try:
             args.output.write_bytes(msgspec.json.format(msgspec.json.encode(row)) + b"\n")

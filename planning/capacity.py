@@ -381,12 +381,6 @@ def serve_ways(lengths: Sequence[tuple[int, int]], profile: WorkerProfile) -> li
     return [serve_way(requests, profile, way, "fcfs", SLO(), 1) for way in ways]
 
 
-def used_shares(lengths: Sequence[tuple[int, int]], profile: WorkerProfile) -> dict[str, float]:
-    """By allocation, the share of the reserved KV memory that holds something."""
-    _, *served = serve_ways(lengths, profile)
-    return {one.way.rpartition(" ")[2]: 1 - (one.waste or 0) for one in served}
-
-
 def continuous_gain(answers: Sequence[int], rows: int) -> float:
     """Steps of static batches, each as many as its longest answer, over those of rows that are never idle."""
     batches = (answers[first : first + rows] for first in range(0, len(answers), rows))

@@ -20,10 +20,10 @@ from twostroke.model.operations import Operation, decode_operations, prefill_ope
 from twostroke.model.published.hardware import HARDWARE, Hardware
 from twostroke.model.published.models import published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.capacity import continuous_gain, model_of_numbers, used_shares
+from twostroke.planning.baselines import Result
+from twostroke.planning.capacity import Case, border, continuous_gain, model_of_numbers, serve_ways
 from twostroke.planning.profiles import SMALL
 from twostroke.planning.roofline import (
-    Interference,
     Machine,
     as_mha,
     batch_limits,
@@ -35,6 +35,7 @@ from twostroke.planning.roofline import (
     uncached_flops,
     usd_per_million,
 )
+from twostroke.planning.search import Terms, machine_of
 from twostroke.protocol.errors import ConfigError
 
 
@@ -115,7 +116,7 @@ def _model(said: str | Mapping[str, Any]) -> ModelConfig:
     return model_of_numbers(**said)
 
 
-_NAMED: Mapping[str, Callable[[Any], Any]] = {"model": _model, "beside": _model, "gpu": HARDWARE.__getitem__}
+_NAMED: Mapping[str, Callable[[Any], Any]] = {"model": _model, "other": _model, "gpu": HARDWARE.__getitem__}
 
 
 def _step(model: ModelShape, prompt: int = 0, context: int = 0, batch: int = 1) -> list[Operation]:
@@ -148,8 +149,8 @@ def _intensity(operation: str, **step: Any) -> float:
 
 
 @cache
-def _used_shares() -> Mapping[str, float]:
-    """Shares of reserved KV memory that hold something, for lengths as of shared chats, by allocation.
+def _chats() -> Mapping[str, Result]:
+    """Ways to batch and to allocate, simulated for lengths as of shared chats.
 
     The memory is what OPT-13B leaves of 40 GB, 15,700 tokens (Kwon et al., SOSP 2023, section 3).
     """
@@ -158,8 +159,19 @@ def _used_shares() -> Mapping[str, float]:
     def length(mu: float, sigma: float) -> int:
         return max(4, min(1024, round(draw.lognormvariate(mu, sigma))))
 
-    lengths = [(length(4.4, 1.2), length(5.3, 1.1)) for _ in range(400)]
-    return used_shares(lengths, replace(SMALL, kv_tokens=15_700))
+    lengths = [(length(4.4, 1.2), length(5.3, 1.1)) for _ in range(200)]
+    return {one.way: one for one in serve_ways(lengths, replace(SMALL, kv_tokens=15_700))}
+
+
+def _used(way: str) -> float:
+    return 1 - (_chats()[way].waste or 0)
+
+
+@cache
+def _border(model: ModelConfig, on: str, prompt: int, answer: int, batch: int) -> Mapping[str, float]:
+    terms = Terms()
+    machine = machine_of(HARDWARE[on], 1, "auto", terms)
+    return border(Case("", model, machine, terms, (), 0.05, prompt, answer), batch)
 
 
 FORMULAS: Mapping[str, Callable[..., float]] = {
@@ -175,7 +187,7 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     # KV, and room for it
     "KV": lambda model, tokens=1: kv_bytes(model, tokens),
     "KV of a rank": lambda model, gpu, gpus: kv_bytes(model) * Machine(gpu, gpus).kv_share(model),
-    "KV over KV": lambda model, beside: kv_bytes(model) / kv_bytes(beside),
+    "KV over KV": lambda model, other: kv_bytes(model) / kv_bytes(other),
     "largest batch": _limit,
     "GPUs": _gpus,
     # operations
@@ -210,7 +222,8 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "cost of a million tokens": usd_per_million,
     # batching, allocation, transfers
     "longest over mean": lambda answers: continuous_gain(answers, len(answers)),
-    "share used": lambda way: _used_shares()[way],
-    "requests over contiguous": lambda way: _used_shares()["paged"] / _used_shares()[way],
-    "border": lambda **given: Interference(**given).slowest_link,
+    "gain over static": lambda way: _chats()[way].output_rate / _chats()["static batching"].output_rate,
+    "share used": _used,
+    "requests over": lambda way, beside: _used(way) / _used(beside),
+    "border": lambda of, **given: _border(**given)[of],
 }

@@ -39,35 +39,48 @@ def roofline(machine: Machine, shape: ModelShape, of_phases: Mapping[str, Sequen
     figure, axes = panels(1, height=4.6)
     chart, hardware = axes[0, 0], machine.hardware
     points, read = np.logspace(-1, 4.5, 200), hardware.read_bytes_per_s
-    roofs = [(number, is_sparse) for number in hardware.flops_per_s for is_sparse in (False, True)]
-    for number, is_sparse in roofs:
-        peak, ridge = hardware.peak(number, is_sparse=is_sparse), hardware.ridge(number, is_sparse=is_sparse)
-        if not np.isfinite(peak) or (is_sparse and peak == hardware.peak(number)):
-            continue
-        used = not is_sparse and number in (hardware.native, machine.number(shape))
-        style = "--" if is_sparse else "-"
-        chart.loglog(
-            points, np.minimum(peak, points * read) / 1e12, color=GREY, linestyle=style, alpha=1 if used else 0.4
-        )
-        said = f"{number}{', sparse' if is_sparse else ''}: {ridge:.0f}"
-        chart.annotate(said, (points[-1], peak / 1e12), color=GREY, fontsize=8, ha="right", va="bottom")
-    for (phase, operations), colour, place in zip(
-        of_phases.items(), (VERMILION, BLUE), ((4, 4), (4, -12)), strict=False
+    roofs: dict[float, list[str]] = {}  # who has which peak
+    for number in hardware.flops_per_s:
+        for peak, said in (
+            (hardware.peak(number), number),
+            (hardware.peak(number, is_sparse=True), f"{number} sparse"),
+        ):
+            if np.isfinite(peak) and number not in roofs.setdefault(peak, []):
+                roofs[peak].append(said)
+    for peak, names in roofs.items():
+        is_used = bool({hardware.native, machine.number(shape)} & set(names))
+        is_sparse = all(name.endswith("sparse") for name in names)
+        style = {"color": GREY, "linestyle": "--" if is_sparse else "-", "alpha": 1.0 if is_used else 0.4}
+        chart.loglog(points, np.minimum(peak, points * read) / 1e12, **style)
+        where = {"xy": (points[-1], peak / 1e12), "ha": "right", "va": "bottom"}
+        chart.annotate(f"{', '.join(names)}: ridge {peak / read:.0f}", color=GREY, fontsize=8, **where)
+    for (phase, operations), colour, (x, y), align in zip(
+        of_phases.items(), (VERMILION, BLUE), ((-4, 2), (4, -2)), (("right", "bottom"), ("left", "top")), strict=False
     ):
         at = np.array([one.intensity for one in operations])
         peaks = np.array([hardware.flops_per_s[machine.number(shape, one.kind)] for one in operations])
         rates = np.minimum(peaks, at * read) / 1e12
         chart.loglog(at, rates, "o", color=colour, label=phase)
-        for one, x, y in zip(operations, at, rates, strict=True):
-            chart.annotate(one.name, (x, y), textcoords="offset points", xytext=place, color=colour, fontsize=8)
+        for first, names in _neighbours(operations).items():
+            where = {"xy": (at[first], rates[first]), "textcoords": "offset points", "xytext": (x, y)}
+            chart.annotate("\n".join(names), color=colour, fontsize=8, ha=align[0], va=align[1], **where)
     chart.set_xlabel("operations a byte")
     chart.set_ylabel("attainable TFLOP/s")
     chart.legend(loc="lower right")
     caption = (
-        "Left of a roof's ridge, which stands on it, an operation waits for memory, right of it for arithmetic. "
+        "Left of a roof's ridge an operation waits for memory, right of it for arithmetic. "
         "Broken lines are the roofs of weights with two zeros in four."
     )
     return plot_of("roofline", f"Roofline of a {hardware.title}", caption, figure)
+
+
+def _neighbours(operations: Sequence[Operation]) -> dict[int, list[str]]:
+    """Names of operations whose points lie on one another, by the first of them."""
+    found: dict[int, list[str]] = {}
+    for one in operations:
+        near = (first for first in found if 0.67 < one.intensity / operations[first].intensity < 1.5)
+        found.setdefault(next(near, operations.index(one)), []).append(one.name)
+    return found
 
 
 @in_our_style
@@ -110,7 +123,7 @@ def kv_by_context(case: Case) -> Plot:
     chart.set_xscale("log", base=2)
     chart.set_xlabel("tokens of context")
     chart.set_ylabel("GiB a request")
-    chart.legend(loc="upper left")
+    chart.legend(loc="lower right")
     return plot_of(
         "kv_by_context", f"KV of {case.name}", "Where a line meets the broken one, one request fits.", figure
     )

@@ -182,9 +182,10 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     elif any(given.values()):
         raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
     else:
-        from twostroke.planning.this_machine import ROUNDS, measure_rounds, row_of
+        from twostroke.loadtests.generator.run_facts import machine_facts
+        from twostroke.model.this_machine import ROUNDS, measure_rounds, row_of
 
-        hardware = row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0)
+        hardware = row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, machine_facts()["cpu"])
     if arguments.gpus > 1 and not hardware.is_gpu:
         raise ConfigError(f"--gpus {arguments.gpus}: {hardware.title} is one machine's all")
     return replace(hardware, usd_per_hour=arguments.usd_per_hour or hardware.usd_per_hour)
