@@ -16,13 +16,12 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -34,6 +33,7 @@ from twostroke.model.operations import Limits, Work, decode_work, input_sizes, p
 from twostroke.model.served import Way
 from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.this_machine import Machine
 from twostroke.protocol.requests import SamplingParams
 
 _1_2B = {  # Llama-3.2-1B
@@ -166,34 +166,6 @@ def write_random_model(folder: Path, name: str = "160m", *, max_position: int = 
     save_file(tensors, folder / SINGLE_FILE)
 
 
-GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
-READ_BYTES = 512 * 2**20  # far more than any cache holds
-
-
-class Machine:
-    """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
-
-    def __init__(self, shapes: list[tuple[int, int, int]] | None = None, dtype: torch.dtype = torch.bfloat16):
-        """`shapes`: (rows, columns in, columns out) of the products that the GEMM rate is measured with."""
-        self._products = [
-            (torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype))
-            for rows, inner, outer in shapes or [(1024, GEMM_SIZE, GEMM_SIZE)]
-        ]
-        self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
-        self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
-        self.measure()
-
-    def measure(self) -> Limits:
-        """Of now; the best of a few passes each."""
-        gemm_s = min(_timed(self._multiply) for _ in range(3))
-        read_s = min(_timed(lambda: self._memory.sum()) for _ in range(2))
-        return Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s)
-
-    def _multiply(self) -> None:
-        for left, right in self._products:
-            functional.linear(left, right)
-
-
 def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
@@ -206,12 +178,6 @@ def prefill_machine(config: ModelShape, tokens: int) -> Machine:
         size, copies = experts.size, experts.routing.num_experts
         rows = max(1, tokens * experts.routing.top_k // copies)
     return Machine(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
-
-
-def _timed(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 BLOCK_SIZE = 16

@@ -25,10 +25,8 @@ from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware,
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
 from twostroke.planning.profiles import among_busy, profile_of
-from twostroke.planning.published import check_lines
 from twostroke.planning.roofline import Machine
 from twostroke.planning.search import Budget, Search, Terms, check_floors, machine_of, nowhere, profiles_of
-from twostroke.planning.tables import tables
 from twostroke.planning.trials import decide
 from twostroke.planning.workload import Promise, Workload, promise_of, sample_of
 from twostroke.protocol.errors import ConfigError
@@ -75,21 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")
     said.add_argument("--output", type=Path, metavar="FILE", help="write the settings that serve the best layout")
     said.add_argument("--json", action="store_true", help="nothing but the last line")
-    said.add_argument("--check", action="store_true", help="hold the calculators against published numbers, instead")
-    said.add_argument("--tables", action="store_true", help="print the tables of docs/planning.md, instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0; 1 where a published number is not ours. Raises ConfigError for what can't be planned."""
-    if arguments.tables:
-        print(tables(), end="")
-        return 0
-    if arguments.check:
-        lines, rows, wrong = check_lines()
-        if not arguments.json:
-            print("\n".join(lines))
-        print(json.dumps({"rows": rows, "wrong": wrong}))
-        return 1 if wrong else 0
+    """Returns 0. Raises ConfigError for what can't be planned."""
     try:
         return _plan(arguments)
     except LoadTestError as error:
@@ -113,7 +100,7 @@ class Asked:
 
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
-        raise ConfigError("plan: name a MODEL, or give --check or --tables")
+        raise ConfigError("plan: name a MODEL")
     if arguments.costs is not None and arguments.gpu is not None:
         raise ConfigError("--costs: beside --gpu: give one of them")
     shape, promise = model_of(arguments.model), promise_of(arguments.slo)
