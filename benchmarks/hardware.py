@@ -8,23 +8,72 @@ engine computes bf16 checkpoints in here, and reads of far more than caches hold
 import argparse
 import platform
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
+from torch.nn import functional
 
-from twostroke.benchmarks.console import conclude, positive, say
-from twostroke.benchmarks.engine import Machine
+from twostroke.benchmarks.console import conclude, positive, say, write_json
 from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.cache.memory import available_bytes
+from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.model.engine_config import resolve_dtype
-from twostroke.model.operations import Limits
+from twostroke.model.operations import Limits, input_sizes
 from twostroke.model.published.hardware import Hardware, Number
-from twostroke.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 NUMBERS: dict[torch.dtype, Number] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
+READ_BYTES = 512 * 2**20  # far more than any cache holds
+
+
+class Machine:
+    """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
+
+    def __init__(self, shapes: list[tuple[int, int, int]] | None = None, dtype: torch.dtype = torch.bfloat16):
+        """`shapes`: (rows, columns in, columns out) of the products that the GEMM rate is measured with."""
+        self._products = [
+            (torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype))
+            for rows, inner, outer in shapes or [(1024, GEMM_SIZE, GEMM_SIZE)]
+        ]
+        self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
+        self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        self.measure()
+
+    def measure(self) -> Limits:
+        """Of now; the best of a few passes each."""
+        gemm_s = min(_timed(self._multiply) for _ in range(3))
+        read_s = min(_timed(lambda: self._memory.sum()) for _ in range(2))
+        return Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s)
+
+    def _multiply(self) -> None:
+        for left, right in self._products:
+            functional.linear(left, right)
+
+
+def prefill_machine(config: ModelShape, tokens: int) -> Machine:
+    """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
+    hidden = config.hidden_size
+    queries, kv, of_pair = input_sizes(config)
+    mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
+    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
+    size, copies, rows = config.intermediate_size, 1, tokens
+    if experts is not None:  # each with its share of the tokens' choices
+        size, copies = experts.size, experts.routing.num_experts
+        rows = max(1, tokens * experts.routing.top_k // copies)
+    return Machine(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
+
+
+def _timed(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +99,7 @@ def run(args: argparse.Namespace) -> int:
         )
     row = row_of(measured, dtype, args.name, args.usd_per_hour)
     if args.output is not None:
-        try:
-            args.output.write_bytes(msgspec.json.format(msgspec.json.encode(row)) + b"\n")
-        except OSError as error:
-            raise ConfigError(f"--output {args.output}: {error.strerror}") from error
+        write_json(args.output, row)
     gemm, read = [one.gemm for one in measured], [one.read for one in measured]
     conclude(
         {

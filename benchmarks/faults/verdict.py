@@ -94,7 +94,9 @@ class Injected:
     end: float
     proof: str
     back_s: float | None = None  # from the kill to the new replica's being reached
-    figures: Mapping[str, float | str] = field(default_factory=dict, compare=False)  # what else there is to tell, by name
+    figures: Mapping[str, float | str] = field(
+        default_factory=dict, compare=False
+    )  # what else there is to tell, by name
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,13 @@ class Conversation:
         }
         if plan.ignore_eos:
             request["ignore_eos"] = True
-        if plan.service_tier is not None:
-            request["service_tier"] = plan.service_tier
+        if (tier := plan.service_tier or turn.service_tier) is not None:
+            request["service_tier"] = tier
         if self._line.asks_stages:
             request["return_stages"] = True
+        number = self.session.index
+        if int((number + 1) * plan.extra_share) > int(number * plan.extra_share):
+            request |= plan.extra
         return request
 
     def _new_messages(self, turn: Turn) -> list[dict[str, str]]:
