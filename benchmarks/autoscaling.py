@@ -10,7 +10,7 @@ import argparse
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,7 @@ from twostroke.benchmarks.console import add_load_arguments, conclude, positive,
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.server_process import config_file, twostroke_server
 from twostroke.loadtests.generator.alone import send
-from twostroke.loadtests.plan import Fixed, Poisson, Step
+from twostroke.loadtests.plan import Fixed, Poisson
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 
@@ -37,7 +37,6 @@ TRY_S = 10.0  # at the calm rate, to find that out
 WARM_S = 8.0  # at half of it, for workers to learn what their steps cost
 BLOCK_TOKENS = 16
 LOOK_S = 0.5
-SETTLE_S = 5.0  # after the step, in which nothing is judged
 BACK_S = 180.0  # for the workers to become as few as they were
 
 
@@ -83,7 +82,9 @@ class Story:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calm-seconds", type=positive, default=20, help="before the step (default: %(default)s)")
-    parser.add_argument("--step-seconds", type=positive, default=90, help="at four times that (default: %(default)s)")
+    parser.add_argument(
+        "--step-seconds", type=positive, default=90, help="at four times that, at most (default: %(default)s)"
+    )
     parser.add_argument("--most", type=positive, default=2, help="workers of each kind (default: %(default)s)")
     parser.add_argument("--cooldown", type=positive, default=30, help="cooldown_s (default: %(default)s)")
     add_load_arguments(parser, prompt_tokens=512, max_tokens=256)
@@ -139,20 +140,19 @@ def measure_pace(url: str, lengths: Fixed) -> Pace:
 
 def tell(url: str, lengths: Fixed, rate: float, calm_s: float, step_s: float) -> Story:
     """Send a calm load, then the step, then a calm load again until there are as many workers as there were."""
-    send(plan_at(url, Poisson(rate / 2), lengths, WARM_S, seed=8))
-    end_s = calm_s + step_s
-    arrivals = Step(((0.0, rate), (calm_s, RISE * rate), (end_s, rate)))
-    plan = plan_at(url, arrivals, lengths, end_s + BACK_S, seed=1000)
-    begins = time.monotonic()
+
+    def answers(times: float, seconds: float, seed: int, is_over: Callable[[], bool] = lambda: False) -> list[Record]:
+        sent = send(plan_at(url, Poisson(times * rate), lengths, seconds, seed=seed), is_over)
+        return [exact(record) for record in sent.records]
+
+    answers(0.5, WARM_S, 8)
     with _watching(url) as sights:
-        sent = send(plan, lambda: time.monotonic() > begins + end_s + SETTLE_S and _is_back(sights))
-    # What was under way when all was over has no answer that could be lost.
-    records = [exact(record) for record in sent.records if record.status != "unfinished"]
-    calm, step, after = (
-        [record for record in records if begin <= record.scheduled_s < end]
-        for begin, end in ((0.0, calm_s), (calm_s, end_s), (end_s, math.inf))
-    )
-    return Story(calm, step, after, sights, sent.began + calm_s, sent.began + end_s)
+        calm = answers(1.0, calm_s, 1000)
+        rose_at = time.monotonic()
+        step = answers(RISE, step_s, 2000, lambda: _have_grown(sights))
+        fell_at = time.monotonic()
+        after = answers(1.0, BACK_S, 3000, lambda: _is_back(sights))
+    return Story(calm, step, after, sights, rose_at, fell_at)
 
 
 @contextmanager
@@ -187,6 +187,10 @@ def _shown(sight: Sight, before: Sequence[Sight]) -> Sight:
         counts = ", ".join(f"{role} {sight.running[role]} of {sight.target[role]}" for role in ROLES)
         say(f"{counts}  ({', '.join(str(sight.change[role]) for role in ROLES)})")
     return sight
+
+
+def _have_grown(sights: Sequence[Sight]) -> bool:
+    return bool(sights) and all(sights[-1].running[role] > LEAST[role] for role in ROLES)
 
 
 def _is_back(sights: Sequence[Sight]) -> bool:

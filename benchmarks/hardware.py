@@ -43,13 +43,20 @@ class Machine:
         ]
         self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
         self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        self.measured: list[Limits] = []
         self.measure()
 
     def measure(self) -> Limits:
-        """Of now; the best of a few passes each."""
+        """Return the limits of now; the best of a few passes each."""
         gemm_s = min(_timed(self._multiply) for _ in range(3))
         read_s = min(_timed(lambda: self._memory.sum()) for _ in range(2))
-        return Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s)
+        self.measured.append(Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s))
+        return self.measured[-1]
+
+    def median(self) -> Limits:
+        """Return the medians of all that was measured, after the first time."""
+        gemm, read = ([getattr(one, name) for one in self.measured[1:]] for name in ("gemm", "read"))
+        return Limits(statistics.median(gemm), statistics.median(read))
 
     def _multiply(self) -> None:
         for left, right in self._products:
@@ -90,13 +97,11 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     dtype = resolve_dtype("auto", torch.bfloat16, CPU)
-    machine, measured = Machine(dtype=dtype), list[Limits]()
+    machine = Machine(dtype=dtype)
     for number in range(args.rounds):
-        measured.append(machine.measure())
-        say(
-            f"round {number + 1} of {args.rounds}: {measured[-1].gemm / 1e9:.0f} GFLOP/s, "
-            f"{measured[-1].read / 1e9:.1f} GB/s"
-        )
+        now = machine.measure()
+        say(f"round {number + 1} of {args.rounds}: {now.gemm / 1e9:.0f} GFLOP/s, {now.read / 1e9:.1f} GB/s")
+    measured = machine.measured[1:]
     row = row_of(measured, dtype, args.name, args.usd_per_hour)
     if args.output is not None:
         write_json(args.output, row)

@@ -292,3 +292,4 @@ def event_loop_beside() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
     finally:  # what still waits for an answer ends with this process
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()

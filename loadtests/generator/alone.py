@@ -57,7 +57,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 def send(plan: Plan, is_over: Callable[[], bool] = lambda: False) -> Sent:
-    """Carry out a plan in a process of its own; what is under way when it `is_over` is given up, as `unfinished`.
+    """Carry out a plan in a process of its own. When it `is_over` nothing more is sent; what is under way goes on.
 
     Raises LoadTestError for a plan that can't be sent, RunLost where the process fails.
     """
@@ -82,7 +82,7 @@ def send(plan: Plan, is_over: Callable[[], bool] = lambda: False) -> Sent:
 
 
 def main() -> None:
-    """Send the plan on standard input. SIGTERM gives up what is under way."""
+    """Send the plan on standard input; after SIGTERM nothing more of it."""
     from gevent import monkey
 
     monkey.patch_all(ssl=False)
@@ -96,9 +96,8 @@ def main() -> None:
     dispatcher = Dispatcher(plan, 0, Line(post, False, lambda at_s: None, records.append), Greenlets())
     dispatcher.prepare()
     began, began_cpu = time.monotonic(), time.process_time()
-    sending = gevent.spawn(dispatcher.run, began)
-    gevent.signal_handler(signal.SIGTERM, sending.kill)
-    sending.get()
+    gevent.signal_handler(signal.SIGTERM, dispatcher.end)
+    dispatcher.run(began)
     sent = Sent(records, began, time.monotonic() - began, time.process_time() - began_cpu)
     with os.fdopen(1, "wb", closefd=False) as output:
         output.write(msgspec.msgpack.encode(sent))

@@ -201,11 +201,17 @@ class Dispatcher:
         if self._crash is not None:
             raise self._crash
 
+    def end(self) -> None:
+        """Send nothing more; what is under way goes on."""
+        self._sessions = iter(())
+        self._prepared.clear()
+
     def _send_at_their_instants(self, began: float) -> None:
         while self._crash is None and (self._prepared or self._prepare_one()):
             at_s = self._prepared[0].session.at_s
             self._prepare_others_until(began + at_s)
-            self._crew.spawn(self._guarded, self._converse, self._prepared.popleft(), at_s, began)
+            if self._prepared:  # it has not ended meanwhile
+                self._crew.spawn(self._guarded, self._converse, self._prepared.popleft(), at_s, began)
 
     def _prepare_others_until(self, due: float) -> None:
         while (left := due - self._crew.now()) > 0:
