@@ -56,6 +56,7 @@ class Report(Counts):
     pulled_by_decode: int = 0  # of them, by decode workers alone
     steps: int = 0
     steps_ahead: int = 0
+    copied: int = 0  # ends of prompts, from another's block
     virtual_s: float = 0.0
 
     def count(self, role: Role, stats: WorkerStats) -> None:
@@ -305,6 +306,7 @@ class _Simulation:
         assert not violations, f"{process.host}: " + "; ".join(violations)
         self._report.count(process.info.role, process.worker.stats())
         self._report.steps_ahead += process.engine.num_steps_ahead
+        self._report.copied += process.engine.num_copied
 
     def _trace(self, line: str) -> None:
         if self._write is not None:
