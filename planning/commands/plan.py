@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import get_args
 
@@ -20,21 +19,19 @@ from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count, workload_of
 from twostroke.loadtests.plan import SLO, Plan, Poisson
-from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
-from twostroke.planning.profiles import profile_of
+from twostroke.planning.profiles import among_busy, profile_of
 from twostroke.planning.roofline import Machine
 from twostroke.planning.search import Budget, Search, Terms, check_floors, machine_of, nowhere, profiles_of
-from twostroke.planning.trials import among_busy, decide
-from twostroke.planning.workload import Promise, Workload, promise_of
+from twostroke.planning.trials import decide
+from twostroke.planning.workload import Promise, Workload, promise_of, sample_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
-REQUESTS = 2000  # of the workload, that a plan looks at
 MOST_CONTEXT = 32_768  # of a workload's requests, where nobody says
 
 
@@ -174,18 +171,6 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
     return sample_of(plan, Path(arguments.workload).stem)
 
 
-def sample_of(plan: Plan, name: str) -> Workload:
-    """The lengths of a load test's first requests. Raises LoadTestError."""
-    lengths: list[tuple[int, int]] = []
-    for session in islice(sessions(plan), REQUESTS):
-        before = 0
-        for turn in session.turns:
-            prompt = before + sum(piece.tokens for piece in turn.prompt)
-            lengths.append((prompt, turn.output_tokens))
-            before = prompt + turn.output_tokens
-    return Workload(name, tuple(lengths[:REQUESTS]))
-
-
 def _terms(arguments: argparse.Namespace) -> Terms:
     efficiency = EFFICIENCY
     if arguments.efficiency is not None:
@@ -252,7 +237,7 @@ def _measured(arguments: argparse.Namespace, workload: Workload, promise: Promis
     for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, row_s)):
         if asked_s < floor_s:
             raise ConfigError(f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s of such a worker")
-    return among_busy(known, usd_per_hour=prices.get(known.name, 1.0))
+    return among_busy(known, usd=prices.get(known.name, 1.0))
 
 
 def _say(line: str) -> None:
