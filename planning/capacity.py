@@ -421,7 +421,8 @@ def shown(name: str, value: Any) -> str:
     if name.startswith("weight_bytes"):
         return f"{value / 1e9:.4g} GB"
     if name.endswith(("_bytes", "bytes_per_token")):
-        return f"{value / GIB:.4g} GiB" if value >= GIB / 16 else f"{value / 1024:.4g} KiB"
+        unit, size = next((one for one in (("GiB", GIB), ("MiB", 2**20)) if value >= one[1]), ("KiB", 1024))
+        return f"{value / size:.4g} {unit}"
     if name.endswith("bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"
     if name.endswith("_s") and not name.endswith("_per_s"):

@@ -7,6 +7,7 @@ et al., Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes ove
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.model.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
@@ -159,14 +160,18 @@ def batch_limits(machine: Machine, shape: ModelShape, weights: float, context: f
 
 
 def knee(batches: Sequence[int], step_s: Sequence[float]) -> int:
-    """The batch up to which batches are worth their time: each doubling before it has raised the throughput by half or
-    more. A step's reads are then shared by as many rows as they can be."""
+    """The last batch to which rows were worth adding: for so many more, throughput rose by half as many or more.
+
+    Beyond it a step's reads are shared by as many rows as they can be. With experts, whose number that a step reads
+    grows with its rows, throughput may rise slowly before it, too.
+    """
     rates = [batch / seconds for batch, seconds in zip(batches, step_s, strict=True)]
-    for index in range(1, len(batches)):
-        grown = (rates[index] / rates[index - 1] - 1) / (batches[index] / batches[index - 1] - 1)
-        if grown < 0.5:
-            return batches[index - 1]
-    return batches[-1]
+    worth = [
+        more
+        for (rate, later), (batch, more) in zip(pairwise(rates), pairwise(batches), strict=True)
+        if later / rate - 1 >= (more / batch - 1) / 2
+    ]
+    return max(worth, default=batches[0])
 
 
 # --- what one model needs, whatever machine it is on ---

@@ -159,7 +159,7 @@ def test_amounts_are_read_and_shown_with_their_units() -> None:
         main(["capacity", "Llama-3.1-8B", "--memory", "80 cats", "--bandwidth", "2TB"])
     assert shown("weight_bytes", HARDWARE["h200"].memory_bytes) == "151.4 GB"
     assert (shown("kv_bytes", 2**29), shown("tpot_s", 0.0125), shown("link_bytes_per_s", 25e9)) == (
-        *("0.5 GiB", "12.5 ms", "25 GB/s"),
+        *("512 MiB", "12.5 ms", "25 GB/s"),
     )
 
 
