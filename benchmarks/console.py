@@ -7,7 +7,12 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from twostroke.protocol.errors import ConfigError
 
 
 def positive(text: str) -> int:
@@ -36,3 +41,11 @@ def conclude(figures: Mapping[str, Any]) -> None:
     for name, value in figures.items():
         print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
     print(json.dumps(figures))
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write what `--output` names. Raises ConfigError."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from error

@@ -8,14 +8,28 @@ engine computes bf16 checkpoints in here, and reads of far more than caches hold
 import argparse
 from pathlib import Path
 
-import msgspec
 import torch
 
-from twostroke.benchmarks.console import conclude, positive, say
+from twostroke.benchmarks.console import conclude, positive, say, write_json
 from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
-from twostroke.model.this_machine import ROUNDS, measure_rounds, row_of
-from twostroke.protocol.errors import ConfigError
+from twostroke.model.config import ModelConfig, ModelShape
+from twostroke.model.operations import input_sizes
+from twostroke.model.this_machine import ROUNDS, Machine, measure_rounds, row_of
+
+
+def prefill_machine(config: ModelShape, tokens: int) -> Machine:
+    """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
+    hidden = config.hidden_size
+    queries, kv, of_pair = input_sizes(config)
+    mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
+    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
+    size, copies, rows = config.intermediate_size, 1, tokens
+    if experts is not None:  # each with its share of the tokens' choices
+        size, copies = experts.size, experts.routing.num_experts
+        rows = max(1, tokens * experts.routing.top_k // copies)
+    return Machine(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +48,7 @@ def run(args: argparse.Namespace) -> int:
     measured, dtype = measure_rounds(args.rounds, say)
     row = row_of(measured, dtype, args.name, args.usd_per_hour, machine_facts()["cpu"])
     if args.output is not None:
-        try:
-            args.output.write_bytes(msgspec.json.format(msgspec.json.encode(row)) + b"\n")
-        except OSError as error:
-            raise ConfigError(f"--output {args.output}: {error.strerror}") from error
+        write_json(args.output, row)
     gemm, read = [one.gemm for one in measured], [one.read for one in measured]
     conclude(
         {

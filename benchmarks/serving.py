@@ -7,26 +7,20 @@ and more while neighbours use the same caches, memory and clock: compare figures
 import argparse
 import asyncio
 import contextlib
-import os
-import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from twostroke.benchmarks.clients import (
-    FIRST_TOKEN_ID,
-    completion_body,
-    exact,
-    random_prompt,
-    send_in_turn,
-    stream_completion,
-)
+import msgspec
+
+from twostroke.benchmarks.clients import FIRST_TOKEN_ID, completion_body, exact, plan_at, spread, stream_completion
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import cpu_seconds, processes_named, twostroke_server
+from twostroke.loadtests.generator.alone import send
+from twostroke.loadtests.plan import Closed, Fixed, Plan
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 
@@ -58,19 +52,6 @@ SETTLE_S = 5.0
 DISCONNECTS = 16
 
 
-@dataclass(frozen=True)
-class Load:
-    """What the clients do: `concurrency` of them send `requests` in all, each as soon as its last has ended."""
-
-    model: str
-    concurrency: int
-    requests: int
-    prompt_tokens: int
-    max_tokens: int
-    seed: int = 0
-    constrained: float = 0.0  # the share of requests that are held to a JSON schema
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server on this machine (default: start one for the bench)")
     parser.add_argument("--concurrency", type=positive, default=64, help="streams at a time (default: %(default)s)")
@@ -97,56 +78,52 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.nullcontext() if arguments.url else twostroke_server(arguments.serve) as server:
         url = server.url if server else arguments.url.rstrip("/")
         processes = descendants(server.pid) if server else None
-        load = Load(
-            model=fetch_status(url)["model"],
-            concurrency=arguments.concurrency,
-            requests=arguments.requests,
-            prompt_tokens=arguments.prompt_tokens,
-            max_tokens=arguments.max_tokens,
+        lengths = Fixed(arguments.prompt_tokens, arguments.max_tokens)
+        users = arguments.concurrency
+        warm_up = plan_at(url, Closed(users, requests=users), Fixed(arguments.prompt_tokens, 4), seed=1)
+        plan = msgspec.structs.replace(
+            warm_up, arrivals=Closed(users, requests=arguments.requests), workload=lengths, seed=0
         )
-        figures = asyncio.run(measure(url, load, processes))
+        figures = measure(plan, warm_up, processes)
         if arguments.constrained:
-            figures |= asyncio.run(measure_constrained(url, replace(load, constrained=arguments.constrained)))
+            figures |= measure_constrained(plan, arguments.constrained)
     conclude(figures)
     return 1 if figures["errors"] or figures["owned_blocks_after"] else 0
 
 
-async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict[str, Any]:
-    """The figures of one run, after a short one that warms everything up.
+def measure(plan: Plan, warm_up: Plan, processes: Sequence[int] | None) -> dict[str, Any]:
+    """Return the figures of one run, after a short one that warms everything up.
 
     `processes` are the server's; None: whatever has the titles of a server's processes on this machine.
     """
-    await _send_all(url, Load(load.model, load.concurrency, load.concurrency, load.prompt_tokens, 4, seed=1))
+    send(warm_up)
     groups = {
         group: [pid for title in titles for pid in processes_named(title, processes)]
         for group, titles in TITLES.items()
     }
-    groups["client"] = [os.getpid()]
     before = {group: cpu_seconds(pids) for group, pids in groups.items()}
-    began = time.perf_counter()
-    results = await _send_all(url, load)
-    wall_s = time.perf_counter() - began
-    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
-    figures = summarise(results, wall_s)
+    sent = send(plan)
+    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()} | {"client": sent.cpu_s}
+    figures = summarise(sent.records, sent.wall_s)
     tokens = max(1, figures["output_tokens"])
-    figures["cores_busy"] = sum(cpu_s.values()) / wall_s
+    figures["cores_busy"] = sum(cpu_s.values()) / sent.wall_s
     for group, used_s in cpu_s.items():
         figures[f"{group}_cpu_us_per_token"] = used_s / tokens * 1e6
-    figures["freed_after_disconnect_s"] = await freed_after_disconnect(url, load)
-    figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
+    figures["freed_after_disconnect_s"] = asyncio.run(freed_after_disconnect(plan.url, plan.model))
+    figures["owned_blocks_after"] = asyncio.run(owned_blocks_when_settled(plan.url))
     return figures
 
 
-async def measure_constrained(url: str, load: Load) -> dict[str, float]:
+def measure_constrained(plan: Plan, share: float) -> dict[str, Any]:
     """What constrained streams cost: the load with its share of them, in turns with the same without any."""
     ratios = []
     for turn in range(-1, TURNS):  # the first one warms up
         rates = []
-        for place, constrained in enumerate((0.0, load.constrained)):
+        for place, constrained in enumerate((0.0, share)):
             seed = 4 + 2 * turn + place  # prompts of their own: those of the run before would be cached
-            began = time.perf_counter()
-            results = await _send_all(url, replace(load, seed=seed, constrained=constrained))
-            figures = summarise(results, time.perf_counter() - began)
+            extra = {"guided_json": NEVER_ENDS, "ignore_eos": False}
+            sent = send(msgspec.structs.replace(plan, seed=seed, extra=extra, extra_share=constrained))
+            figures = summarise(sent.records, sent.wall_s)
             if figures["errors"]:
                 return {"constrained_ratio": 0.0, **figures}
             rates.append(figures["out_tok_s"])
@@ -159,7 +136,7 @@ def summarise(answers: Iterable[Record], wall_s: float) -> dict[str, Any]:
     judged = [exact(answer) for answer in answers]
     whole = [answer for answer in judged if answer.status == "ok"]
     faults = [answer.error for answer in judged if answer.status != "ok"]
-    ttft_s = [answer.ttft_s for answer in whole if answer.ttft_s is not None]
+    ttft_s = spread(whole, "ttft_s")
     itl_s = [gap for answer in whole for gap in answer.gaps_s]
     tokens = sum(answer.planned_output_tokens for answer in whole)
     figures: dict[str, Any] = {
@@ -188,12 +165,12 @@ async def owned_blocks_when_settled(url: str) -> int:
         await asyncio.sleep(0.2)
 
 
-async def freed_after_disconnect(url: str, load: Load) -> float | None:
+async def freed_after_disconnect(url: str, model: str) -> float | None:
     """Seconds from the moment when all clients leave in mid-stream until no worker owns a block; None: too many.
 
     Includes the time until the workers report, half a second at most by default.
     """
-    body = completion_body(load.model, [FIRST_TOKEN_ID] * 64, 2000)
+    body = completion_body(model, [FIRST_TOKEN_ID] * 64, 2000)
     clients = [asyncio.create_task(stream_completion(url, body)) for _ in range(DISCONNECTS)]
     while await _owned_blocks(url) == 0:
         if all(client.done() for client in clients):
@@ -212,15 +189,3 @@ async def freed_after_disconnect(url: str, load: Load) -> float | None:
 async def _owned_blocks(url: str) -> int:
     status = await asyncio.to_thread(fetch_status, url)
     return sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
-
-
-async def _send_all(url: str, load: Load) -> list[Record]:
-    draw = random.Random(load.seed)
-    bodies = [
-        completion_body(load.model, random_prompt(draw, load.prompt_tokens), load.max_tokens)
-        for _ in range(load.requests)
-    ]
-    for number, body in enumerate(bodies):
-        if int((number + 1) * load.constrained) > int(number * load.constrained):
-            body |= {"guided_json": NEVER_ENDS, "ignore_eos": False}
-    return await send_in_turn(url, bodies, load.concurrency)

@@ -34,7 +34,7 @@ _COMMANDS = {
     ),
     "key list": ("cluster.commands.keys:list", "show whose keys a file has, and until when"),
     "key revoke": ("cluster.commands.keys:revoke", "take a key out of a file, while the server runs"),
-    "cluster-demo": ("tools.nodes.demo", "start a cluster on this machine, kill a node under load, see it heal"),
+    "cluster-demo": ("benchmarks.faults.demo", "start a cluster on this machine, kill a node under load, see it heal"),
     "await": ("cluster.commands.application:await", "wait until an application that `serve deploy` has taken runs"),
     "drain": (
         "cluster.commands.application:drain",

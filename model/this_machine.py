@@ -35,13 +35,20 @@ class Machine:
         ]
         self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
         self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        self.measured: list[Limits] = []
         self.measure()
 
     def measure(self) -> Limits:
-        """Of now; the best of a few passes each."""
+        """Return the limits of now; the best of a few passes each."""
         gemm_s = min(timed(self._multiply) for _ in range(3))
         read_s = min(timed(lambda: self._memory.sum()) for _ in range(2))
-        return Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s)
+        self.measured.append(Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s))
+        return self.measured[-1]
+
+    def median(self) -> Limits:
+        """Return the medians of all that was measured, after the first time."""
+        gemm, read = ([getattr(one, name) for one in self.measured[1:]] for name in ("gemm", "read"))
+        return Limits(statistics.median(gemm), statistics.median(read))
 
     def _multiply(self) -> None:
         for left, right in self._products:

@@ -15,6 +15,7 @@ from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.deployment import Fault, TracedRequest, Users, serve
 from twostroke.simulator.sim_router import PROMISE_NOTHING
+from twostroke.worker.queue_order import QueuePolicy
 
 VOCABULARY = 32_000
 
@@ -40,6 +41,7 @@ def simulate_plan(
     faults: Sequence[Fault] = (),
     progress: Callable[[int], None] | None = None,
     warm: int = 0,
+    queue: QueuePolicy = "edf",
 ) -> list[Record]:
     """Return a record of each request, in the order of arrival. `most` bounds the sessions; the rest is as in `serve`.
 
@@ -69,6 +71,7 @@ def simulate_plan(
             max_context=plan.max_context,
             until_s=plan.seconds,
             warm=warm,
+            queue=queue,
         )
     if not run.served:
         raise ConfigError("no request comes in that time")

@@ -28,6 +28,7 @@ from twostroke.simulator.sim_fleet import FleetPlan, SimFleet, SimProcess
 from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
+from twostroke.worker.queue_order import QueuePolicy
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7
@@ -38,7 +39,7 @@ _TICK_S = 1e-9
 WARM_PROMPTS, WARM_ANSWER, WARM_AT_A_TIME = (16, 400, 64, 200, 30, 128), 16, 3  # tokens, and requests
 UNANSWERED_S = 1.0  # for which a user pauses who was refused, as the load test's do
 FAKE_LAYERS = 2
-FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/exact/memory_store.py
+FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/memory_store.py
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ def serve(
     max_context: int = 8192,
     until_s: float = math.inf,
     warm: int = 0,
+    queue: QueuePolicy = "edf",
 ) -> Run:
     """Run the trace to its end; with classes that promise something, some requests are refused.
 
@@ -230,8 +232,8 @@ def serve(
         prefill_blocks=prefill_cache_tokens // BLOCK_TOKENS,
         decode_blocks=decode_cache_tokens // BLOCK_TOKENS,
         swap_blocks=0,
-        prefill=PrefillConfig(max_step_tokens=sender.step_tokens, max_batch=sender.max_batch),
-        decode=DecodeConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch),
+        prefill=PrefillConfig(max_step_tokens=sender.step_tokens, max_batch=sender.max_batch, queue=queue),
+        decode=DecodeConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue),
         max_chunk_bytes=1 << 22,
         max_context=max_context,
     )

@@ -32,7 +32,7 @@ ALLOWED = {
     },
 }
 # They stand above all others, and may import any.
-TOP = ("benchmarks", "planning", "tools")
+TOP = ("benchmarks", "planning")
 ALLOWED |= {room: ALLOWED.keys() | set(TOP) for room in TOP}
 WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator")
 TORCH_LIKE = {"torch", "triton", "transformers", "numba"}

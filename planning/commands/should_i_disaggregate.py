@@ -106,19 +106,20 @@ def run(arguments: argparse.Namespace) -> int:
     interrupt_once()
     folder: Path = arguments.output or Path(f"verdict-{datetime.now():%Y%m%d-%H%M%S}")
     tell_people: Callable[[str], None] = _silent if arguments.json else say
-    exit_code = 0
     try:
         make_folder(folder)
         plan = _plan(arguments, sent)
         sample = sample_of(msgspec.structs.replace(plan, seconds=1e9), Path(arguments.workload).stem)
-        found = Found(sample, Promise(plan.slo.ttft_s or UNBOUNDED_S, plan.slo.tpot_s or UNBOUNDED_S))
+    except LoadTestError as error:
+        raise ConfigError(str(error)) from error
+    found = Found(sample, Promise(plan.slo.ttft_s or UNBOUNDED_S, plan.slo.tpot_s or UNBOUNDED_S))
+    exit_code = 0
+    try:
         if is_unmeasured(arguments):
             _by_profile(arguments, found)
         else:
             _measure(arguments, plan, folder, found, tell_people)
         _simulate(arguments, found, tell_people)
-    except LoadTestError as error:
-        raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         found.failed["the rest"] = "it was interrupted"
         exit_code = INTERRUPTED_EXIT

@@ -154,6 +154,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             most=arguments.requests,
             faults=_faults(arguments.faults),
             progress=say,
+            queue=config.decode.queue,
         )
         seen = read_observations(records)
     else:

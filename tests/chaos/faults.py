@@ -17,12 +17,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.chaos.clients import SteadyLoad, Target
 from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_api_key, revoke_api_key
 from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.stalled_clients import Part, StalledClients
-from tests.chaos.verdict import Injected
 from tests.rigs.processes import comes, process_state
+from twostroke.benchmarks.faults.load import SteadyLoad, Target
+from twostroke.benchmarks.faults.verdict import Injected
 
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rigs.played import played_by
 from tests.simulation.blind_router import BlindRouter
-from tests.simulation.fake_model import POISON, lambda role, *parts: FakeEngine(*parts), expected_tokens
+from tests.simulation.fake_model import POISON, FakeEngine, expected_tokens
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Scenario, make_scenario
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
@@ -80,7 +80,8 @@ def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WOR
             decode=DecodeConfig(token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S)),
         )
         fabric = MemoryFabric(seed=1)
-        fleet = SimFleet(scenario, lambda role, *parts: FakeEngine(*parts), fabric, LinkFabric(bytes_per_s=1e6), lambda line: None)
+        links = LinkFabric(bytes_per_s=1e6)
+        fleet = SimFleet(scenario, lambda role, *parts: FakeEngine(*parts), fabric, links, lambda line: None)
         for _ in range(num_decode):
             await fleet.start("decode")
         site = Site(scenario, fabric, fleet, [])

@@ -8,25 +8,30 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Literal, get_args
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from twostroke.benchmarks.faults.load import SteadyLoad, Target, answers_of_all, event_loop_beside, plain_request
+from twostroke.benchmarks.faults.strikes import DRAIN_S, Scene
+from twostroke.benchmarks.faults.verdict import survival
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.commands.status import table_console
+from twostroke.cluster.local.nodes.machines import IsolatedMachines, LoopbackMachines, Machines, why_not
+from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, RayNodes
+from twostroke.cluster.local.nodes.redis import Redis
+from twostroke.cluster.local.nodes.site import NO_STAGES, Site, Worker, WorkerRole, node_for, settings
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError
-from twostroke.tools.nodes.faults import DRAIN_S, Fault, Outcome, Scene, drain_node, lose_head, lose_node, lose_router
-from twostroke.tools.nodes.load import Answer, Request, SteadyLoad, Verdict, ask
-from twostroke.tools.nodes.machines import IsolatedMachines, LoopbackMachines, Machines, why_not
-from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, RayNodes
-from twostroke.tools.nodes.redis import Redis
-from twostroke.tools.nodes.site import NO_STAGES, Site, Worker, WorkerRole, node_for, settings
 
+Fault = Literal["node", "drain", "router", "head"]
 ISOLATED_PORT = 8000  # in a network of the machines' own
+NUM_REQUESTS = 8  # different ones
+PATIENCE_S = 300.0
+"""Longest time of a whole request; one that takes longer is lost."""
 BEFORE_S, AFTER_S = 4.0, 4.0  # of load, around what happens
 IMPOLITE_S = 2.0
 OUTLIVES_HEAD: tuple[Fault, ...] = ("router", "head")
@@ -75,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     interrupt_once()
     become_subreaper()
     try:
-        return _Demo(arguments, machines, table_console()).run()
+        return _Demo(arguments, machines).run()
     except NodeFailed as error:
         print(f"twostroke: {error}")
         return 1
@@ -109,100 +114,80 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 class _Demo:
-    def __init__(self, arguments: argparse.Namespace, machines: Machines, console: Console):
+    def __init__(self, arguments: argparse.Namespace, machines: Machines):
         self._arguments = arguments
         self._fault: Fault = arguments.fault
         self._machines = machines
-        self._console = console
+        self._console = table_console()
         self._began = time.monotonic()
         self._num: dict[WorkerRole, int] = {"prefill": arguments.prefill, "decode": arguments.decode}
         self._stages: dict[WorkerRole, int] = {**NO_STAGES, arguments.victim: arguments.pipeline}
         self._num_routers = 2 if self._fault in OUTLIVES_HEAD else 0  # on nodes of their own
 
     def run(self) -> int:
-        """The whole show; returns the exit code. Raises NodeFailed, ConfigError."""
-        kind = "namespaces of their own" if self._machines.has_own_ports else "the loopback interface"
-        num_nodes = {role: count * self._stages[role] for role, count in self._num.items()}
-        self._say(f"Starting {1 + self._num_routers + sum(num_nodes.values())} nodes on this machine, on {kind} ...")
+        """Show all of it; returns the exit code. Raises NodeFailed, ConfigError."""
+        own_ports = self._machines.has_own_ports
+        kind = "namespaces of their own" if own_ports else "the loopback interface"
+        roles = ["router"] * self._num_routers
+        roles += [role for role, count in self._num.items() for _ in range(count * self._stages[role])]
+        counts = {f"num_{role}": count for role, count in self._num.items()}
+        self._say(f"Starting {1 + len(roles)} nodes on this machine, on {kind} ...")
         with ExitStack() as stack:
             stack.enter_context(self._machines)
-            cluster = RayNodes(
-                self._machines,
-                node_for("head" if self._num_routers else "router"),
-                redis=Redis() if self._fault == "head" else None,
-                drain_s=DRAIN_S if self._fault == "drain" else 0.0,
-            )
-            stack.enter_context(cluster)
-            routers = [cluster.add(node_for("router")) for _ in range(self._num_routers)]
-            nodes = [
-                *routers,
-                *(cluster.add(node_for(role)) for role, count in num_nodes.items() for _ in range(count)),
-            ]
+            redis = Redis() if self._fault == "head" else None
+            drain_s = DRAIN_S if self._fault == "drain" else 0.0
+            head = node_for("head" if self._num_routers else "router")
+            cluster = stack.enter_context(RayNodes(self._machines, head, redis=redis, drain_s=drain_s))
+            nodes = [cluster.add(node_for(role)) for role in roles]  # type: ignore[arg-type]
             for node in nodes:
                 cluster.await_up(node)
             self._say("All nodes are up. Deploying, each role to the nodes of its label ...")
-            port = ISOLATED_PORT if self._machines.has_own_ports else free_ports(1)[0]
-            site = Site(cluster, port, routers[0] if routers else None)
-            share_memory = not self._machines.has_own_ports
+            port = ISOLATED_PORT if own_ports else free_ports(1)[0]
+            site = Site(cluster, port, nodes[0] if self._num_routers else None)
             num_routers = self._num_routers or 1
-            site.deploy(
-                settings(**self._counts(), share_memory=share_memory, num_routers=num_routers, stages=self._stages)
-            )
-            workers = site.await_workers(**self._counts())
-            self._show([cluster.head, *nodes], workers)
-            self._show_links(site)
-            return self._strike(Scene(cluster, site, nodes, self._counts(), self._say))
+            site.deploy(settings(**counts, share_memory=not own_ports, num_routers=num_routers, stages=self._stages))
+            self._show([cluster.head, *nodes], site.await_workers(**counts))
+            links = [line for line in fetch_report(site.url) if line["event"] == "pair"]
+            names = ", ".join(sorted({str(one["transport"]) for one in links}))
+            self._say(f"KV travels between nodes by {names} ({len(links)} ways, all tried).")
+            return self._strike(Scene(cluster, site, nodes, counts, self._say))
 
     def _strike(self, scene: Scene) -> int:
-        site = scene.site
-        request = Request(model=site.status()["model"])
-        expected = {prompt: _known(ask(site.url, request, prompt)) for prompt in range(request.num_prompts)}
-        self._say(f"Load: {self._arguments.rate:g} requests a second, of {request.max_tokens} tokens each ...")
-        with SteadyLoad(site.url, request, self._arguments.rate, expected) as load:
+        site, rate = scene.site, self._arguments.rate
+        model = site.status()["model"]
+        requests = [plain_request(model, key) for key in range(NUM_REQUESTS)]
+        target = Target(site.url)
+        with event_loop_beside() as do:
+            try:
+                expected = do(answers_of_all(target, requests, 1))
+            except RuntimeError as error:
+                raise NodeFailed(str(error)) from error
+            self._say(f"Load: {rate:g} requests a second, of {requests[0].body['max_tokens']} tokens each ...")
+            load = SteadyLoad(target, requests, seed=1, rate=rate, limit_s=PATIENCE_S)
+            do(load.start())
             time.sleep(BEFORE_S)
-            outcome = self._hurt(scene)
-            self._show([scene.cluster.head, *outcome.nodes], site.workers())
+            match self._fault:
+                case "node":
+                    fault = scene.lose_node(self._arguments.victim, unplug=self._arguments.unplug)
+                case "drain":
+                    fault = scene.drain_node(self._arguments.victim)
+                case "router":
+                    fault = scene.lose_router()
+                case "head":
+                    fault = scene.lose_head()
+            self._show([scene.cluster.head, *scene.nodes], site.workers())
             time.sleep(AFTER_S)
             self._say("Waiting for the last answers ...")
-        verdict = load.verdict(outcome.struck_at)
-        self._conclude(verdict, outcome)
+            do(load.stop())
+        for reason in sorted({answer.error for answer in load.answers if answer.error is not None}):
+            self._say(f"Lost: {reason}")
+        verdict = survival(load.answers, expected, fault.begin)
+        told = {"fault": self._fault, "nodes": 1 + len(scene.nodes), "stages": self._arguments.pipeline}
+        told |= {**asdict(verdict), **fault.figures, "took_s": time.monotonic() - self._began}
+        print(json.dumps({name: round(one, 2) if isinstance(one, float) else one for name, one in told.items()}))
         # Nobody can go on with a dead router's streams.
         lost = verdict.lost_new if self._fault == "router" else verdict.lost
         return 0 if lost == verdict.mismatched == 0 else 1
-
-    def _hurt(self, scene: Scene) -> Outcome:
-        role: WorkerRole = self._arguments.victim
-        match self._fault:
-            case "node":
-                return lose_node(scene, role, unplug=self._arguments.unplug)
-            case "drain":
-                return drain_node(scene, role)
-            case "router":
-                return lose_router(scene)
-            case "head":
-                return lose_head(scene)
-
-    def _conclude(self, verdict: Verdict, outcome: Outcome) -> None:
-        for reason in verdict.reasons:
-            self._say(f"Lost: {reason}")
-        told = {
-            "fault": self._fault,
-            "nodes": 1 + len(outcome.nodes),
-            "stages": self._arguments.pipeline,
-            "requests": verdict.requests,
-            "lost": verdict.lost,
-            "lost_new": verdict.lost_new,
-            "mismatched": verdict.mismatched,
-            "longest_pause_s": verdict.longest_pause_s,
-            "answered_again_s": verdict.answered_again_s,
-            "slowest_first_token_s": verdict.slowest_first_token_s,
-            **outcome.figures,
-            "took_s": time.monotonic() - self._began,
-        }
-        print(
-            json.dumps({name: round(one, 2) if isinstance(one, float) else one for name, one in told.items()}),
-            flush=True,
-        )
 
     def _show(self, nodes: Sequence[Node], workers: Sequence[Worker]) -> None:
         table = Table("node", "role", "address", "runs", box=box.SIMPLE_HEAD)
@@ -218,20 +203,5 @@ class _Demo:
             table.add_row("head" if node is nodes[0] else node.spec.name, label, node.address, ", ".join(here))
         self._console.print(table)
 
-    def _show_links(self, site: Site) -> None:
-        links = {(one["source"], one["target"]): one for one in fetch_report(site.url) if one["event"] == "pair"}
-        names = sorted({str(one["transport"]) for one in links.values()})
-        self._say(f"KV travels between nodes by {', '.join(names)} ({len(links)} ways, all tried).")
-
-    def _counts(self) -> dict[str, int]:
-        return {f"num_{role}": count for role, count in self._num.items()}
-
     def _say(self, text: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/]  {text}", soft_wrap=True, highlight=False)
-
-
-def _known(answer: Answer) -> str:
-    """What is answered while nothing is wrong. Raises NodeFailed."""
-    if answer.error is not None:
-        raise NodeFailed(f"a request failed before any node died: {answer.error}")
-    return answer.text

@@ -6,12 +6,12 @@ import shutil
 import time
 from pathlib import Path
 
+from twostroke.cluster.local.nodes.machines import Machine
 from twostroke.protocol.errors import ConfigError
-from twostroke.tools.nodes.machines import Machine
 
 PORT = 6379
 START_S = 20.0
-_TOOLS = Path(__file__).resolve().parents[2] / ".tools"  # of a checkout in which `make tools` ran
+_TOOLS = Path(__file__).resolve().parents[3] / ".tools"  # of a checkout in which `make tools` ran
 _LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 _READY = "Ready to accept connections"
 

@@ -1,10 +1,16 @@
-"""The clients of a chaos run: what they ask for, drawn from a seed, and what they write down of each answer."""
+"""A steady load of streams whose answers are known, to see what becomes of each while something dies.
+
+`twostroke cluster-demo` and `make chaos` send it. Clients write down each token with its time; what they saw is judged
+when all is over (verdict.py).
+"""
 
 import asyncio
 import json
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,30 +19,13 @@ from twostroke.loadtests.generator.http_stream import BadResponse, Piece, events
 
 MODEL = "twostroke-bundled"
 
-# Some prompts begin alike, so that caches are hit and prefixes pulled beside all the KV that travels.
-NUM_PREFIXES = 4
-PREFIX_TOKENS = 192
-SHORTEST, LONGEST = 20, 600  # prompts, in tokens
-LONG_ANSWER = 1200  # tokens: a few streams live through several faults
-RECORD = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "kind": {"enum": ["first", "second", None]},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9999}, "maxItems": 4},
-    },
-    "required": ["name", "kind", "sizes"],
-    "additionalProperties": False,
-}
-MOST_RECORDS = 8  # some fit into their `max_tokens`, others don't
-
 
 @dataclass(frozen=True)
 class Target:
     """Where requests go, and the API key that they have."""
 
     url: str
-    api_key: str
+    api_key: str = ""
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Raises OSError."""
@@ -61,7 +50,7 @@ class Target:
         lines = (
             "POST /v1/completions HTTP/1.1",
             f"Host: {urlsplit(self.url).netloc}",
-            f"Authorization: Bearer {self.api_key}",
+            *([f"Authorization: Bearer {self.api_key}"] if self.api_key else []),
             "Content-Type: application/json",
             f"Content-Length: {num_bytes}",
             "Connection: close",
@@ -70,7 +59,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class ClientRequest:
+class Request:
     """One request. `key` names it: equal requests are answered with equal tokens, whatever happens."""
 
     key: int
@@ -83,60 +72,20 @@ class ClientRequest:
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """What its answers are held to."""
+        """Return what its answers are held to."""
         return self.body.get("guided_json")
 
 
-def draw_requests(seed: int, count: int) -> list[ClientRequest]:
-    """`count` different requests."""
-    draw = random.Random(seed)
-    prefixes = [_tokens(draw, PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
-    requests = []
-    for key in range(count):
-        body = _body(draw, prefixes, is_long=key % 15 == 14)
-        if key % 5 == 3 or key % 30 == 14:
-            least = LONG_ANSWER if key % 30 == 14 else draw.randint(1, MOST_RECORDS)
-            schema = {"type": "array", "items": RECORD, "minItems": least, "maxItems": least + 1}
-            body |= {"guided_json": schema, "ignore_eos": False, "stop": []}
-        requests.append(ClientRequest(key, body))
-    return requests
-
-
-def _body(draw: random.Random, prefixes: list[list[int]], *, is_long: bool) -> dict[str, Any]:
-    length = round(SHORTEST * (LONGEST / SHORTEST) ** draw.random())
-    prompt = _tokens(draw, length)
-    if draw.random() < 0.3:
-        prompt = (draw.choice(prefixes) + prompt)[:LONGEST]
-    n = draw.choices((1, 2, 3), (70, 20, 10))[0]
-    body: dict[str, Any] = {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": LONG_ANSWER if is_long else draw.randint(30, 300) // n,
-        "n": 1 if is_long else n,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "ignore_eos": draw.random() < 0.9,
-        "seed": draw.getrandbits(31),
-        "temperature": draw.choice((0.0, 0.0, 0.7, 1.0)),
-    }
-    if draw.random() < 0.3:
-        body |= {"top_p": 0.9, "top_k": 50}
-    if draw.random() < 0.5:  # they show KV that is a little wrong long before a token does
-        body["logprobs"] = 2
-    if draw.random() < 0.2:
-        body["stop"] = draw.sample(["\n\n", "return", ")\n", " the", "self."], 2)
-    if draw.random() < 0.15:
-        body |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1}
-    return body
-
-
-def _tokens(draw: random.Random, count: int) -> list[int]:
-    return [draw.randint(300, 3300) for _ in range(count)]
+def plain_request(model: str, key: int, *, prompt_tokens: int = 100, max_tokens: int = 400) -> Request:
+    """Make a greedy request for exactly so many tokens, whose prompt is its key's own."""
+    prompt = [300 + (key * 37 + i * 11) % 700 for i in range(prompt_tokens)]  # ordinary tokens in any vocabulary
+    asked = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "n": 1, "temperature": 0, "ignore_eos": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    return Request(key, asked | streamed)
 
 
 PATIENCE_S = 60.0
-"""A request that takes longer in all is lost."""
+"""Longest time of a whole request; one that takes longer is lost."""
 
 
 @dataclass
@@ -158,7 +107,7 @@ class Choice:
 class Answer:
     """What came of one request."""
 
-    request: ClientRequest
+    request: Request
     sent_at: float
     ended_at: float = 0.0
     status: int | None = None  # None: no answer at all
@@ -174,15 +123,17 @@ class Answer:
         return self.status == 200
 
 
-async def ask(target: Target, request: ClientRequest, *, leave_after: int | None = None) -> Answer:
+async def ask(
+    target: Target, request: Request, *, leave_after: int | None = None, limit_s: float = PATIENCE_S
+) -> Answer:
     """Send the request and take what comes, to its end or until about `leave_after` events have come."""
     answer = Answer(request, time.monotonic(), choices=[Choice() for _ in range(request.num_choices)])
     came: list[Piece] = []
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(limit_s):
             answer.left = await _receive(target, request, came, leave_after)
     except TimeoutError:
-        answer.error = f"no end after {PATIENCE_S:g} s"
+        answer.error = f"no end after {limit_s:g} s"
     except OSError as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended_at = time.monotonic()
@@ -193,7 +144,7 @@ async def ask(target: Target, request: ClientRequest, *, leave_after: int | None
     return answer
 
 
-async def _receive(target: Target, request: ClientRequest, came: list[Piece], leave_after: int | None) -> bool:
+async def _receive(target: Target, request: Request, came: list[Piece], leave_after: int | None) -> bool:
     """Whether the client has left before the server hung up. Raises OSError."""
     payload = json.dumps(request.body).encode()
     reader, writer = await target.connect()
@@ -248,20 +199,36 @@ PAUSE_S = (0.1, 0.9)  # between two requests of a client: steady load, and no mo
 
 
 class SteadyLoad:
-    """Keeps `clients` requests under way between `start` and `stop`, and all answers in `answers`."""
+    """Sends requests between `start` and `stop`, and keeps all answers in `answers`.
 
-    def __init__(self, target: Target, requests: Sequence[ClientRequest], clients: int, seed: int):
+    `clients` send one after another, with a pause between; or `rate` a second are sent, however the server fares.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        requests: Sequence[Request],
+        seed: int,
+        *,
+        clients: int = 0,
+        rate: float | None = None,
+        limit_s: float = PATIENCE_S,
+    ):
         self.answers: list[Answer] = []
         self.under_way = 0
         self._target = target
         self._requests = requests
-        self._clients = clients
         self._draw = random.Random(seed)
+        self._clients = clients
+        self._rate = rate
+        self._limit_s = limit_s
         self._stopping = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
-    def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run()) for _ in range(self._clients)]
+    async def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._ask_in_turn()) for _ in range(self._clients)]
+        if self._rate is not None:
+            self._tasks.append(asyncio.create_task(self._ask_at(self._rate)))
 
     async def stop(self) -> None:
         """Let what is under way end; nothing new begins."""
@@ -271,23 +238,32 @@ class SteadyLoad:
     async def one_more(self, *, leave_after: int | None = None) -> Answer:
         """Send a request; returns its answer, which is among `answers` too."""
         self.under_way += 1
+        request = self._draw.choice(self._requests)
         try:
-            answer = await ask(self._target, self._draw.choice(self._requests), leave_after=leave_after)
+            answer = await ask(self._target, request, leave_after=leave_after, limit_s=self._limit_s)
         finally:
             self.under_way -= 1
         self.answers.append(answer)
         return answer
 
-    async def _run(self) -> None:
+    async def _ask_in_turn(self) -> None:
         while not self._stopping:
             answer = await self.one_more()
             if not answer.is_accepted:  # 429: another time; anything else is looked at when all is over
                 await asyncio.sleep(min(answer.retry_after_s or RETRY_S, RETRY_S))
             await asyncio.sleep(self._draw.uniform(*PAUSE_S))
 
+    async def _ask_at(self, rate: float) -> None:
+        asking: list[asyncio.Task[Answer]] = []
+        began = time.monotonic()
+        while not self._stopping:
+            asking.append(asyncio.create_task(self.one_more()))
+            await asyncio.sleep(began + len(asking) / rate - time.monotonic())
+        await asyncio.gather(*asking)
 
-async def answers_of_all(target: Target, requests: Sequence[ClientRequest], clients: int) -> dict[int, Answer]:
-    """Each request's answer, by key, with as many under way as the steady load has."""
+
+async def answers_of_all(target: Target, requests: Sequence[Request], clients: int) -> dict[int, Answer]:
+    """Return each request's answer by key, with as many under way as the steady load has. Raises RuntimeError."""
     found: dict[int, Answer] = {}
     left = list(reversed(requests))
     draw = random.Random(len(requests))
@@ -298,12 +274,22 @@ async def answers_of_all(target: Target, requests: Sequence[ClientRequest], clie
             found[request.key] = await ask(target, request)
             await asyncio.sleep(draw.uniform(*PAUSE_S))
 
-    began = time.monotonic()
     await asyncio.gather(*(run() for _ in range(clients)))
-    took_s = time.monotonic() - began
     for answer in found.values():
         if not answer.has_end or answer.error is not None:
             raise RuntimeError(f"a request failed without any fault: {answer.status} {answer.error}")
-    tokens = sum((answer.usage or {})["completion_tokens"] for answer in found.values())
-    print(f"    {len(found)} requests without faults: {tokens} tokens in {took_s:.1f} s", flush=True)
     return found
+
+
+@contextmanager
+def event_loop_beside() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Give a function that runs a coroutine on another thread's event loop and returns what it returns."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="load", daemon=True)
+    thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result()
+    finally:  # what still waits for an answer ends with this process
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

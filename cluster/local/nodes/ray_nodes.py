@@ -19,9 +19,9 @@ import yaml
 
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.cluster.local.nodes.machines import Machine, Machines
+from twostroke.cluster.local.nodes.redis import Redis
 from twostroke.cluster.local.ray import free_ports, haproxy_switches
-from twostroke.tools.nodes.machines import Machine, Machines
-from twostroke.tools.nodes.redis import Redis
 
 HEAD_PORT = 6379
 START_S = 120.0
@@ -35,7 +35,7 @@ STORE_BYTES = 80_000_000
 
 # Sockets of Ray and HAProxy have these in their paths, for which there are 97 characters.
 _TEMPORARY, _FOLDERS = Path("/tmp"), "ts-nodes-"
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(__file__).resolve().parents[3]
 _UP = b"Ray runtime started."
 _ASK_SERVE = """
 import json, sys, ray

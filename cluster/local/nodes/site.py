@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twostroke.cluster.local.asking import fetch_status
+from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
 from twostroke.protocol.errors import ConfigError
-from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
 
 APPLICATION = "twostroke"
 ROLE_LABEL = "twostroke-role"
