@@ -259,7 +259,7 @@ def sweep(case: Case) -> dict[str, Any]:
         {"batch": batch, "tokens_per_s": batch / seconds, "tpot_s": seconds, "has_room": batch <= case.fitting}
         for batch, seconds in zip(SWEEP, step_s, strict=True)
     ]
-    return {"sweep": rows, "knee": knee(SWEEP, step_s)}
+    return {"sweep": rows, "knee": knee(SWEEP, [row["tokens_per_s"] for row in rows])}
 
 
 def costs(case: Case) -> Rows:

@@ -159,13 +159,12 @@ def batch_limits(machine: Machine, shape: ModelShape, weights: float, context: f
     )
 
 
-def knee(batches: Sequence[int], step_s: Sequence[float]) -> int:
-    """The last batch to which rows were worth adding: for so many more, throughput rose by half as many or more.
+def knee(batches: Sequence[int], rates: Sequence[float]) -> int:
+    """Return the last batch to which rows were worth adding: throughput rose at least half as much as their number.
 
     Beyond it a step's reads are shared by as many rows as they can be. With experts, whose number that a step reads
     grows with its rows, throughput may rise slowly before it, too.
     """
-    rates = [batch / seconds for batch, seconds in zip(batches, step_s, strict=True)]
     worth = [
         more
         for (rate, later), (batch, more) in zip(pairwise(rates), pairwise(batches), strict=True)

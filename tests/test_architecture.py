@@ -91,7 +91,7 @@ INNER_ORDER = {
         {"cpu", "cuda"},
         {"captured_steps", "pipeline"},
         {"sampling"},
-        {"fit"},
+        {"fit", "limits"},
         {"served"},
         {"published"},
         {"checkpoint"},

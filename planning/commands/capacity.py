@@ -105,9 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         except LoadTestError as error:
             raise ConfigError(str(error)) from error
     if arguments.report is not None:
-        from twostroke.planning.pictures import write_pictures
+        from twostroke.planning.pictures import pictures_of, write_pictures
 
-        write_pictures(arguments.report, case)
+        write_pictures(arguments.report, pictures_of(case))
     _tell(arguments, list(lines(told)), told)
     return 0
 

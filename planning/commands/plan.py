@@ -278,21 +278,16 @@ def _print(
 
 
 def _draw(folder: Path, best: Answer, asked: Asked) -> None:
-    from twostroke.planning.pictures import batch_sweep, phases, roofline
+    from twostroke.planning.pictures import batch_sweep, phases, roofline, write_pictures
     from twostroke.planning.queueing import rows_s
 
     decode, workload = best.layout.decode, asked.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
-    step_s = [rows_s(decode, batch, workload.mean_context) for batch in batches]
-    pictures = [batch_sweep(batches, step_s, full)]
+    rates = [batch / rows_s(decode, batch, workload.mean_context) for batch in batches]
+    pictures = [batch_sweep(batches, {decode.name: rates}, {"saturated": full})]
     if decode.hardware in asked.hardware:
         machine, prompt = asked.machine(decode), int(workload.mean_prompt)
         of_phases = phases(asked.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
         pictures.append(roofline(machine, asked.shape, of_phases))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            (folder / f"{picture.name}.png").write_bytes(picture.png)
-    except OSError as error:
-        raise ConfigError(f"--report {folder}: {error.strerror}") from error
+    write_pictures(folder, pictures)
