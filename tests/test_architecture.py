@@ -91,7 +91,7 @@ INNER_ORDER = {
         {"cpu", "cuda"},
         {"captured_steps", "pipeline"},
         {"sampling"},
-        {"fit", "limits"},
+        {"fit", "limits", "step_work"},
         {"served"},
         {"published"},
         {"checkpoint"},
