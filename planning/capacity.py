@@ -118,6 +118,11 @@ class Case:
         return fit_of(self.shape, self.machine, self.terms)
 
     @property
+    def knows_compute(self) -> bool:
+        """Return whether anybody has said how fast the GPUs compute."""
+        return math.isfinite(self.hardware.peak())
+
+    @property
     def context(self) -> float:
         """Tokens of a request in the middle of its answer."""
         return self.prompt + self.answer / 2
@@ -153,11 +158,13 @@ def sizes(shape: ModelConfig, kv_itemsize: float, contexts: Sequence[int]) -> di
 
 
 def capacity(case: Case) -> dict[str, Any]:
-    """All that formulas say. Raises ConfigError where so many GPUs can't share the model."""
+    """All that formulas say, or what needs bandwidth alone where nobody has said how fast the GPUs compute.
+
+    Raises ConfigError where so many GPUs can't share the model.
+    """
     shape, machine, hardware = case.shape, case.machine, case.hardware
-    flops_per_s = hardware.peak(machine.number(shape)) * machine.ranks
     active, read = num_active_parameters(shape), hardware.read_bytes_per_s * machine.ranks
-    return {
+    told = {
         "parameters": num_parameters(shape),
         "active_parameters": active,
         "gpus": machine.ranks,
@@ -167,7 +174,12 @@ def capacity(case: Case) -> dict[str, Any]:
         **sizes(shape, machine.held.kv_itemsize, case.contexts),
         "requests": [_requests(case, context) for context in case.contexts],
         "floors": [_floors(case, context) for context in case.contexts],
-        "without_kv_cache": without_cache(case, flops_per_s),
+    }
+    if not case.knows_compute:
+        return told
+    return {
+        **told,
+        "without_kv_cache": without_cache(case),
         "ridges": [
             {"number": number, "dense": hardware.ridge(number), "sparse": hardware.ridge(number, is_sparse=True)}
             for number in hardware.flops_per_s
@@ -179,8 +191,9 @@ def capacity(case: Case) -> dict[str, Any]:
     }
 
 
-def without_cache(case: Case, flops_per_s: float) -> Rows:
+def without_cache(case: Case) -> Rows:
     """What a context's next token, and a whole request, take where every token computes all before it again."""
+    flops_per_s = case.hardware.peak(case.machine.number(case.shape)) * case.machine.ranks
     rows = []
     for heads, shape in {"MHA": as_mha(case.shape), "as they are": case.shape}.items():
         if heads == "MHA" and shape == case.shape:
@@ -213,7 +226,7 @@ def _requests(case: Case, context: int) -> dict[str, Any]:
         "context": context,
         "by_memory": int(limits.memory),
         "by_bandwidth": int(limits.bandwidth),
-        "by_compute": int(limits.compute) if math.isfinite(limits.compute) else None,
+        "by_compute": int(limits.compute) if case.knows_compute else None,
         "largest": limits.batch,
         "binds": limits.binds,
         "expected_to_fit": fitting,
@@ -225,11 +238,10 @@ def _requests(case: Case, context: int) -> dict[str, Any]:
 
 def _floors(case: Case, context: int) -> dict[str, Any]:
     shape, machine = case.shape, case.machine
-    knows = math.isfinite(case.hardware.peak())
     return {
         "context": context,
-        "ttft_floor_s": ttft_floor_s(machine, shape, context) if knows else None,
-        "ttft_expected_s": machine.prefill_s(shape, context) if knows else None,
+        "ttft_floor_s": ttft_floor_s(machine, shape, context) if case.knows_compute else None,
+        "ttft_expected_s": machine.prefill_s(shape, context) if case.knows_compute else None,
         "tpot_floor_s": (floor_s := tpot_floor_s(machine, shape, context)),
         "tpot_expected_s": machine.decode_s(shape, 1, context),
         "most_tokens_per_s": 1 / floor_s,

@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpus.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(HARDWARE)}, or a file of `bench hardware`")
     gpus.add_argument("--memory", type=amount, metavar="BYTES", help="of a GPU that the table lacks: 80GB, 80GiB")
     gpus.add_argument("--bandwidth", type=amount, metavar="BYTES", help="a second, of its memory: 2TB")
-    gpus.add_argument("--flops", type=amount, metavar="FLOPS", help="a second, dense: 312T")
+    gpus.add_argument(
+        "--flops",
+        type=amount,
+        metavar="FLOPS",
+        help="a second, dense: 312T; without it some is left out",
+    )
     gpus.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1, help="that share the model")
     gpus.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of one GPU, instead of what is assumed")
     asked = parser.add_argument_group("what is asked")
@@ -99,12 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
             "take more --gpus, GPUs with more memory, or --quantization"
         )
     told = {"model": case.name, "hardware": case.hardware.title, **capacity(case)}
-    if not arguments.formulas:
+    if not arguments.formulas and case.knows_compute:
         try:
             told |= {"transfer_border": border(case), **batching(case, workload_for(arguments, shape))}
         except LoadTestError as error:
             raise ConfigError(str(error)) from error
     if arguments.report is not None:
+        if not case.knows_compute:
+            raise ConfigError("--report: give --flops, too: pictures show what computing takes")
         from twostroke.planning.pictures import pictures_of, write_pictures
 
         write_pictures(arguments.report, pictures_of(case))

@@ -22,7 +22,7 @@ NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--dtype", 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, simulates: bool = False) -> dict[str, Any]:
     assert main(["capacity", *arguments, "--json", *([] if simulates else ["--formulas"])]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    found: dict[str, Any] = json.loads(line)
+    found: dict[str, Any] = json.loads(line, parse_constant=pytest.fail)
     return found
 
 
@@ -45,6 +45,7 @@ def test_of_7b_at_2_terabytes_a_second_one_sequence_has_at_most_143_tokens_a_sec
     assert found["most_tokens_per_s_of_one_sequence"] == pytest.approx(142.9, rel=0.01)
     assert found["floors"][0]["ttft_floor_s"] is None  # nobody said how fast it computes
     assert found["requests"][0]["by_compute"] is None
+    assert not {"costs", "ridges", "hours"} & found.keys()
 
 
 def test_the_floors_of_llama_2_7b_on_an_a100_are_below_what_is_told_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +63,7 @@ def test_405b_without_a_cache_is_told_with_its_heads_and_as_mha(capsys: pytest.C
     assert mha["flops"] > 1.1 * as_it_is["flops"]
     assert as_it_is["hours"] == pytest.approx(as_it_is["flops"] / (8 * 989.5e12) / 3600)
     assert as_it_is["with_cache_flops"] == pytest.approx(1.635e12, rel=0.01)
-    alone = ("--mha", "--memory", "8TB", "--bandwidth", "27TB", "--context", "100000")
+    alone = ("--mha", "--memory", "8TB", "--bandwidth", "27TB", "--flops", "8e15", "--context", "100000")
     found = told(capsys, "Llama-3.1-405B", *alone)
     assert found["kv_bytes_per_token"] == 8064 * 1024
     assert {row["heads"] for row in found["without_kv_cache"]} == {"as they are"}
@@ -138,6 +139,7 @@ def test_this_machine_is_measured_where_no_gpu_is_named(
         (["Llama-3.1-8B", "--gpu", "h100"], "--gpu h100: no such GPU"),
         (["Llama-3.1-8B", "--gpu", "h200", "--memory", "80GB"], "--memory: beside --gpu"),
         (["Llama-3.1-8B", "--memory", "80GB"], "--memory and --bandwidth: give both"),
+        (["Llama-3.1-8B", "--memory", "80GB", "--bandwidth", "2TB", "--report", "x"], "--report: give --flops"),
         (["Llama-3.1-70B", "--gpu", "l4"], "leave no room for KV"),
         (["gemma-3-1b", "--gpu", "h200", "--gpus", "8"], "tensor_parallel: 8 ranks"),
     ],
