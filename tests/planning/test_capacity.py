@@ -110,7 +110,9 @@ def test_what_is_simulated_stands_beside_what_formulas_say(capsys: pytest.Captur
     assert 1 < batching["simulated_gain"] < batching["longest_over_mean"]
     wastes = [row["waste"] for row in found["allocation"]]
     assert wastes == sorted(wastes, reverse=True)
-    assert found["allocation"][-1]["requests_over_largest"] > 2
+    largest, *_, blocks = found["allocation"]
+    assert blocks["requests_over_largest"] > 2
+    assert blocks["tokens_per_s"] > 1.2 * largest["tokens_per_s"]  # memory is short, and so this matters
     border = found["transfer_border"]
     assert 1 < border["simulated_bytes_per_s"] / border["border_bytes_per_s"] < 3
 
