@@ -1,4 +1,4 @@
-"""What this machine's CPU can do: the rates of torch's own products, and of reads of its memory.
+"""Limits of this machine's CPU: the rates of torch's own products, and of reads of its memory.
 
 A row of the table of hardware has products in the numbers that an engine computes bf16 checkpoints in here. A shared
 machine's bandwidth jumps (docs/performance-log.md), so that the medians of some rounds are the row.

@@ -1,4 +1,4 @@
-"""What a model takes and can do on given GPUs, by formulas alone: `twostroke capacity`.
+"""Figures of one model on given GPUs, by formulas and by simulated batches: `twostroke capacity`.
 
 Each section is a list of rows, or an object, in bytes and seconds, as the command's JSON has them; `lines` shows the
 same to people. Floors and limits are at the peaks; what is expected is at the efficiency that plans assume.
@@ -192,7 +192,7 @@ def capacity(case: Case) -> dict[str, Any]:
 
 
 def without_cache(case: Case) -> Rows:
-    """What a context's next token, and a whole request, take where every token computes all before it again."""
+    """Cost of a context's next token, and of a whole request, where every token computes all before it again."""
     flops_per_s = case.hardware.peak(case.machine.number(case.shape)) * case.machine.ranks
     rows = []
     for heads, shape in {"MHA": as_mha(case.shape), "as they are": case.shape}.items():
@@ -218,7 +218,7 @@ def without_cache(case: Case) -> Rows:
 
 
 def _requests(case: Case, context: int) -> dict[str, Any]:
-    """How many requests a worker holds at once, by textbook limits and by what an engine leaves for KV."""
+    """Count the requests that a worker holds at once, by textbook limits and by what an engine leaves for KV."""
     limits = batch_limits(case.machine.at_peak(), case.shape, case.weights, context, case.tpot_s)
     fitting = case.room.requests_of(case.shape, context, case.terms.bounds)
     in_time = largest_batch(case.machine, case.shape, context, case.tpot_s)
@@ -295,14 +295,14 @@ def costs(case: Case) -> Rows:
 
 
 def interference(case: Case, batch: int) -> Interference:
-    """Return what other prompts cost an answer on a worker of so many rows."""
+    """Return the terms of the inequality for a worker of so many rows."""
     step_s = case.machine.decode_s(case.shape, batch, case.context)
     kv = kv_bytes(case.shape, case.prompt, case.machine.held.kv_itemsize)
     return Interference(case.machine.prefill_s(case.shape, case.prompt), case.answer, step_s, batch, kv)
 
 
 def transfer(case: Case) -> Rows:
-    """Up to which link, and down to which answer, a transfer takes longer than other prompts make an answer wait."""
+    """Compare transfers on some links with how long other prompts make an answer wait, and tell the border."""
     rows = []
     for batch in sorted({1, 8, max(1, case.best_batch)}):
         found = interference(case, batch)

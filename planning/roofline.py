@@ -173,7 +173,7 @@ def knee(batches: Sequence[int], rates: Sequence[float]) -> int:
     return max(worth, default=batches[0])
 
 
-# --- what one model needs, whatever machine it is on ---
+# --- needs of one model, whatever machine it is on ---
 
 
 def kv_bytes(shape: ModelShape, tokens: float = 1, itemsize: float = 2.0) -> float:
@@ -216,15 +216,15 @@ def transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
 
 @dataclass(frozen=True)
 class Interference:
-    """What other prompts cost an answer on a worker that does both, beside what a transfer would cost instead.
+    """Terms of the inequality that says when a transfer negates disaggregation.
 
-    At `rate` requests a second prompts take `share` = rate x prefill of a worker's time, and an answer, whose own steps
-    take answer x step, waits share / (1 - share) times as long for others' prompts. Disaggregation saves that, and
-    costs a transfer, which negates it where
+    On a worker that does both, prompts take share = rate x prefill of its time at `rate` requests a second. An answer's
+    own steps take answer x step, and it waits share / (1 - share) times as long for others' prompts. Disaggregation
+    saves that and costs a transfer, which negates it where
 
         KV(prompt) / link  >=  share / (1 - share) x answer x step.
 
-    A worker of B rows on average serves B requests in the time of an answer, by Little's law, so that there
+    By Little's law a worker of B rows on average serves B requests in the time of an answer. There
     rate = B / (answer x step + B x prefill), and the right side is B x prefill.
     """
 
@@ -256,7 +256,7 @@ class Interference:
 
 
 def request_usd(usd_per_hour: float, prefill_s: float, answer_s: float, batch: float = 1) -> float:
-    """What a request pays: the machine while its prompt is computed, and its part of a batch's steps after that."""
+    """Price of a request: the machine while its prompt is computed, and its part of a batch's steps after that."""
     return usd_per_hour / 3600.0 * (prefill_s + answer_s / batch)
 
 

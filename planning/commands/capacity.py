@@ -1,4 +1,4 @@
-"""`twostroke capacity`: what a model takes and can do on given GPUs, by formulas; the last line is one JSON object."""
+"""`twostroke capacity`: figures of one model on given GPUs; the last line is one JSON object."""
 
 import argparse
 import json
