@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=tuple(DTYPES), help="of weights, activations and KV (default: the GPU's)")
     model.add_argument("--quantization", choices=get_args(Quantization), default="auto", help="of weights")
     model.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
-    gpus = parser.add_argument_group("the GPUs (default: this machine's CPU, which is measured)")
+    gpus = parser.add_argument_group("the GPUs (default: this machine's, or its CPU, which is measured)")
     gpus.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(HARDWARE)}, or a file of `bench hardware`")
     gpus.add_argument("--memory", type=amount, metavar="BYTES", help="of a GPU that the table lacks: 80GB, 80GiB")
     gpus.add_argument("--bandwidth", type=amount, metavar="BYTES", help="a second, of its memory: 2TB")
@@ -190,9 +190,10 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
     else:
         from twostroke.loadtests.generator.run_facts import machine_facts
-        from twostroke.model.this_machine import ROUNDS, measure_rounds, row_of
+        from twostroke.model.this_machine import ROUNDS, gpu_here, measure_rounds, row_of
 
-        hardware = row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, machine_facts()["cpu"])
+        cpu = machine_facts()["cpu"]
+        hardware = gpu_here() or row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, cpu)
     if arguments.gpus > 1 and not hardware.is_gpu:
         raise ConfigError(f"--gpus {arguments.gpus}: {hardware.title} is one machine's all")
     return replace(hardware, usd_per_hour=arguments.usd_per_hour or hardware.usd_per_hour)

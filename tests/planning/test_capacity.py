@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -128,6 +129,12 @@ def test_this_machine_is_measured_where_no_gpu_is_named(
     assert found["hardware"] == row.title
     (tmp_path / "cpu.json").write_bytes(msgspec.json.encode(row))
     assert told(capsys, "Qwen3-8B", "--gpu", str(tmp_path / "cpu.json")) == found
+    cuda = this_machine.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85 * 10**9))
+    assert told(capsys, "Qwen3-8B")["hardware"] == HARDWARE["h100-80gb"].title
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert main(["capacity", "Qwen3-8B", "--gpus", "2"]) == 2
     assert "one machine's all" in capsys.readouterr().err
 
