@@ -13,7 +13,7 @@ from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.operations import Held
-from twostroke.model.published.hardware import GIB, HARDWARE, Hardware, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.capacity import Case, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.commands.plan import model_of, workload_for
@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a second, dense: 312T; without it some is left out",
     )
     gpus.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1, help="that share the model")
+    parts = f"parts of the peaks that are expected (default: {EFFICIENCY.compute},{EFFICIENCY.read})"
+    gpus.add_argument("--efficiency", metavar="COMPUTE,READ", help=parts)
     gpus.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of one GPU, instead of what is assumed")
     asked = parser.add_argument_group("what is asked")
     asked.add_argument("--context", type=_contexts, metavar="N[,N]", help="tokens of requests, prompt and answer")
@@ -155,7 +157,7 @@ def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> Held:
 def _case(arguments: argparse.Namespace, shape: ModelConfig) -> Case:
     hardware = _hardware(arguments)
     held = _held(arguments, hardware)
-    terms = Terms(kv_itemsize=held.kv_itemsize)
+    terms = Terms(kv_itemsize=held.kv_itemsize, efficiency=efficiency_of(arguments.efficiency))
     contexts = arguments.context or [one for one in CONTEXTS if one <= shape.max_position] or [shape.max_position]
     return Case(
         name=f"{arguments.model or 'the numbers given'}{' as MHA' if arguments.mha else ''}",
@@ -186,7 +188,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
             usd_per_hour=1.0,
             source="as given",
         )
-    elif any(given.values()):
+    elif any(given.values()) or arguments.flops is not None:
         raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
     else:
         from twostroke.loadtests.generator.run_facts import machine_facts

@@ -21,7 +21,7 @@ from twostroke.loadtests.commands.arguments import above_zero, add_workload, con
 from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
-from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
 from twostroke.planning.profiles import among_busy, profile_of
@@ -172,15 +172,8 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
 
 
 def _terms(arguments: argparse.Namespace) -> Terms:
-    efficiency = EFFICIENCY
-    if arguments.efficiency is not None:
-        try:
-            compute, read = map(float, arguments.efficiency.split(","))
-        except ValueError:
-            raise ConfigError(f"--efficiency {arguments.efficiency}: write COMPUTE,READ, as in 0.55,0.72") from None
-        efficiency = Efficiency(compute, read)
     kv = None if arguments.kv_cache_dtype == "auto" else 1.0
-    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency)
+    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency_of(arguments.efficiency))
 
 
 def _prices(text: str | None) -> dict[str, float]:

@@ -54,6 +54,9 @@ def test_the_floors_of_llama_2_7b_on_an_a100_are_below_what_is_told_of_it(capsys
     assert floors["ttft_floor_s"] == pytest.approx(0.0888, rel=0.01)
     assert floors["tpot_floor_s"] == pytest.approx(0.0070, rel=0.01)
     assert floors["tpot_floor_s"] < floors["tpot_expected_s"] < 0.012
+    asked = ("Llama-2-7b", "--gpu", "a100-80gb", "--context", "2048", "--efficiency", "1,1")
+    at_peak = told(capsys, *asked)["floors"][0]
+    assert at_peak["tpot_expected_s"] == pytest.approx(floors["tpot_floor_s"] + 0.001)  # and the host's
 
 
 def test_405b_without_a_cache_is_told_with_its_heads_and_as_mha(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +152,8 @@ def test_this_machine_is_measured_where_no_gpu_is_named(
         (["Llama-3.1-8B", "--gpu", "h200", "--memory", "80GB"], "--memory: beside --gpu"),
         (["Llama-3.1-8B", "--memory", "80GB"], "--memory and --bandwidth: give both"),
         (["Llama-3.1-8B", "--memory", "80GB", "--bandwidth", "2TB", "--report", "x"], "--report: give --flops"),
+        (["Llama-3.1-8B", "--flops", "312T"], "--memory and --bandwidth: give both"),
+        (["Llama-3.1-8B", "--gpu", "l4", "--efficiency", "half"], "--efficiency half: write COMPUTE,READ"),
         (["Llama-3.1-70B", "--gpu", "l4"], "leave no room for KV"),
         (["gemma-3-1b", "--gpu", "h200", "--gpus", "8"], "tensor_parallel: 8 ranks"),
     ],
