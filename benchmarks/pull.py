@@ -192,10 +192,12 @@ class Target:
             for ticket, table in zip(tickets, tables[1], strict=True)
         ]
         order = Order(list(zip(tickets, tables[0], strict=True)), num_tokens, layer_s)
-        sending = asyncio.ensure_future(self._send(order))
-        await asyncio.gather(*(one.verified() for one in incoming))
-        ended = time.monotonic()
-        began = await sending
+
+        async def verified() -> float:
+            await asyncio.gather(*(one.verified() for one in incoming))
+            return time.monotonic()
+
+        began, ended = await asyncio.gather(self._send(order), verified())
         if is_checked:
             self._check(*chosen)
         return float(ended - began)
