@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.hardware import Machine, prefill_machine
+from twostroke.benchmarks.hardware import prefill_machine
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import Quantization
@@ -36,6 +36,7 @@ from twostroke.model.operations import Limits, Work, decode_work, prefill_work
 from twostroke.model.served import Way
 from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.this_machine import Machine
 from twostroke.protocol.requests import SamplingParams
 
 SHAPES = Path(__file__).with_name("shapes.json")

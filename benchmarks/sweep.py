@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.benchmarks.engine import SWEPT, decodes, in_turns, medians
-from twostroke.benchmarks.hardware import Machine
 from twostroke.loadtests.report.chart import GREY, Plot, in_our_style, legend_below, panels, plot_of, series_colour
 from twostroke.model.load import LoadedEngine
+from twostroke.model.this_machine import Machine
 from twostroke.protocol.errors import ConfigError
 
 KNEE_GAIN = 1.5

@@ -40,7 +40,7 @@ class Swapping:
 
     def swap_out(self, job: DecodeJob) -> Swap[DecodeJob] | None:
         """Take host blocks for all KV of a job, whose own blocks must stay until it is copied. None: better not."""
-        if self._space is None or self.pool is None or job.request.reading is not None:
+        if self._space is None or self.pool is None or job.request.reading is not None or job.sequence.awaits_copy:
             return None  # what was read off the KV that is kept would be read no more
         sequence = job.sequence
         table = sequence.block_ids[: -(-sequence.num_computed // sequence.block_size) * sequence.groups.count]

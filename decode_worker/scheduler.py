@@ -20,6 +20,7 @@ from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.step_budget import Batch, StepBudget
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, SampledToken
+from twostroke.worker.answer_lengths import AnswerLengths
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import rank, turns, who_yields
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep, Scheduler, Swap
@@ -37,6 +38,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         self._budget = budget
         self._watermark_blocks = int(config.watermark * pool.num_blocks)
         self._swapping = swapping
+        self._lengths = AnswerLengths()
         self._batch = Batch(budget)
         self._swapped_in: list[Swap[DecodeJob]] = []  # in the step that is being decided
         self.swaps = 0  # counter: of the preempted requests, those whose KV went to host memory
@@ -113,6 +115,12 @@ class DecodeScheduler(Scheduler[DecodeJob]):
             swap.job.is_copying = False
             self._release_if_unused(swap.job)
         super().abandon(step)
+
+    def end(self, job: DecodeJob) -> None:
+        """End it as Scheduler.end does. Its answer is one to learn from: a stop string ends one by a cancellation."""
+        if not job.has_ended and job.has_begun and job.request.reading is None:
+            self._lengths.ended(*_kind(job), job.sequence.num_output_tokens)
+        super().end(job)
 
     def verified(self, job: DecodeJob, first_token: SampledToken) -> DrawnToken[DecodeJob] | None:
         """All KV of the job's prompt has come, with its first token. None where the job was ended meanwhile."""
@@ -191,6 +199,10 @@ class DecodeScheduler(Scheduler[DecodeJob]):
     def _blocks_wanted(self, decodes: Iterable[DecodeJob]) -> int:
         return sum(job.sequence.blocks_needed(job.num_under_way + 1) for job in decodes)
 
+    def _expected_answer(self, job: DecodeJob) -> float:
+        expected = min(self._lengths.expected(*_kind(job)), job.request.max_tokens)
+        return max(1.0, expected - job.sequence.num_output_tokens)
+
     def _may_join(self, job: DecodeJob) -> bool:
         return self._batch.has_room(job, self._staying())
 
@@ -216,6 +228,11 @@ class DecodeScheduler(Scheduler[DecodeJob]):
 def _drawn_for(step: ScheduledStep[DecodeJob]) -> dict[DecodeJob, int]:
     """The jobs that a step draws a token for, with the entry that does."""
     return {one.job: i for i, one in enumerate(step.entries) if one.step.draw is not None}
+
+
+def _kind(job: DecodeJob) -> tuple[str, int]:
+    """What is known of a request that its answer's length may depend on."""
+    return job.request.promise.class_name, job.request.num_prompt_tokens
 
 
 def _too_long(message: str) -> RequestError:

@@ -125,6 +125,8 @@ class Sample(msgspec.Struct, frozen=True):
     waiting: float
     waiting_tokens: float
     kv_usage: float  # 0 to 1
+    mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None: the server does not tell
+    mbu: float | None = None  # of its memory's bandwidth
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True):

@@ -37,6 +37,8 @@ from twostroke.model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
+from twostroke.model.limits import machine_limits
+from twostroke.model.operations import Held, Limits
 from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import (
@@ -51,6 +53,7 @@ from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
 from twostroke.model.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.step_work import StepWork, step_work
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
@@ -80,6 +83,7 @@ class LoadedEngine:
     swap_space: SwapSpace | None
     expert_hits: ExpertHits | None  # None: the model has no experts, or nobody counts their hits
     expert_slots: ExpertSlots | None  # None: ranks have no room for copies of experts
+    limits: Limits  # of this rank's device
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
@@ -128,6 +132,11 @@ class LoadedEngine:
     @property
     def num_blocks(self) -> int:
         return self.kv_cache.num_blocks
+
+    def work(self) -> StepWork:
+        """What the model's steps compute and read, on all ranks together."""
+        held = Held(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
+        return step_work(self.model_config, held)
 
     def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
         """On the engine's thread. Raises ConfigError."""
@@ -207,6 +216,7 @@ class LoadedEngine:
             )
         if hits is not None:
             hits.clear()
+        self.limits = machine_limits(device, self._dtype, torch.get_num_threads())
         return runner
 
 

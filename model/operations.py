@@ -23,6 +23,10 @@ class Limits:
     gemm: float  # bf16 operations a second
     read: float  # bytes a second
 
+    def times(self, count: int) -> "Limits":
+        """The limits of so many machines together."""
+        return Limits(self.gemm * count, self.read * count)
+
     def mean(self, other: "Limits") -> "Limits":
         return Limits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
 

@@ -275,6 +275,9 @@ class ModelRunner:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.peek())
         cache = self._kv_cache
         check_batch(batch, cache.block_size, cache.num_blocks, self._max_context, self.groups, self._tables)
+        if copied := [step for step in batch if step.copied_from is not None]:
+            targets = [step.block_ids[step.start // cache.block_size] for step in copied]
+            cache.copy_blocks([step.copied_from for step in copied if step.copied_from is not None], targets)
         if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:

@@ -27,6 +27,9 @@ class SequenceStep(msgspec.Struct, frozen=True):
     # step can be handed over while the one before it runs.
     follows: int | None = None
     reading: "PromptReading | None" = None  # gets what is to be read off the tokens of a prompt
+    # A block of the cache to be copied, before all else, into the table's block of the position `start`: another
+    # request has computed the tokens before that one in it.
+    copied_from: int | None = None
 
 
 class Draw(msgspec.Struct, frozen=True):

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twostroke.loadtests.plan import SLO
-from twostroke.planning.length_order import ORDERS, Job, Order
+from twostroke.worker.answer_lengths import AnswerLengths
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
+from twostroke.worker.queue_order import shortest_first
 
 CHUNK_TOKENS = 512
 TRANSFER_S = 0.002
@@ -53,6 +54,27 @@ WAYS = (
     Way("disaggregated, paged", is_disaggregated=True),
 )
 CHUNKED = WAYS[6]
+
+ORDERS = ("fcfs", "edf", "sjf", "sjf oracle")
+"""Whose turn it is among those that wait. `sjf` predicts answers as decode workers do, the oracle knows them."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request at a simulated worker, and how far it has come. Times in seconds, lengths in tokens."""
+
+    at_s: float
+    prompt: int
+    output: int
+    class_name: str = ""
+    ready_s: float = 0.0  # when this worker may begin with it
+    deadline_s: float = 0.0  # of its first token
+    turn: float = 0.0  # the smallest goes first
+    computed: int = 0  # of the prompt, and after a preemption of what was written
+    written: int = 0
+    place: tuple[int, int] = (0, 0)  # of contiguous memory: where, and how much
+    first_s: float = 0.0
+    last_s: float = 0.0
 
 
 class Memory:
@@ -88,10 +110,11 @@ class Memory:
 class Worker:
     """One worker under a way. `serve` runs its requests to their ends."""
 
-    def __init__(self, profile: WorkerProfile, way: Way, order: Order, max_context: int, *, writes: bool) -> None:
+    def __init__(self, profile: WorkerProfile, way: Way, order: str, max_context: int, *, writes: bool) -> None:
         self._profile = profile
         self._way = way
         self._order = order
+        self._lengths = AnswerLengths()
         self._max_context = max_context
         self._writes = writes
         self._memory = Memory(profile.kv_tokens)
@@ -107,11 +130,23 @@ class Worker:
             if not self._waiting and not self._running:
                 now_s = max(now_s, jobs[coming].ready_s)
             while coming < len(jobs) and jobs[coming].ready_s <= now_s:
-                self._order.take_turn(jobs[coming])
+                jobs[coming].turn = self._turn_of(jobs[coming])
                 self._wait(jobs[coming])
                 coming += 1
             self._admit()
             now_s = self._step(now_s)
+
+    def _turn_of(self, job: Job) -> float:
+        match self._order:
+            case "edf":
+                return job.deadline_s
+            case "sjf":
+                expected = self._lengths.expected(job.class_name, job.prompt)
+            case "sjf oracle":
+                expected = float(job.output)
+            case _:
+                return job.at_s
+        return shortest_first(job.at_s, job.prompt, expected)
 
     def _wait(self, job: Job) -> None:
         self._number += 1
@@ -203,7 +238,7 @@ class Worker:
         job.last_s = now_s
         if job.written == job.output or not self._writes:
             if job.written == job.output:
-                self._order.ended(job)
+                self._lengths.ended(job.class_name, job.prompt, job.output)
             if not self._way.is_static:
                 self._release(job)
                 self._running.remove(job)
@@ -256,7 +291,7 @@ def serve_way(
     groups: list[Worker] = []
     num_readers = max(1, workers // 2) if way.is_disaggregated else workers
     for index in range(num_readers):
-        reader = Worker(profile, way, Order(order), max_context, writes=not way.is_disaggregated)
+        reader = Worker(profile, way, order, max_context, writes=not way.is_disaggregated)
         reader.serve(jobs[index::num_readers])
         groups.append(reader)
     if way.is_disaggregated:
@@ -265,7 +300,7 @@ def serve_way(
         moved = sorted((job for job in jobs if job.written < job.output), key=lambda job: job.ready_s)
         num_writers = max(1, workers - num_readers)
         for index in range(num_writers):
-            writer = Worker(profile, way, Order(order), max_context, writes=True)
+            writer = Worker(profile, way, order, max_context, writes=True)
             writer.serve(moved[index::num_writers])
             groups.append(writer)
     held_s, used_s = sum(one.held_s for one in groups), sum(one.used_s for one in groups)

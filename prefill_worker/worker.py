@@ -122,9 +122,10 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
             self._pulls.begin(job)
         if call.ticket is not None:
             sequence = job.sequence
-            call.outgoing = self._sender.open(
-                call.ticket, len(sequence.token_ids), sequence.block_ids, sequence.num_computed
-            )
+            num_there = sequence.num_computed  # whole blocks, but for tokens that are still to be copied
+            if sequence.awaits_copy:
+                num_there -= num_there % sequence.block_size
+            call.outgoing = self._sender.open(call.ticket, len(sequence.token_ids), sequence.block_ids, num_there)
             self._scheduler.begin_sending(job)
             self._transfers.see(self._see_off(call, call.outgoing), f"send {call.request.request_id}")
 

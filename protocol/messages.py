@@ -291,6 +291,7 @@ class RankSequence(msgspec.Struct, frozen=True, array_like=True):
     takes_largest: bool = False  # as Draw.takes_largest: a step of such draws needs no more of a rank's logits
     scored_rows: int | None = None  # where something is read off the prompt: of so many tokens the logits, too
     follows: int | None = None  # the leader hands the token on between the ranks' engines
+    copied_from: int | None = None
 
 
 class RankCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -365,7 +366,7 @@ class ArrangeExperts(Message, frozen=True):
 def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, host_blocks: int) -> int:
     """How long a RankStep can get: its tokens, its sequences with block tables of `blocks_of_one`, and its copies."""
     number = 5  # bytes of one below 2^32, or of a length
-    sequences = max_sequences * number * (blocks_of_one + 9)  # with what names and counts their parts
+    sequences = max_sequences * number * (blocks_of_one + 10)  # with what names and counts their parts
     return 64 + number * (max_tokens + 2 * host_blocks) + sequences
 
 

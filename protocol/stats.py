@@ -110,6 +110,14 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     requests: int
 
 
+class GpuUse(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's first GPU as NVML tells of it."""
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilization: float  # share of the time in which some kernel ran, 0 to 1
+
+
 class WorkerStats(msgspec.Struct, frozen=True):
     """A worker's changing numbers. Counters only grow within one epoch."""
 
@@ -150,6 +158,13 @@ class WorkerStats(msgspec.Struct, frozen=True):
     tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised
     costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
     is_draining: bool = False  # takes no new requests
+    flops: float = 0.0  # counter: of the model's products and attention
+    read_bytes: float = 0.0  # counter: of weights and KV that steps have read
+    peak_flops_per_s: float = 0.0  # of the machine, for one worker; 0: not known
+    peak_bytes_per_s: float = 0.0  # of its memory
+    mfu: float | None = None  # share of the peak over the last seconds, idle time included; None: not known
+    mbu: float | None = None
+    gpu: GpuUse | None = None  # None: it has none, or nobody can tell
     expert_skews: tuple[float, ...] = ()  # by layer: hits of the hottest expert over the mean, of late; 0: no hits
     expert_copies: int = 0  # of experts of all layers, that ranks hold beside their own
     expert_imbalances: tuple[float, ...] = ()  # by layer: the busiest rank's rows of late over the mean; 0: no rows

@@ -163,6 +163,11 @@ class FakeStore:
         table = group_table(block_ids, groups.of_layer[place], groups.count)
         return self.layers[groups.tensor_of_layer[place]], table
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy all layers' KV of a block into another."""
+        for memory in self.layers:
+            memory[target] = memory[source]
+
     # --- for links: units of a lane ---
 
     def read_units(self, layer: int, unit_ids: Sequence[int], cut: Cut) -> bytes:

@@ -6,6 +6,9 @@ A block is in one of three states, and every operation is O(1) per block:
     owned     one reference for each holder; it has a name once it is full and published
     cached    no reference, but a name: `match` can revive it, `allocate` may evict it
 
+The end of a prompt within a block may have a name of its own, a tail. Whoever has the same prompt copies the block, and
+computes nothing but its last token: so choices of one request share their prompt up to where they diverge.
+
 A prefix is cached where every group of layers (protocol/kv_layout.py) has what the tokens after it attend to: all of
 it, or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
 
@@ -93,6 +96,8 @@ class BlockPool:
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._groups = [0] * num_blocks  # of those that have names
         self._by_name: list[dict[BlockHash, int]] = [{} for _ in groups.windows]
+        self._by_tail: dict[BlockHash, int] = {}
+        self._tails: dict[int, BlockHash] = {}  # by block
         self._num_shared = 0  # references to windows' blocks, beyond the first one of each
         self._changes: BlockChanges | None = None  # while somebody wants to know
 
@@ -156,6 +161,7 @@ class BlockPool:
 
         A published block without references stays cached; an unpublished one is free at once. The table's last
         block goes first in the order of eviction: a prefix without its end is of use, an end without its prefix is not.
+        A block that has a tail alone goes before all others.
         Raises ValueError, with nothing changed, for a block that nobody owns or that is listed twice.
         """
         block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
@@ -165,10 +171,13 @@ class BlockPool:
             if self._references[block_id] > 0:
                 self._num_shared -= self._is_of_window(block_id)
                 continue
-            if self._names[block_id] is None:
-                self._free.append(block_id)
-            else:
+            if self._names[block_id] is not None:
                 self._cached[block_id] = None
+            elif block_id in self._tails:
+                self._cached[block_id] = None
+                self._cached.move_to_end(block_id, last=False)
+            else:
+                self._free.append(block_id)
 
     def publish(self, block_id: int, name: BlockHash, group: int = 0) -> None:
         """Name a full, owned block. A name that another block has stays there: the caller's block remains unnamed.
@@ -186,6 +195,24 @@ class BlockPool:
             self._groups[block_id] = group
             if self._changes is not None and group == 0:
                 self._changes.published(name)
+
+    def publish_tail(self, block_id: int, name: BlockHash) -> None:
+        """Name the tokens of a prompt with which an owned block begins; its holder only writes behind them.
+
+        A tail that has a block already stays there, and a block keeps the tail that it has.
+        """
+        self._require_owned((block_id,))
+        if name not in self._by_tail and block_id not in self._tails:
+            self._by_tail[name] = block_id
+            self._tails[block_id] = name
+
+    def take_tail(self, name: BlockHash) -> int | None:
+        """The block that begins with these tokens, with one more reference; None: there is none."""
+        block_id = self._by_tail.get(name)
+        if block_id is not None:
+            self._cached.pop(block_id, None)
+            self._references[block_id] += 1
+        return block_id
 
     def names(self, first: int, end: int) -> list[BlockHash]:
         """Names in the prefix cache that blocks `first` up to `end` have, of the first group.
@@ -223,16 +250,22 @@ class BlockPool:
         )
         if shared != self._num_shared:
             raise BlockPoolCorrupted(f"{shared} references share windows' blocks, and {self._num_shared} were counted")
-        if any(self._names[block_id] is not None for block_id in self._free):
+        if {name: block_id for block_id, name in self._tails.items()} != self._by_tail:
+            raise BlockPoolCorrupted("tails and blocks do not match one to one")
+        if any(self._names[block_id] is not None or block_id in self._tails for block_id in self._free):
             raise BlockPoolCorrupted("a free block has a name")
-        if any(self._names[block_id] is None for block_id in self._cached):
+        if any(self._names[block_id] is None and block_id not in self._tails for block_id in self._cached):
             raise BlockPoolCorrupted("a cached block has no name")
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
-        name = self._names[block_id]
+        tail, name = self._tails.pop(block_id, None), self._names[block_id]
+        if tail is not None:
+            del self._by_tail[tail]
         if name is None:
-            raise BlockPoolCorrupted(f"cached block {block_id} has no name")
+            if tail is None:
+                raise BlockPoolCorrupted(f"cached block {block_id} has no name")
+            return block_id
         group = self._groups[block_id]
         del self._by_name[group][name]
         self._names[block_id] = None

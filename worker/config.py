@@ -20,8 +20,10 @@ class WorkerConfig(Section):
     max_waiting: Count = 1024
     """Requests that wait for their first step; a worker refuses what comes beyond with status 429."""
     queue: QueuePolicy = "edf"
-    """Whose turn it is among requests of one priority: the one with the least time left (`edf`), the shortest prompt
-    less what is cached (`sjf`), or the first that came (docs/routing.md#queues-classes-and-chunks-on-the-workers)."""
+    """Whose turn it is among requests of one priority: the one with the least time left (`edf`), the shortest by its
+    prompt and, on decode workers, its predicted answer (`sjf`), or the first that came
+    (docs/routing.md#queues-classes-and-chunks-on-the-workers). `sjf` shortens the mean wait where KV memory is short
+    and answers differ by SLO class or by the prompt's length."""
     pull_wait_s: Interval = 0.5
     """A prompt whose beginning is to be pulled waits so long for the other worker's offer, then is computed here."""
     min_pull_tokens: Count = 64

@@ -4,7 +4,9 @@ Higher priorities go first. Within one, requests that have tokens already, resum
 that have none: somebody reads along. Then the policy decides:
 
     edf    by the deadline of the first token: least time left first; without a promise, as if it were a minute
-    sjf    by the tokens to be computed, fewest first. Whoever waits grows smaller with time, so long ones come, too
+    sjf    by the tokens to be computed, fewest first: those of the prompt, and on a decode worker those of the answer,
+           as many as answers of its kind have had (worker/answer_lengths.py). They count as a later arrival, by
+           MOST_OVERTAKING_S at most: nobody goes before one who came so much earlier
     fcfs   by arrival
 
 A turn doesn't change while a request waits. So nobody overtakes one whose turn has come but by coming before it in this
@@ -64,7 +66,9 @@ class ClassShares:
 
 QueuePolicy = Literal["edf", "sjf", "fcfs"]
 UNPROMISED_S = 60.0  # the deadline of requests that were promised none: after all others, and yet not never
-AGEING_TOKENS_PER_S = 512.0  # so many tokens fewer count after each second of waiting
+PROMPT_TOKENS_PER_S = 512.0  # of a prompt, so many tokens count as a second of later arrival
+ANSWER_TOKENS_PER_S = 16.0  # of an answer, each of whose tokens takes a step
+MOST_OVERTAKING_S = 60.0  # nobody is overtaken by one who came so much later, however short
 LEAST_AHEAD = 64  # tokens: chunks that a class gets before higher ones are no smaller, unless they end a prompt
 NO_LIMIT = 1 << 62  # tokens
 
@@ -72,18 +76,24 @@ NO_LIMIT = 1 << 62  # tokens
 JobT = TypeVar("JobT", bound=WorkerJob)
 
 
-def turn_of(job: WorkerJob, policy: QueuePolicy) -> Turn:
-    """The job's turn under a policy."""
+def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> Turn:
+    """The job's turn under a policy; so many tokens of its answer are expected to be computed here."""
     promise = job.request.promise
     urgency = 0.0
     match policy:
         case "edf":
             urgency = job.arrived_at + (UNPROMISED_S if promise.ttft_left_s is None else promise.ttft_left_s)
         case "sjf":
-            urgency = job.num_uncached + job.arrived_at * AGEING_TOKENS_PER_S
+            urgency = shortest_first(job.arrived_at, job.num_uncached, answer_tokens)
         case "fcfs":
             pass  # the arrival alone
     return (-promise.priority, not job.has_begun, urgency, job.arrival)
+
+
+def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) -> float:
+    """When a request with so many tokens has its turn: the longer it is, the later it counts as arrived."""
+    later_s = prompt_tokens / PROMPT_TOKENS_PER_S + answer_tokens / ANSWER_TOKENS_PER_S
+    return arrived_at + min(later_s, MOST_OVERTAKING_S)
 
 
 def turns(ready: Sequence[Sequence[JobT]], shares: ClassShares) -> Iterator[tuple[JobT, int]]:

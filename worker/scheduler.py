@@ -254,6 +254,10 @@ class Scheduler(ABC, Generic[JobT]):
     def _blocks_to_leave(self, job: JobT) -> int:
         """How many blocks must be free after a job has been admitted."""
 
+    def _expected_answer(self, job: JobT) -> float:
+        """Tokens that the job's answer is expected to have computed here."""
+        return 0.0
+
     def _make_room(self, job: JobT, missing_blocks: int) -> bool:
         """Have others give way to a waiting job; whether it has all its blocks then."""
         return False
@@ -349,7 +353,7 @@ class Scheduler(ABC, Generic[JobT]):
 
         With a limit `most` to its tokens, so by its class's share, it keeps them.
         """
-        sequence = job.sequence
+        sequence, is_computed_here = job.sequence, not job.has_kv_coming
         matched = sequence.match_prefix(self._pool)
         missing = self._missing_blocks(job)
         if missing > 0 and not self._make_room(job, missing):
@@ -358,6 +362,8 @@ class Scheduler(ABC, Generic[JobT]):
                 self._decline(other)
             return False
         sequence.reserve(self._pool, sequence.num_uncomputed)
+        if is_computed_here and not job.num_preemptions:
+            matched += sequence.match_tail(self._pool)
         if job.num_preemptions == 0:
             job.num_cached_tokens = matched
         job.keeps_blocks = most < NO_LIMIT
@@ -407,7 +413,7 @@ class Scheduler(ABC, Generic[JobT]):
 
     def _wait(self, job: JobT) -> None:
         job.phase = Phase.WAITING
-        job.turn = turn_of(job, self._config.queue)
+        job.turn = turn_of(job, self._config.queue, self._expected_answer(job))
         insort(self._waiting, job, key=lambda other: other.turn)
 
     def _receive(self, job: JobT) -> None:

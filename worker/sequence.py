@@ -40,6 +40,8 @@ class SequenceState:
         self._block_hashes: list[BlockHash] = []
         self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
         self._num_published = 0  # the first rows of the table: matched, published, or found to be named elsewhere
+        self._has_tail = False  # it is published, or was taken from another
+        self._copied_from: int | None = None  # a block with a reference of this sequence's, until it is copied
 
     @property
     def num_output_tokens(self) -> int:
@@ -102,6 +104,26 @@ class SequenceState:
             self._held[group] = self._first_row(group), self._num_published
         return self.num_computed
 
+    def match_tail(self, pool: BlockPool) -> int:
+        """Have the end of the prompt, but for its last token, copied from another sequence's block by the next step.
+
+        To be called once blocks are reserved, where the cached prefix is whole. Returns how many tokens that spares.
+        """
+        num_tokens = self.request.num_prompt_tokens - 1 - self.num_computed
+        if not 0 < num_tokens < self.block_size or (name := self._tail_name()) is None:
+            return 0
+        self._copied_from = pool.take_tail(name)
+        if self._copied_from is None:
+            return 0
+        self._has_tail = True
+        self.num_computed += num_tokens
+        return num_tokens
+
+    @property
+    def awaits_copy(self) -> bool:
+        """Whether the last of the tokens that count as computed are still to be copied from another's block."""
+        return self._copied_from is not None
+
     def reserve(self, pool: BlockPool, num_tokens: int) -> None:
         """Allocate what `blocks_needed(num_tokens)` says. Raises OutOfBlocks with nothing changed."""
         missing = self.blocks_needed(num_tokens)
@@ -123,6 +145,7 @@ class SequenceState:
 
     def computed(self, pool: BlockPool, num_tokens: int) -> None:
         """Steps have computed the KV of the first `num_tokens` tokens: full blocks get names, and windows move on."""
+        self._end_copy(pool)
         self.num_computed = num_tokens
         self._publish_full_blocks(pool)
         if self._held:
@@ -179,6 +202,8 @@ class SequenceState:
         Harmless when repeated. Only once no step or transfer that writes into the blocks is under way.
         """
         # A new list, since a step's record may still hold the old one.
+        self._end_copy(pool)
+        self._has_tail = False
         released, self.block_ids = self.block_ids, []
         self.num_computed = 0
         self._num_published = 0
@@ -212,10 +237,37 @@ class SequenceState:
                 fault=self.fault,
             )
         token_ids = self.token_ids[start:end] if follows is None else (0,)
-        return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.reading)
+        copied_from = self._copied_from if start == self.num_computed else None  # by the first of its steps
+        return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.reading, copied_from)
+
+    def _tail_name(self) -> BlockHash | None:
+        """Of the prompt's tokens behind its last full block, the last token aside. None: there are none.
+
+        Where windows move on, blocks are given back before anybody else could copy them.
+        """
+        last = self.request.num_prompt_tokens - 1
+        row = last // self.block_size
+        if self.groups.windowed or self.request.reading is not None or row * self.block_size == last:
+            return None
+        parent = self.block_hashes[row - 1] if row else root_hash(self.request.cache_salt)
+        return next_hash(parent, self.token_ids[row * self.block_size : last])
+
+    def _publish_tail(self, pool: BlockPool) -> None:
+        """Name the prompt's end, once its KV is there."""
+        self._has_tail = True
+        if (name := self._tail_name()) is not None:
+            pool.publish_tail(self.block_ids[(self.request.num_prompt_tokens - 1) // self.block_size], name)
+
+    def _end_copy(self, pool: BlockPool) -> None:
+        """The block that was copied from is needed no more."""
+        if self._copied_from is not None:
+            pool.release([self._copied_from])
+            self._copied_from = None
 
     def _publish_full_blocks(self, pool: BlockPool) -> None:
         """Name each block that has become full since the last call, as far as KV is there."""
+        if not self._has_tail and self.num_computed >= self.request.num_prompt_tokens:
+            self._publish_tail(pool)
         full, count = self.num_computed // self.block_size, self.groups.count
         hashes = self.block_hashes if full > self._num_published else self._block_hashes
         for row in range(self._num_published, full):

@@ -7,7 +7,7 @@ torch. `cluster/` wraps workers into deployments; tests/simulation runs them on 
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,7 +15,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
+from twostroke.model.operations import Limits
 from twostroke.model.step import Constraint, Engine, OnLayer
+from twostroke.model.step_work import StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     EpochMismatch,
@@ -39,7 +41,7 @@ from twostroke.protocol.requests import (
     TokenEvent,
     check_request,
 )
-from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
+from twostroke.protocol.stats import LEAST_STRETCH, GpuUse, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.call_log import failed_alone
 from twostroke.worker.config import WorkerConfig
@@ -53,6 +55,7 @@ from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
 from twostroke.worker.trials import LinkProbe
+from twostroke.worker.utilization import Utilization
 
 ReplyT = TypeVar("ReplyT")
 
@@ -76,6 +79,9 @@ class Equipment:
     expert_balance: ExpertBalance | None = None  # None: ranks hold no copies of experts
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
     vocab_size: int | None = None  # the model's; None: nothing is known of it
+    work: StepWork | None = None  # the model's; None: utilisation is not told
+    limits: Limits | None = None  # of the machine, for all ranks together
+    gpu_use: Callable[[], GpuUse | None] = lambda: None
 
 
 @dataclass(eq=False, slots=True)
@@ -162,6 +168,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._scheduler = scheduler
         self._costs = costs
         self._counters = WorkerCounters()
+        self._utilization = Utilization(equipment.work, equipment.limits, equipment.clock)
         self._runs_ahead = runs_ahead
         hits = equipment.expert_hits
         self._expert_load = None if hits is None else ExpertLoad(hits, self._clock)
@@ -244,6 +251,8 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
         costs = self._costs.costs()
         balance = self._equipment.expert_balance
+        used, limits = self._utilization, self._equipment.limits
+        mfu, mbu = used.shares() or (None, None)
         return WorkerStats(
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
@@ -269,6 +278,13 @@ class Worker(ABC, Generic[JobT, CallT]):
             tightest_tpot_s=_tightest_tpot_s(contexts, costs),
             costs=costs,
             is_draining=self._life.is_draining,
+            flops=used.flops,
+            read_bytes=used.read_bytes,
+            peak_flops_per_s=0.0 if limits is None else limits.gemm,
+            peak_bytes_per_s=0.0 if limits is None else limits.read,
+            mfu=mfu,
+            mbu=mbu,
+            gpu=self._equipment.gpu_use(),
             expert_skews=() if self._expert_load is None else self._expert_load.skews(),
             expert_copies=0 if balance is None else balance.num_copies,
             expert_imbalances=() if balance is None else balance.imbalances(),
@@ -350,6 +366,7 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._counters.steps += 1
         self._counters.step_seconds += ended.seconds
         self._counters.computed_tokens += ended.content.prompt_tokens
+        self._utilization.add(ended.content)
         is_scored = any((one.job.request.reading or _UNREAD).logprobs is not None for one in ended.step.entries)
         if not ended.step.swaps:  # what copies take says nothing about other steps
             self._costs.add(ended.content, ended.seconds, is_plain=not is_scored)

@@ -64,6 +64,13 @@ class Row:
             return "-"
         return f"{1e3 * (self.stats['step_seconds'] - self.before['step_seconds']) / num_steps:.1f}"
 
+    def share_of(self, peak: str, counter: str) -> str:
+        """The part of what the machine could have done since the answer before."""
+        most = self.stats[peak] * self.seconds
+        if self.before is None or not most:
+            return "-"
+        return f"{(self.stats[counter] - self.before[counter]) / most:.1%}"
+
     def base_ms(self) -> str:
         """Of an empty step, as fitted."""
         costs = self.stats["costs"]
@@ -87,6 +94,8 @@ _USE: tuple[Column, ...] = (
     ("cached hits", Row.cached_hits),
 )
 _RATES: tuple[Column, ...] = (
+    ("MFU", lambda row: row.share_of("peak_flops_per_s", "flops")),
+    ("MBU", lambda row: row.share_of("peak_bytes_per_s", "read_bytes")),
     ("prompt tok/s", lambda row: row.rate("computed_tokens")),
     ("output tok/s", lambda row: row.rate("generated_tokens")),
     ("KV MB/s", lambda row: row.rate("transfer_bytes", unit=1e6)),

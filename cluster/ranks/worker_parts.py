@@ -69,6 +69,7 @@ async def load_parts(
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
     from twostroke.model.architectures.expert_hits import StagesHits
+    from twostroke.model.cuda.gpu_use import watch_gpu
     from twostroke.protocol.grammars import Grammars
     from twostroke.worker.block_pool import BlockPool
     from twostroke.worker.worker import Equipment
@@ -93,6 +94,9 @@ async def load_parts(
             expert_balance=balance,
             grammars=Grammars(lambda: vocabulary_of(settings, rank.loaded.model_config.vocab_size)),
             vocab_size=rank.loaded.model_config.vocab_size,
+            work=rank.loaded.work(),
+            limits=rank.loaded.limits.times(settings.num_ranks),
+            gpu_use=watch_gpu(rank.loaded.kv_cache.tensors[0].device),
         )
 
     if settings.num_ranks == 1:

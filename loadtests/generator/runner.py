@@ -172,6 +172,8 @@ _FIELDS = {
     "waiting_tokens": ("num_waiting_tokens",),
     "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
 }
+_MAYBE = {"mfu": ("model_flops_utilization",), "mbu": ("model_bandwidth_utilization",)}
+"""Fields that are None where the server does not tell them."""
 _LINE = re.compile(r"^(?:twostroke|vllm):(\w+)\{([^}]*)\} (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -179,7 +181,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 def samples_of(metrics: str, at_s: float) -> list[Sample]:
     """One of each worker that the text tells of. vLLM has no roles and no worker ids: its engines are `decode`."""
     workers: dict[tuple[str, str], dict[str, float]] = {}
-    fields = {name: field for field, names in _FIELDS.items() for name in names}
+    fields = {name: field for field, names in (_FIELDS | _MAYBE).items() for name in names}
     for line in metrics.splitlines():
         match = _LINE.match(line)
         if match is None or match[1] not in fields:
@@ -188,7 +190,14 @@ def samples_of(metrics: str, at_s: float) -> list[Sample]:
         worker = (labels.get("role", "decode"), labels.get("worker") or labels.get("engine", "0"))
         workers.setdefault(worker, {})[fields[match[1]]] = float(match[3])
     return [
-        Sample(at_s, role, worker, **{field: values.get(field, 0.0) for field in _FIELDS})
+        Sample(
+            at_s,
+            role,
+            worker,
+            **{field: values.get(field, 0.0) for field in _FIELDS},
+            mfu=values.get("mfu"),
+            mbu=values.get("mbu"),
+        )
         for (role, worker), values in sorted(workers.items())
     ]
 

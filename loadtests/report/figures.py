@@ -313,6 +313,8 @@ class Summary(msgspec.Struct, frozen=True):
     goodput: Estimate | None  # requests that met both SLOs
     num_workers: dict[str, float]  # by role, the mean where they came and went; empty where the server does not tell
     goodput_per_worker: Estimate | None
+    mfu: dict[str, float]  # by role: mean model FLOPs utilisation, 0 to 1; empty where the server does not tell
+    mbu: dict[str, float]
     offered_rate: float  # requests scheduled
     output_rate: Estimate  # tokens of complete answers
     input_rate: float
@@ -388,6 +390,8 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         tpot_attainment=share(counts.met_tpot, judged),
         goodput=goodput,
         num_workers=workers,
+        mfu=means_by_role((one.role, one.mfu) for one in samples if begin_s <= one.at_s < end_s),
+        mbu=means_by_role((one.role, one.mbu) for one in samples if begin_s <= one.at_s < end_s),
         goodput_per_worker=goodput.divided_by(sum(workers.values())) if goodput and workers else None,
         offered_rate=counts.scheduled / window_s,
         output_rate=slices.rate(slices.of(seen.scheduled_s[complete]), np.nan_to_num(seen.output_tokens[complete])),
@@ -424,6 +428,15 @@ def num_workers(facts: RunFacts, samples: Sequence[Sample]) -> dict[str, float]:
         return {role: float(count) for role, count in before.items()}
     num_moments = len({sample.at_s for sample in samples})
     return {role: count / num_moments for role, count in Counter(sample.role for sample in samples).items()}
+
+
+def means_by_role(told: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+    """The mean of each role's values that are known."""
+    values: dict[str, list[float]] = {}
+    for role, value in told:
+        if value is not None:
+            values.setdefault(role, []).append(value)
+    return {role: sum(each) / len(each) for role, each in values.items()}
 
 
 def stages_of(seen: Observations, complete: Bools) -> list[StagePart]:

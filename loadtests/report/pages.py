@@ -93,6 +93,7 @@ def page(plan: Plan, facts: RunFacts, summary: Summary, plots: list[Plot]) -> st
         plots=plots,
         asked=words.plan_rows(plan),
         workers=words.workers_words(summary.num_workers),
+        utilization=words.utilization_words(summary.mfu, summary.mbu),
         facts=facts,
         plan_json=_pretty(plan),
         facts_json=_pretty(facts),

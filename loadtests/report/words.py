@@ -52,6 +52,11 @@ def workers_words(num_workers: Mapping[str, float]) -> str:
     )
 
 
+def utilization_words(mfu: Mapping[str, float], mbu: Mapping[str, float]) -> str:
+    """Per role, mean over the run's samples."""
+    return ", ".join(f"{role} {mfu[role]:.1%} and {mbu.get(role, 0.0):.1%}" for role in sorted(mfu, reverse=True))
+
+
 def verdict(plan: Plan, summary: Summary) -> str:
     """What was asked and attained, in one or two sentences."""
     counts = summary.counts

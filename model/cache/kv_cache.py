@@ -21,14 +21,16 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.model.batch import place
 from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelShape
 from twostroke.model.launched_work import LaunchedWork
@@ -69,6 +71,13 @@ class KVCache:
     def close(self) -> None:
         """Let go of the memory; it is freed with the last tensor on it."""
         self.tensors = []
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks, none of which is both; on a GPU only queued on the current stream."""
+        device = self.tensors[0].device
+        from_, to = place(np.array(sources, np.int64), device), place(np.array(targets, np.int64), device)
+        for tensor in self.tensors:
+            tensor.index_copy_(0, to, tensor.index_select(0, from_))
 
 
 class HostKVCache(KVCache):

@@ -269,6 +269,7 @@ def for_ranks(step: SequenceStep) -> RankSequence:
         takes_largest=step.draw is not None and step.draw.takes_largest,
         scored_rows=scored_rows,
         follows=step.follows,
+        copied_from=step.copied_from,
     )
 
 
@@ -282,7 +283,7 @@ def as_on_rank_0(each: RankSequence) -> SequenceStep:
     reading = None
     if each.scored_rows is not None:
         reading = PromptReading(ReadingParams(logprobs=0), range(each.start + 1 + each.scored_rows))
-    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading)
+    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading, each.copied_from)
 
 
 def _look_at(stepping: "asyncio.Future[Any]") -> None:

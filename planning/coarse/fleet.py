@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import AggregatedWorker, DecodeWorker, PrefillWorker, Request, SteppingWorker
+from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
 from twostroke.worker.profile import WorkerProfile
 
-TRANSFER_S = 0.002
-CALL_S = 0.005
-"""A call to a worker and its answer's way back, as the exact simulation has them."""
-JOIN_STEPS = 1.5
-"""Whoever comes to a worker that decodes waits for the step that runs, and mostly for the one scheduled ahead."""
 WARM_REQUESTS = 15
 """A fleet whose workers have ended fewer prompts tells no step costs yet."""
 
@@ -57,12 +53,12 @@ class Fleet:
     changes: list[Change] = field(default_factory=list)
     router: LiveRouter | None = None  # None: whoever is free first reads, whoever has the shortest step writes
     gone_worker_s: float = 0.0
-    prefill_kind: WorkerProfile | None = None  # None: as decode workers
+    prefill_profile: WorkerProfile | None = None  # None: as decode workers
 
     @property
-    def reader_kind(self) -> WorkerProfile:
+    def reader_profile(self) -> WorkerProfile:
         """Of prefill workers."""
-        return self.profile if self.prefill_kind is None else self.prefill_kind
+        return self.profile if self.prefill_profile is None else self.prefill_profile
 
     def signals(self) -> Signals:
         """What the policy is shown."""
@@ -75,10 +71,10 @@ class Fleet:
         prefill = RoleSignals(
             running=len(running_p),
             target=self.prefill_target,
-            costs=None if self.is_aggregated or costs is None else self.reader_kind.costs,
+            costs=None if self.is_aggregated or costs is None else self.reader_profile.costs,
             queued_requests=0 if self.is_aggregated else unread[0],
             queued_tokens=0 if self.is_aggregated else unread[1],
-            step_tokens=self.reader_kind.step_tokens,
+            step_tokens=self.reader_profile.step_tokens,
         )
         decode = RoleSignals(
             running=len(running_d),
@@ -111,7 +107,7 @@ class Fleet:
         ready_s = self.now_s + startup_s
         while self.prefill_target < prefill:
             make = PrefillWorker if self.router is None else SteppingWorker
-            self.prefill.append(make(self.reader_kind, self.now_s, ready_s))
+            self.prefill.append(make(self.reader_profile, self.now_s, ready_s))
             self.prefill_target += 1
         while self.decode_target < decode:
             self.decode.append(self._decode_worker(ready_s))
@@ -290,10 +286,10 @@ class _Run:
         fleet.prefilled += 1
         fleet.prefilled_tokens += request.prompt_tokens
         request.first_s = fleet.now_s
-        profile = fleet.reader_kind
+        profile = fleet.reader_profile
         whole_s = request.prompt_tokens * profile.kv_bytes / profile.link_bytes_per_s
         hidden_s = profile.costs.prompt_s(request.prompt_tokens)
-        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / profile.num_layers)
+        late_s = HANDOVER_S + max(whole_s - hidden_s, whole_s / profile.num_layers)
         if request.target is not None:
             late_s += JOIN_STEPS * request.target.step_s if request.target.rows else 0.0
         self.number += 1

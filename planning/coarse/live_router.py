@@ -14,6 +14,7 @@ from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise,
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Path
 from twostroke.router.routing.cheapest_path import Need, cheapest_path
+from twostroke.router.routing.chooser import ANSWER_WEIGHT, FIRST_ANSWER_TOKENS
 from twostroke.router.routing.in_flight import Load
 from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, known_workers
 from twostroke.router.slo.admission import Admission, Overloaded
@@ -22,7 +23,6 @@ from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 
 CANDIDATES = 4
 """Of each role: with so many and with 32, latencies of a fleet of 64 differ by less than those of two seeds."""
-_FIRST_ANSWER_TOKENS, _ANSWER_WEIGHT = 100.0, 0.02  # as router/routing/chooser.py expects answers
 _NO_LOAD = Load()
 
 W = TypeVar("W", PrefillWorker, AggregatedWorker)
@@ -70,7 +70,7 @@ class LiveRouter:
         self._decodes_alone = decodes_alone
         self._now_s = 0.0
         self._turn = 0
-        self._answer_tokens = _FIRST_ANSWER_TOKENS
+        self._answer_tokens = FIRST_ANSWER_TOKENS
         self._stats: dict[Peer, WorkerStats] = {}
         self._admission = Admission(config=slo, stats=self._stats.get, clock=lambda: self._now_s)
         one = slo.default_class
@@ -136,7 +136,7 @@ class LiveRouter:
 
     def ended(self, request: Request) -> None:
         """Learn from an answer."""
-        self._answer_tokens += _ANSWER_WEIGHT * (request.output_tokens - self._answer_tokens)
+        self._answer_tokens += ANSWER_WEIGHT * (request.output_tokens - self._answer_tokens)
         self._admission.ended(self._asked(request), request.output_tokens, None, None)
 
     def _is_admitted(self, request: Request, path: Path) -> bool:

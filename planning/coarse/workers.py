@@ -11,6 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from twostroke.decode_worker.config import DecodeConfig
 from twostroke.worker.profile import WorkerProfile
 
 
@@ -51,8 +52,8 @@ class PrefillWorker:
         """When a prompt that comes now would be done."""
         begin_s = max(now_s, self.free_s)
         costs, step_tokens = self.profile.costs, self.profile.step_tokens
-        steps, constant_s = -(-tokens // step_tokens), costs.base_s + self.profile.prompt_s
-        alone_s = costs.prefill_s(tokens, 0, step_tokens) + steps * self.profile.prompt_s
+        steps, constant_s = -(-tokens // step_tokens), costs.base_s
+        alone_s = costs.prefill_s(tokens, 0, step_tokens)
         if begin_s == now_s:
             return begin_s + alone_s
         return begin_s + alone_s - constant_s * (steps - tokens / step_tokens)  # in steps that others are in, too
@@ -86,7 +87,7 @@ class SteppingWorker(PrefillWorker):
     def _begin(self, now_s: float) -> None:
         costs, left = self.profile.costs, self.profile.step_tokens
         self._step = []
-        seconds = costs.weights_s + self.profile.prompt_s
+        seconds = costs.weights_s
         while self._queue and left > 0 and len(self._step) < self.profile.max_batch:
             request, done = self._queue.popleft()
             tokens = min(left, request.prompt_tokens - done)
@@ -207,10 +208,8 @@ class DecodeWorker:
 # --- a worker that reads prompts beside the answers that it writes ---
 
 
-LEAST_CHUNK = 8
-"""Prompt tokens of a step, whatever time they take."""
-SAFETY = 0.9
-"""Of the promised time a token, what a step is planned to take."""
+SETTINGS = DecodeConfig()
+"""The share of a promised time a token, and the smallest chunk of a prompt, that the live scheduler plans with."""
 
 
 @dataclass(slots=True)
@@ -226,7 +225,7 @@ class AggregatedWorker(DecodeWorker):
 
     def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float, tpot_s: float) -> None:
         super().__init__(profile, ordered_s, ready_s)
-        self.pace_s = tpot_s * SAFETY
+        self.pace_s = tpot_s * SETTINGS.tpot_safety
         self.prompts: deque[Prompt] = deque()
         self.unread_s = 0.0  # what they take without rows beside them
 
@@ -238,7 +237,7 @@ class AggregatedWorker(DecodeWorker):
     def predicted_s(self, prompt_tokens: int) -> float:
         """Until a prompt that comes now is read, as it was at the last change."""
         costs, step_tokens = self.profile.costs, self.profile.step_tokens
-        read_s = costs.prefill_s(prompt_tokens, 0, step_tokens) + self.profile.prompt_s + self.unread_s
+        read_s = costs.prefill_s(prompt_tokens, 0, step_tokens) + self.unread_s
         rows_s = self.step_s if self.rows else 0.0
         return read_s / max(1 - rows_s / self.pace_s, 0.05)
 
@@ -285,7 +284,7 @@ class AggregatedWorker(DecodeWorker):
         return request
 
     def _alone_s(self, request: Request) -> float:
-        return self.profile.costs.prefill_s(request.prompt_tokens, 0, self.profile.step_tokens) + self.profile.prompt_s
+        return self.profile.costs.prefill_s(request.prompt_tokens, 0, self.profile.step_tokens)
 
     def _pace(self) -> tuple[float, float]:
         """Steps a second, and how much of the first prompt is read in a second."""
@@ -295,5 +294,5 @@ class AggregatedWorker(DecodeWorker):
         token_s = costs.prompt_s(request.prompt_tokens) / request.prompt_tokens
         rows_s = self.step_s
         longest_s = rows_s + (profile.step_tokens - len(self.rows)) * token_s
-        step_s = max(min(self.pace_s, longest_s), rows_s + LEAST_CHUNK * token_s)
+        step_s = max(min(self.pace_s, longest_s), rows_s + SETTINGS.min_chunk_tokens * token_s)
         return 1 / step_s, (step_s - rows_s) / step_s / (token_s * request.prompt_tokens)

@@ -40,6 +40,16 @@ _GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("kv_swapped_blocks", "Blocks of host memory that hold a request's KV.", lambda stats: stats.swapped_blocks),
     ("kv_transfers_running", "KV transfers in flight.", lambda stats: stats.num_transfers),
     ("num_context_tokens", "Tokens in the contexts of requests that decode.", lambda stats: stats.context_tokens),
+    (
+        "worker_peak_flops_per_second",
+        "What its machine can compute; 0: not known.",
+        lambda stats: stats.peak_flops_per_s,
+    ),
+    (
+        "worker_peak_bytes_per_second",
+        "What its machine's memory can read; 0: not known.",
+        lambda stats: stats.peak_bytes_per_s,
+    ),
     ("worker_draining", "1 while the worker takes nothing new.", lambda stats: stats.is_draining),
     (
         "engine_step_base_seconds",
@@ -55,6 +65,8 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("worker_generation_tokens", "Tokens generated.", lambda stats: stats.generated_tokens),
     ("engine_steps", "Engine steps.", lambda stats: stats.steps),
     ("engine_step_seconds", "Time spent in engine steps.", lambda stats: stats.step_seconds),
+    ("worker_flops", "Floating-point operations of the model's tokens.", lambda stats: stats.flops),
+    ("worker_read_bytes", "Bytes of weights and KV that steps have read.", lambda stats: stats.read_bytes),
     ("num_preemptions", "Requests whose blocks were taken back.", lambda stats: stats.preemptions),
     ("num_preemptions_swapped", "Of these, whose KV went to host memory.", lambda stats: stats.swaps),
     ("kv_swap_bytes", "Bytes of KV copied to host memory and back.", lambda stats: stats.swap_bytes),
@@ -83,6 +95,35 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
         lambda stats: stats.broken_logit_rows,
     ),
 )
+
+_KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float | None]]] = (
+    (
+        "model_flops_utilization",
+        "FLOPs of the model's tokens over the machine's, of the last seconds, 0 to 1.",
+        lambda stats: stats.mfu,
+    ),
+    (
+        "model_bandwidth_utilization",
+        "Bytes of weights and KV read over what the memory can, of the last seconds, 0 to 1.",
+        lambda stats: stats.mbu,
+    ),
+    (
+        "gpu_memory_used_bytes",
+        "Memory in use on a worker's first GPU.",
+        lambda stats: None if stats.gpu is None else stats.gpu.memory_used_bytes,
+    ),
+    (
+        "gpu_memory_total_bytes",
+        "Memory of a worker's first GPU.",
+        lambda stats: None if stats.gpu is None else stats.gpu.memory_total_bytes,
+    ),
+    (
+        "gpu_utilization",
+        "Share of the time in which a worker's first GPU ran a kernel.",
+        lambda stats: None if stats.gpu is None else stats.gpu.utilization,
+    ),
+)
+"""Of workers that know them alone."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +199,9 @@ def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     for name, help_text, value in _GAUGES:
         told = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Gauges, name, help_text, _LABELS, told))
+    for name, help_text, known in _KNOWN_GAUGES:
+        of_workers = {_labels(info): number for info, stats in numbers if (number := known(stats)) is not None}
+        families.append(family(Gauges, name, help_text, _LABELS, of_workers))
     for name, help_text, value in _COUNTERS:
         told = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Counters, name, help_text, _LABELS, told))

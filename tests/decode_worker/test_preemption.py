@@ -207,3 +207,13 @@ async def test_nothing_of_swapped_requests_is_left_when_the_worker(rig: WorkerRi
     assert any(isinstance(outcome, WorkerLost | asyncio.CancelledError) for outcome in outcomes)
     await asyncio.sleep(0.1)
     assert rig.worker.stats().swapped_blocks == rig.pool.owned_blocks == 0
+
+
+def test_kv_that_is_still_to_be_copied_from_another_is_not_kept() -> None:
+    rig = Rig(swap_blocks=8)
+    rig.cache(10)
+    job = rig.add(10, 5, first=0)
+    job.sequence.match_prefix(rig.pool)
+    job.sequence.reserve(rig.pool, job.sequence.num_uncomputed)
+    assert job.sequence.match_tail(rig.pool) == 1
+    assert rig.swapping.swap_out(job) is None

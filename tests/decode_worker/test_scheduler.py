@@ -1,12 +1,16 @@
 """The decode scheduler: who decodes, whose KV comes, who stands still or gives way, and blocks that come back."""
 
+import random
+from typing import Any
+
 import pytest
 
-from tests.worker.scheduler_rig import TOKEN, Rig, jobs, parts, receiving
+from tests.worker.scheduler_rig import NOTHING, TOKEN, Rig, idle, jobs, parts, receiving
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.queue_order import MOST_OVERTAKING_S
 from twostroke.worker.scheduler import DrawnToken
 from twostroke.worker.sequence import Phase
 
@@ -340,3 +344,56 @@ def test_what_was_admitted_by_its_share_is_not_thrown_out_by_those_it_overtook()
     while not low.has_ended:
         step()
     assert low.num_preemptions == before
+
+
+def finish(rig: Rig, prompt: int, answer: int, promise: Promise = NOTHING) -> None:
+    """Have one answer of so many tokens."""
+    job = rig.add(prompt, answer, promise=promise)
+    while not job.has_ended:
+        rig.run()
+
+
+def test_the_shortest_first_goes_by_the_answers_that_such_requests_have_had() -> None:
+    rig = Rig(max_batch=1, queue="sjf")
+    chatty, terse = Promise("chatty"), Promise("terse")
+    finish(rig, 4, 40, chatty)
+    finish(rig, 4, 2, terse)
+    long, capped, short = rig.add(4, 40, promise=chatty), rig.add(4, 10, promise=chatty), rig.add(4, 40, promise=terse)
+    order: list[Any] = []
+    while not idle(rig.scheduler):
+        order += [job for job in jobs(rig.run()) if job not in order]
+    assert order == [short, capped, long], "the cap bounds what is expected, too"
+
+
+def test_an_answer_that_a_stop_string_ends_is_learnt_from_as_well() -> None:
+    rig = Rig(max_batch=1, queue="sjf")
+    chatty, terse = Promise("chatty"), Promise("terse")
+    finish(rig, 4, 30, chatty)
+    cancelled = rig.add(4, 40, promise=terse)
+    for _ in range(3):
+        rig.run()
+    rig.scheduler.end(cancelled)
+    first, second = rig.add(4, 40, promise=chatty), rig.add(4, 40, promise=terse)
+    assert jobs(rig.run()) == [second]
+    assert not first.has_begun
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_overtaken_by_one_who_came_later_by_more_than_the_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    rig = Rig(num_blocks=40, max_batch=4, queue="sjf")
+    now = 0.0
+    waiting: list[Any] = []
+    waits_s: list[float] = []
+    while len(waits_s) < 150:
+        now += draw.uniform(0.0, 6.0)
+        if len(waiting) < 40:
+            kind = draw.choice(["brief", "long"])
+            length = draw.randint(1, 8) if kind == "brief" else draw.randint(1, 60)
+            waiting.append(rig.add(length, min(80, length), promise=Promise(kind), now=now))
+        begun = [job for job in jobs(rig.run()) if job in waiting]
+        waiting = [job for job in waiting if job not in begun]
+        waits_s += [now - job.arrived_at for job in begun]
+        oldest = min((job.arrived_at for job in waiting), default=now)
+        assert all(job.arrived_at - oldest <= MOST_OVERTAKING_S for job in begun)
+    assert max(waits_s) > MOST_OVERTAKING_S, "else the bound was never near"

@@ -1,12 +1,14 @@
 """The prefill worker alone: its replies, its transfers, and what becomes of blocks when things end early."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from tests.rigs.played import played_by
 from tests.simulation.fake_model import expected_tokens
 from tests.worker.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
+from twostroke.kvtransfer.sides import Outgoing
 from twostroke.protocol.errors import (
     EpochMismatch,
     RequestError,
@@ -15,7 +17,7 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel
-from twostroke.protocol.requests import Address, Peer, PrefillReply
+from twostroke.protocol.requests import Address, Peer, PrefillReply, Ticket
 
 NOWHERE = Address("nobody", 1)
 """A ticket for a decode worker there: the transfer fails as soon as the connection is refused."""
@@ -31,7 +33,7 @@ async def test_the_reply_has_the_first_token_and_blocks_go_back(rig: Rig) -> Non
     assert rig.pool.owned_blocks == 0
     again = await rig.worker.prefill(a_request(40), None)
     assert again.event.tokens == reply.event.tokens
-    assert again.num_cached_tokens == 36
+    assert again.num_cached_tokens == 39
 
 
 @pytest.mark.parametrize("how", ["nobody listens", "nobody answers"])
@@ -136,3 +138,21 @@ async def test_a_transfer_still_running_after_the_reply_ends_with_its_request(ri
     stats = rig.worker.stats()
     assert (stats.finished_requests, stats.aborted_requests, stats.transfers_failed) == (1, 0, 1)
     await rig.worker.drain()
+
+
+def test_what_is_still_to_be_copied_is_not_sent_before_the_step_that_copies_it(monkeypatch: pytest.MonkeyPatch):
+    async def script(rig: Rig) -> None:
+        await rig.worker.prefill(a_request(40), None)
+        opened: list[int] = []
+        open_transfer = rig.worker._sender.open
+
+        def seen(ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready: int) -> Outgoing:
+            opened.append(num_ready)
+            return open_transfer(ticket, num_tokens, block_ids, num_ready)
+
+        monkeypatch.setattr(rig.worker._sender, "open", seen)
+        await rig.worker.prefill(a_request(40, "again"), rig.ticket("again", target_address=NOWHERE))
+        assert rig.engine.num_copied == 1
+        assert opened == [36], "of 39 tokens that are computed, three lie in another's block"
+
+    play(script, role="prefill")

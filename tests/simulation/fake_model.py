@@ -114,6 +114,7 @@ class FakeEngine(Engine):
         self.released.set()
         self.num_steps = 0
         self.num_steps_ahead = 0  # of them, asked for while another was under way
+        self.num_copied = 0  # ends of prompts
 
     async def step(
         self,
@@ -135,6 +136,8 @@ class FakeEngine(Engine):
         tables = [self._store.in_use(one.block_ids, one.start, _end(one)) for one in batch]
         grips = [self._store.grip(table) for table in tables]
         copied = [self._store.grip(copy.cache_blocks) for copy in copies]
+        shared = [one for one in batch if one.copied_from is not None]
+        lent = [self._store.grip([one.copied_from]) for one in shared]
         try:
             async with self._turn:
                 if self._is_dead:
@@ -143,6 +146,10 @@ class FakeEngine(Engine):
                     await self._copy(copy, grip)
                 if not batch:
                     return []
+                self.num_copied += len(shared)
+                for one, grip in zip(shared, lent, strict=True):
+                    self._store.touch([one.copied_from], "a copy reads", grip)
+                    self._store.copy_block(one.copied_from, one.block_ids[one.start // self._store.layout.block_size])
                 return await self._run(batch, tables, grips, on_layer)
         finally:
             self._num_under_way -= 1

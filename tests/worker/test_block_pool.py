@@ -35,6 +35,8 @@ def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> Non
         lambda pool: pool._by_name[0].__setitem__(name(9), 0),
         lambda pool: pool._names.__setitem__(3, name(0)),
         lambda pool: pool._names.__setitem__(pool._free[0], name(5)),
+        lambda pool: pool._tails.__setitem__(pool._free[0], name(5)),
+        lambda pool: pool._by_tail.__setitem__(name(5), 0),
     ],
 )
 def test_damaged_books_are_noticed(damage) -> None:  # type: ignore[no-untyped-def]
@@ -61,6 +63,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool = BlockPool(self.NUM_BLOCKS, 4)
         self.tables: list[list[int]] = []  # each holder's blocks
         self.names: dict[BlockHash, int] = {}
+        self.tails: dict[BlockHash, int] = {}
         self.released: list[int] = []  # unreferenced named blocks, the next to be evicted first
 
     def counts(self) -> Counter[int]:
@@ -72,6 +75,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         for block in reversed(table):
             if counts[block] == 0 and block in self.names.values():
                 self.released.append(block)
+            elif counts[block] == 0 and block in self.tails.values():
+                self.released.insert(0, block)
 
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
@@ -87,6 +92,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert [block for block in blocks if block in self.released] == evicted
         self.released = self.released[len(evicted) :]
         self.names = {key: block for key, block in self.names.items() if block not in evicted}
+        self.tails = {key: block for key, block in self.tails.items() if block not in evicted}
         self.tables.append(blocks)
 
     @rule(chain=st.lists(st.integers(0, 5), max_size=4, unique=True))
@@ -119,6 +125,22 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.publish(block, name(number))
         self.names.setdefault(name(number), block)
 
+    @precondition(lambda self: self.counts())
+    @rule(data=st.data(), number=st.integers(0, 3))
+    def publish_tail(self, data: st.DataObject, number: int) -> None:
+        block = data.draw(st.sampled_from(sorted(self.counts())))
+        self.pool.publish_tail(block, name(number))
+        if block not in self.tails.values():
+            self.tails.setdefault(name(number), block)
+
+    @rule(number=st.integers(0, 3))
+    def take_tail(self, number: int) -> None:
+        block = self.pool.take_tail(name(number))
+        assert block == self.tails.get(name(number))
+        if block is not None:
+            self.released = [other for other in self.released if other != block]
+            self.tables.append([block])
+
     @precondition(lambda self: len(self.counts()) < self.NUM_BLOCKS)
     @rule(data=st.data())
     def refuse_strangers(self, data: st.DataObject) -> None:
@@ -147,7 +169,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.free_blocks + self.pool.owned_blocks == self.pool.num_blocks
         named = [block for block in range(self.NUM_BLOCKS) if self.pool.names(block, block + 1)]
         assert named == sorted(self.names.values())
-        assert [block for block in named if block not in counts] == sorted(self.released)
+        known = {*named, *self.tails.values()}
+        assert sorted(block for block in known if block not in counts) == sorted(self.released)
 
     def teardown(self) -> None:
         for table in self.tables:

@@ -7,10 +7,12 @@ import pytest
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import (
-    AGEING_TOKENS_PER_S,
+    ANSWER_TOKENS_PER_S,
     LEAST_AHEAD,
     LEAST_SHARE,
+    MOST_OVERTAKING_S,
     NO_LIMIT,
+    PROMPT_TOKENS_PER_S,
     ClassShares,
     QueuePolicy,
     turn_of,
@@ -62,9 +64,17 @@ def test_nobody_waits_for_ever_behind_deadlines() -> None:
 
 
 def test_the_shortest_goes_first_until_a_longer_one_has_waited_for_what_it_is_longer() -> None:
-    long = Waiting(0, 0.0, num_uncached=100 + int(2 * AGEING_TOKENS_PER_S))
+    long = Waiting(0, 0.0, num_uncached=100 + int(2 * PROMPT_TOKENS_PER_S))
     assert ordered([long, Waiting(1, 1.9)], "sjf") == [1, 0]
     assert ordered([long, Waiting(1, 2.1)], "sjf") == [0, 1]
+
+
+def test_a_long_answer_counts_as_a_later_arrival_but_never_by_more_than_the_bound() -> None:
+    def turn_s(answer_tokens: float, arrived_at: float = 0.0) -> float:
+        return turn_of(Waiting(0, arrived_at, num_uncached=0), "sjf", answer_tokens)[2]
+
+    assert turn_s(10) < turn_s(40) == 40 / ANSWER_TOKENS_PER_S
+    assert turn_s(1e9) < turn_s(0, MOST_OVERTAKING_S + 0.1)
 
 
 def test_the_first_that_came_goes_first() -> None:

@@ -44,16 +44,43 @@ def test_no_more_prompts_share_a_step_than_the_batch_allows(role: str) -> None:
     assert [jobs(rig.run()) for _ in range(2)] == [[first, second], [third]]
 
 
-@pytest.mark.parametrize(("length", "num_left"), [(10, 2), (8, 4)])
-def test_a_prompt_computed_before_costs_what_lies_behind_its_full_blocks_and_a_token_at_least(
-    role: str, length: int, num_left: int
-) -> None:
+@pytest.mark.parametrize("length", [2, 8, 9, 10])
+def test_a_prompt_computed_before_costs_its_last_token_alone(role: str, length: int) -> None:
     rig = Rig(role)
     rig.cache(length)
     job = rig.add(length, first=0)
-    assert rig.run() == [(job, num_left)]
-    assert job.num_cached_tokens == rig.scheduler.prefix_hits == length - num_left
+    assert rig.run() == [(job, 1)]
+    assert job.num_cached_tokens == rig.scheduler.prefix_hits == length - 1
     assert rig.scheduler.prefix_queries == 2 * length
+    assert rig.pool.owned_blocks == 0
+
+
+def test_the_end_of_a_prompt_is_copied_into_a_block_of_its_own_and_stays_until_then(role: str) -> None:
+    rig = Rig(role, 6)
+    rig.cache(10)
+    (others,) = [rig.pool.take_tail(name) for name in rig.pool._by_tail]
+    rig.pool.release([others])
+    job = rig.add(10, first=0)
+    step = rig.schedule()
+    (part,) = [entry.step for entry in step.entries]
+    assert (part.copied_from, part.start, list(part.token_ids)) == (others, 9, [9])
+    assert others not in part.block_ids
+    assert rig.pool.references(others) == 1, "nobody else may write into it"
+    rig.end(step)
+    assert rig.pool.references(others) == 0
+    assert job.sequence.num_computed == 10 or job.has_ended
+
+
+def test_one_that_ends_before_its_copy_is_made_needs_the_other_no_more(role: str) -> None:
+    rig = Rig(role, max_batch=2, max_step_tokens=16)
+    rig.cache(10)
+    long, job = rig.add(30), rig.add(10, first=0)
+    rig.scheduler.end(long)
+    step = rig.schedule()
+    rig.scheduler.end(job)
+    assert rig.pool.owned_blocks > 0, "the step under way still reads and writes"
+    rig.end(step)
+    assert rig.pool.owned_blocks == 0
 
 
 def test_a_prompt_waits_for_blocks_and_nobody_overtakes_it(role: str) -> None:

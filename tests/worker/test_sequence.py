@@ -3,9 +3,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from twostroke.protocol.blocks import chain_hashes
-from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.requests import GenerateRequest, ReadingParams, SamplingParams
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.sequence import SequenceState
 
@@ -127,3 +128,57 @@ def test_any_chunking_computes_each_token_once_and_leaves_nothing_behind(
         sequence.reset(pool)
         assert pool.owned_blocks == 0
         pool.check_integrity()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    length=st.integers(1, 12),
+    block_size=st.integers(1, 5),
+    actions=st.lists(st.tuples(st.sampled_from(("begin", "step", "give up")), st.integers(0, 9)), max_size=40),
+)
+def test_choices_of_one_prompt_copy_its_end_and_whoever_gives_up_leaves_nothing_behind(
+    length: int, block_size: int, actions: list[tuple[str, int]]
+) -> None:
+    pool = BlockPool(200, block_size)
+    first = SequenceState(request(length), block_size)
+    first.reserve(pool, length)
+    first.computed(pool, length)
+    choices: list[SequenceState] = []
+    for action, number in actions:
+        choice = choices[number % len(choices)] if choices else None
+        if action == "begin":
+            begun = SequenceState(request(length), block_size)
+            begun.match_prefix(pool)
+            begun.reserve(pool, begun.num_uncomputed)
+            begun.match_tail(pool)
+            assert begun.num_uncomputed == 1
+            choices.append(begun)
+        elif choice is not None and action == "step":
+            choice.reserve(pool, 1)
+            step = choice.step(1)
+            assert (step.copied_from is not None) == choice.awaits_copy
+            assert step.copied_from not in choice.block_ids
+            choice.computed(pool, choice.num_computed + 1)
+            choice.append(number)
+        elif choice is not None:
+            choices.remove(choice)
+            choice.reset(pool)
+        pool.check_integrity()
+    for choice in (first, *choices):
+        choice.reset(pool)
+    assert pool.owned_blocks == 0
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("length", [3, 7])
+def test_the_end_of_a_prompt_is_shared_only_under_the_same_salt_and_for_what_reads_nothing_off_it(length: int) -> None:
+    pool = BlockPool(20, BLOCK_SIZE)
+    first = SequenceState(request(length), BLOCK_SIZE)
+    first.reserve(pool, length)
+    first.computed(pool, length)
+    reading = ReadingParams(logprobs=0)
+    for other in (replace(first.request, cache_salt=b"tenant"), replace(first.request, reading=reading)):
+        stranger = SequenceState(other, BLOCK_SIZE)
+        stranger.match_prefix(pool)
+        stranger.reserve(pool, stranger.num_uncomputed)
+        assert stranger.match_tail(pool) == 0

@@ -6,11 +6,22 @@ from typing import Any
 
 import pytest
 
-from tests.worker.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, of_both_roles
+from tests.worker.worker_rig import (
+    BLOCK,
+    DECODE,
+    PREFILL,
+    ROUTER,
+    SECRET,
+    Rig,
+    a_moment,
+    a_request,
+    begin,
+    of_both_roles,
+)
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
-from twostroke.protocol.requests import Peer, Promise, SampledToken, mint_ticket
+from twostroke.protocol.requests import Peer, Promise, SampledToken, SamplingParams, mint_ticket
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.life import MOST_BROKEN_REQUESTS
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
@@ -30,11 +41,29 @@ async def test_the_numbers_it_tells_are_true(rig: Rig, role: str) -> None:
     num_tokens = 2 if role == "prefill" else 12
     assert stats.broken_logit_rows == 3
     assert (stats.generated_tokens, stats.finished_requests) == (num_tokens, 2)
-    assert (stats.prefix_queries, stats.prefix_hits, stats.computed_tokens) == (20, 8, 10 + 2)
+    num_computed = 11 if role == "prefill" else 10  # a lone last token is a prompt's to one, a row to the other
+    assert (stats.prefix_queries, stats.prefix_hits, stats.computed_tokens) == (20, 9, num_computed)
     assert stats.steps == rig.engine.num_steps == num_tokens
     assert stats.step_seconds > 0
     assert stats.free_blocks == stats.total_blocks == 32
     assert stats.num_running == stats.num_waiting == stats.owned_blocks == 0
+
+
+@of_both_roles()
+@pytest.mark.parametrize("length", [2, 8, 43])
+async def test_choices_of_one_request_compute_the_end_of_their_prompt_once(rig: Rig, role: str, length: int) -> None:
+    choices = [
+        a_request(length, f"choice-{seed}", sampling=SamplingParams(seed=seed), max_tokens=6) for seed in range(8)
+    ]
+    first = begin(rig.ask(choices[0]))
+    await asyncio.sleep(0.01)
+    assert rig.worker.stats().generated_tokens, "as a router waits for the first choice's first token"
+    calls = [first, *(begin(rig.ask(choice)) for choice in choices[1:])]
+    for choice, call in zip(choices, calls, strict=True):
+        assert await rig.is_right(choice, await call)
+    num_drawn_after = 7 if role == "prefill" else 0  # each other draws after its last token, which is a row to decodes
+    assert rig.worker.stats().computed_tokens == length + num_drawn_after
+    assert rig.engine.num_copied == 7 * ((length - 1) % BLOCK > 0)
 
 
 @of_both_roles()

@@ -16,7 +16,7 @@ from tests.simulation.autoscaling.compare import (
 )
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
-from twostroke.planning.coarse.workers import SAFETY, AggregatedWorker, Request
+from twostroke.planning.coarse.workers import SETTINGS, AggregatedWorker, Request
 from twostroke.planning.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
@@ -95,7 +95,7 @@ def step_by_step(requests: list[Request]) -> None:
         step_s = COSTS.base_s + COSTS.decode_s(len(rows), context)
         room = KIND.step_tokens - len(rows)
         if rows:
-            room = min(room, int((TPOT_S * SAFETY - step_s) / COSTS.token_s))
+            room = min(room, int((TPOT_S * SETTINGS.tpot_safety - step_s) / COSTS.token_s))
         read: list[Request] = []
         while waiting and room > 0:
             request, left = waiting.popleft()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from twostroke.planning.profiles import SMALL
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.simulator import deployment
 from twostroke.simulator.deployment import Run, TracedRequest
-from twostroke.simulator.exact import deployment
 from twostroke.simulator.sim_router import PROMISE_NOTHING
 
 PREFILL_CACHE_TOKENS = 32_000

@@ -56,6 +56,7 @@ class Report(Counts):
     pulled_by_decode: int = 0  # of them, by decode workers alone
     steps: int = 0
     steps_ahead: int = 0
+    copied: int = 0  # ends of prompts, from another's block
     virtual_s: float = 0.0
 
     def count(self, role: Role, stats: WorkerStats) -> None:
@@ -118,7 +119,9 @@ class _Simulation:
         self._trace(str(scenario))
         self._fabric = MemoryFabric(scenario.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
-        self._fleet = SimFleet(scenario, FakeEngine, self._fabric, self._links, self._trace)
+        self._fleet = SimFleet(
+            scenario, lambda role, *parts: FakeEngine(*parts), self._fabric, self._links, self._trace
+        )
         for _ in range(scenario.num_prefill):
             await self._fleet.start("prefill")
         for _ in range(scenario.num_decode):
@@ -303,6 +306,7 @@ class _Simulation:
         assert not violations, f"{process.host}: " + "; ".join(violations)
         self._report.count(process.info.role, process.worker.stats())
         self._report.steps_ahead += process.engine.num_steps_ahead
+        self._report.copied += process.engine.num_copied
 
     def _trace(self, line: str) -> None:
         if self._write is not None:

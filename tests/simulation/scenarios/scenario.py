@@ -58,10 +58,10 @@ def make_arrivals(
         max_tokens = 40 if is_crowded else draw.choice((1, 2, 5, 12, 40))
         stop = tuple(draw.sample(range(VOCAB), draw.choice((0, 1) if is_crowded else (0, 1, 4))))
         promise = draw.choice(PROMISES)
-        for _ in range(draw.choice((1, 1, 1, 2))):  # choices of one prompt
+        for choice in range(draw.choice((1, 1, 1, 2))):  # choices of one prompt: the second when that is computed
             arrivals.append(
                 Arrival(
-                    at_s=at_s,
+                    at_s=at_s + 0.02 * choice,
                     router=draw.randrange(num_routers),
                     request=GenerateRequest(
                         request_id=f"template-{len(arrivals)}",

@@ -23,6 +23,7 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     assert report.transfers_done > 0
     assert report.pulled_tokens > report.pulled_by_decode > 0
     assert report.steps_ahead > 0
+    assert report.copied > 10
     assert report.links_lost == 0
     assert report.retries == report.prefill_failures == 0
 
