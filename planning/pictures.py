@@ -85,19 +85,26 @@ def _neighbours(operations: Sequence[Operation]) -> dict[int, list[str]]:
 
 @in_our_style
 def batch_sweep(
-    batches: Sequence[int], step_s: Sequence[float], most: int | None = None, knee: int | None = None
+    batches: Sequence[int],
+    step_s: Sequence[float],
+    most: int | None = None,
+    knee: int | None = None,
+    measured_s: Sequence[float] = (),
 ) -> Plot:
     """Throughput and time per token against batch.
 
     `most`: where the cache is full, or the promise is spent. `knee`: up to there more rows are worth their time.
+    `measured_s` are steps as they were measured, beside those of the model.
     """
     figure, axes = panels(2)
-    rates = [batch / seconds for batch, seconds in zip(batches, step_s, strict=True)]
-    for chart, values, label, colour in (
-        (axes[0, 0], rates, "tokens a second", BLUE),
-        (axes[0, 1], [seconds * 1000 for seconds in step_s], "ms a token", ORANGE),
-    ):
-        chart.plot(batches, values, marker="o", color=colour)
+    curves = [("model", step_s, BLUE), *([("measured", measured_s, ORANGE)] if measured_s else [])]
+    for chart, label in ((axes[0, 0], "tokens a second"), (axes[0, 1], "ms a token")):
+        for name, times, colour in curves:
+            rates = [batch / seconds for batch, seconds in zip(batches, times, strict=True)]
+            values = rates if chart is axes[0, 0] else [seconds * 1000 for seconds in times]
+            chart.plot(batches, values, marker="o", color=colour, label=name)
+        if measured_s:
+            chart.legend()
         chart.set_xscale("log", base=2)
         chart.set_xlabel("batch")
         chart.set_ylabel(label)
