@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from twostroke.benchmarks.clients import exact, medians_alone, plan_at, send_whole, spread
+from twostroke.benchmarks.clients import exact, latencies, medians_alone, plan_at, send_whole, spread
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive, say
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.server_process import config_file, twostroke_server
@@ -218,9 +218,8 @@ def summarise(story: Story) -> dict[str, Any]:
         }
     figures["back_after_s"] = story.sights[-1].at - story.fell_at if _is_back(story.sights) else None
     for name in ("calm", "step", "after"):
-        ttft_s = spread(getattr(story, name), "ttft_s")
-        figures[f"ttft_p50_{name}_s"] = percentile(ttft_s, 50)
-        figures[f"ttft_p99_{name}_s"] = percentile(ttft_s, 99)
+        of_phase = latencies(getattr(story, name))
+        figures |= {f"ttft_{p}_{name}_s": of_phase[f"ttft_{p}_s"] for p in ("p50", "p99")}
     return figures
 
 

@@ -48,6 +48,13 @@ def spread(records: Iterable[Record], name: str) -> list[float]:
     return [value for record in records if (value := getattr(record, name)) is not None]
 
 
+def latencies(records: Iterable[Record]) -> dict[str, float | None]:
+    """Return percentiles of the times to the first token, and between events with tokens, as they came."""
+    records = list(records)
+    times = {"ttft": spread(records, "ttft_s"), "itl": [gap for record in records for gap in record.gaps_s]}
+    return {f"{name}_p{p}_s": percentile(values, p) for name, values in times.items() for p in (50, 99)}
+
+
 def exact_records(sent: Sent) -> list[Record]:
     """Return the records of a plan, in the order of their sending; an answer of another length has failed."""
     return [exact(record) for record in sorted(sent.records, key=lambda record: record.scheduled_s)]

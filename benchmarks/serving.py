@@ -14,14 +14,13 @@ from typing import Any
 
 import msgspec
 
-from twostroke.benchmarks.clients import FIRST_TOKEN_ID, completion_body, exact, plan_at, spread, stream_completion
+from twostroke.benchmarks.clients import FIRST_TOKEN_ID, completion_body, exact, latencies, plan_at, stream_completion
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import cpu_seconds, processes_named, twostroke_server
 from twostroke.loadtests.generator.alone import send
 from twostroke.loadtests.plan import Closed, Fixed, Plan
-from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 
 TITLES = {
@@ -136,15 +135,11 @@ def summarise(answers: Iterable[Record], wall_s: float) -> dict[str, Any]:
     judged = [exact(answer) for answer in answers]
     whole = [answer for answer in judged if answer.status == "ok"]
     faults = [answer.error for answer in judged if answer.status != "ok"]
-    ttft_s = spread(whole, "ttft_s")
     itl_s = [gap for answer in whole for gap in answer.gaps_s]
     tokens = sum(answer.planned_output_tokens for answer in whole)
     figures: dict[str, Any] = {
         "out_tok_s": tokens / wall_s,
-        "ttft_p50_s": percentile(ttft_s, 50),
-        "ttft_p99_s": percentile(ttft_s, 99),
-        "itl_p50_s": percentile(itl_s, 50),
-        "itl_p99_s": percentile(itl_s, 99),
+        **latencies(whole),
         "itl_mean_s": statistics.fmean(itl_s) if itl_s else None,
         "errors": len(faults),
         "output_tokens": tokens,

@@ -32,19 +32,6 @@ class Target:
         parts = urlsplit(self.url)
         return await asyncio.open_connection(parts.hostname, parts.port)
 
-    async def status_of_models(self) -> int:
-        """The status of GET /v1/models; 0 where the connection breaks, as at a router that is killed."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                reader, writer = await self.connect()
-                try:
-                    writer.write(self.head(0).replace(b"POST /v1/completions", b"GET /v1/models"))
-                    return int((await reader.readline()).split()[1])
-                finally:
-                    writer.close()
-        except (OSError, IndexError, TimeoutError):
-            return 0
-
     def head(self, num_bytes: int) -> bytes:
         """The head of a request for a completion whose body has so many bytes."""
         lines = (
