@@ -1,4 +1,4 @@
-"""What the benches send: plans of the load tests, at a server that they have started, and single requests."""
+"""Requests of the benches: plans of the load tests, at a server that they have started, and single requests."""
 
 import asyncio
 import json

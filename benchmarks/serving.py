@@ -29,9 +29,9 @@ TITLES = {
     "prefill": ("ServeReplica:twostroke:PrefillWorker",),
     "decode": ("ServeReplica:twostroke:DecodeWorker",),
 }
-"""What the command lines of each group's processes contain."""
+"""Parts of the command lines of each group's processes."""
 TURNS = 3
-"""Of loads that are compared."""
+"""Turns of loads that are compared."""
 NEVER_ENDS = {
     "type": "array",
     "minItems": 10_000,
@@ -46,7 +46,7 @@ NEVER_ENDS = {
         "additionalProperties": False,
     },
 }
-"""What constrained answers are held to: no number of tokens is enough for it, so all are as long as was asked for."""
+"""The schema of constrained answers: no number of tokens is enough for it, so all are as long as was asked for."""
 SETTLE_S = 5.0
 DISCONNECTS = 16
 
@@ -114,7 +114,7 @@ def measure(plan: Plan, warm_up: Plan, processes: Sequence[int] | None) -> dict[
 
 
 def measure_constrained(plan: Plan, share: float) -> dict[str, Any]:
-    """What constrained streams cost: the load with its share of them, in turns with the same without any."""
+    """Measure the cost of constrained streams: the load with its share of them, in turns with the same without any."""
     ratios = []
     for turn in range(-1, TURNS):  # the first one warms up
         rates = []

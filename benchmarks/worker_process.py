@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker process is told."""
+    """Settings of a worker process."""
 
     role: Role
     model: str  # its folder
@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of one request, in seconds of CLOCK_MONOTONIC."""
+    """Moments of one request, in seconds of CLOCK_MONOTONIC."""
 
     first_step_began: float
     first_token_drawn: float
@@ -81,7 +81,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a process has noted: moments by the prompt's first token, which the benches make unique."""
+    """Notes of a process: moments by the prompt's first token, which the benches make unique."""
 
     moments: dict[str, Moments]
     stats: WorkerStats
@@ -119,7 +119,7 @@ class NotingEngine:
 
 
 class Hosted:
-    """What lives in a process of its own, with an event loop. Its methods block the thread that calls."""
+    """An object with an event loop in a process of its own. Its methods block the thread that calls."""
 
     def __init__(self) -> None:
         threading.Thread(target=_end_with_parent, name="watch parent", daemon=True).start()
@@ -149,7 +149,7 @@ class HostedWorker(Hosted):
         return self._run(self._worker.decode(request, ticket))
 
     def notes(self) -> Notes:
-        """What has been noted since the last time."""
+        """Return the notes since the last time."""
         moments, self._engine.moments = self._engine.moments, {}
         return Notes(moments, self._worker.stats())
 
@@ -312,7 +312,7 @@ class Served:
                 yield event
 
     async def notes(self) -> list[Notes]:
-        """What each worker has noted since the last time."""
+        """Return each worker's notes since the last time."""
         notes: list[Notes] = await asyncio.gather(*(process.call("notes") for process in self._processes))
         return notes
 

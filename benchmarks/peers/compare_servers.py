@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is sent, how often."""
+    """The requests of a comparison, and its rounds."""
 
     model: str  # what every server calls it
     vocab_size: int  # prompts are random token ids below it
@@ -181,7 +181,7 @@ def _over_rounds(turns: Sequence[Figures]) -> Figures:
 
 
 def has_errors(report: Mapping[str, Any]) -> bool:
-    """Whether any request failed."""
+    """Return whether any request failed."""
     return any(figures["errors"] for row in report["rows"].values() for figures in row["servers"].values())
 
 

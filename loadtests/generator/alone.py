@@ -48,7 +48,7 @@ class Greenlets:
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What became of a plan; the records are in the order in which their requests ended."""
+    """The records of a plan that was sent; they are in the order in which their requests ended."""
 
     records: list[Record]
     began: float  # of `time.monotonic`, which all processes of a machine share; records count from it
