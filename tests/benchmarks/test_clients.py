@@ -43,16 +43,22 @@ def test_a_request_has_what_its_own_class_is_promised() -> None:
     assert not has_met(msgspec.structs.replace(answered(0.1, output_tokens=3), status="refused"), CLASSES)
 
 
-def test_the_capacity_is_the_highest_rate_at_which_enough_requests_have_it() -> None:
+@pytest.mark.parametrize("limit", [14.0, 17.0, 20.0, 23.0, 26.0])
+def test_the_capacity_is_the_highest_rate_at_which_enough_requests_have_it(limit: float) -> None:
     tried: list[float] = []
 
     def at(rate: float, seed: int) -> list[Record]:
         tried.append(rate)
-        in_time = 100 if rate <= 20.0 else 100 * ATTAINMENT - 1
+        in_time = 100 if rate <= limit else 100 * ATTAINMENT - 1
         return [answered(0.1 if number < in_time else 9.0, output_tokens=3) for number in range(100)]
 
-    assert 18.0 <= find_capacity(at, CLASSES, peak=30.0) <= 20.0
+    found = find_capacity(at, CLASSES, peak=30.0)
+    assert limit / 1.1 <= found <= limit
+    assert found == max(rate for rate in tried if rate <= limit)
     assert tried[0] == 12.0
+
+
+def test_a_server_that_never_attains_has_half_of_the_least_rate() -> None:
     assert find_capacity(lambda rate, seed: [answered(9.0)], CLASSES, peak=30.0) == 6.0
 
 
