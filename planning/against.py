@@ -30,6 +30,8 @@ from twostroke.worker.profile import WorkerProfile
 
 ALONE = Closed(1), LongPrompts(80, 28, 300, 16, 0.4)
 """One request at a time: no worker computes while another does."""
+PAIRED = Closed(2), LongPrompts(80, 28, 300, 16, 0.4)
+"""The load where there is one worker alone: prompts come while it decodes."""
 BESIDE = Closed(7), LongPrompts(80, 60, 300, 2, 0.6)
 """Streams that never end and prompts that always wait: all workers compute all the time."""
 LINK_BYTES_PER_S = 1e9  # transfers wait for prefill, so their seconds do not tell the link's speed
@@ -105,18 +107,21 @@ def plan_for(url: str, workload: Workload, seconds: float, seed: int, longest: i
 
 
 def learn(url: str, folder: Path, *, seconds: float, seed: int = 0) -> dict[Role, WorkerProfile]:
-    """Put two learning loads of so many seconds on the server, and return what a worker of each role costs.
+    """Put the learning loads of so many seconds on the server, and return what a worker of each role costs.
 
     Raises ConfigError where a worker has not learnt yet, and LoadTestError where a load can't be sent.
     """
     found: list[dict[Role, WorkerProfile]] = []
-    for number, (arrivals, workload) in enumerate((ALONE, BESIDE)):
+    loads = (ALONE, BESIDE) if len(fetch_status(url)["workers"]) > 1 else (PAIRED,)
+    for number, (arrivals, workload) in enumerate(loads):
         plan = plan_for(url, workload, seconds, seed + 1000 + number, None)
         plan = msgspec.structs.replace(plan, arrivals=arrivals)
         records = list(run_plan(plan, folder / str(number), show=False).records())
         found.append(profiles_of(fetch_status(url), records))
-    alone, beside = found
-    return {role: msgspec.structs.replace(one, beside=beside[role].costs) for role, one in alone.items()}
+    first, *more = found
+    return {
+        role: msgspec.structs.replace(one, beside=more[0][role].costs) if more else one for role, one in first.items()
+    }
 
 
 def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role, WorkerProfile]:
@@ -138,8 +143,8 @@ def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role,
         workers = [one for one in status["workers"] if one["role"] == role]
         if not workers:
             continue
-        stats = [one["stats"] for one in workers]
-        costs = typical(None if one["costs"] is None else StepCosts(*one["costs"]) for one in stats)
+        # Decode workers may have read all prompts: then prefill workers, on the same machine, cost what those cost.
+        costs = _typical(workers) or _typical(status["workers"])
         if costs is None:
             raise ConfigError(f"--against: no {role} worker has learnt its costs yet; give a longer --learn")
         found[role] = WorkerProfile(
@@ -156,6 +161,11 @@ def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role,
             call_s=call_s,
         )
     return found
+
+
+def _typical(workers: Sequence[dict[str, Any]]) -> StepCosts | None:
+    told = [one["stats"]["costs"] for one in workers]
+    return typical(None if one is None else StepCosts(*one) for one in told)
 
 
 def layout_of(profiles: dict[Role, WorkerProfile], prefill: int, decode: int, mode: Mode) -> Layout:
