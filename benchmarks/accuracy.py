@@ -45,7 +45,7 @@ KINDS: Mapping[str, tuple[Quantization, torch.dtype | None]] = {
     "int4": ("int4", None),
     "kv_fp8": ("none", torch.float8_e4m3fn),
 }
-"""What is measured: how weights are held, and KV."""
+"""The quantisation of weights, and the numbers that KV is held in, by name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

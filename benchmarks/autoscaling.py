@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from twostroke.benchmarks.clients import exact, medians_alone, plan_at, send_whole, spread
+from twostroke.benchmarks.clients import exact, latencies, medians_alone, plan_at, send_whole, spread
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive, say
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.server_process import config_file, twostroke_server
@@ -42,7 +42,7 @@ BACK_S = 180.0  # for the workers to become as few as they were
 
 @dataclass(frozen=True)
 class Pace:
-    """What this machine can do, with one worker of each kind."""
+    """The pace of this machine with one worker of each kind."""
 
     rate: float  # requests a second, while it is calm
     ttft_s: float  # of a request alone
@@ -51,7 +51,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Sight:
-    """What GET /status told of the autoscaler."""
+    """The autoscaler, as GET /status told of it."""
 
     at: float  # of `time.monotonic`
     running: Mapping[str, int]
@@ -70,7 +70,7 @@ class Sight:
 
 @dataclass
 class Story:
-    """What happened, phase by phase."""
+    """The answers of each phase, and the autoscaler meanwhile."""
 
     calm: list[Record] = field(default_factory=list)
     step: list[Record] = field(default_factory=list)
@@ -110,7 +110,7 @@ def _workers() -> dict[str, Any]:
 
 
 def scaled_config(pace: Pace, lengths: Fixed, most: int, cooldown_s: float) -> dict[str, Any]:
-    """Of a server whose decode workers have room for twice the requests that are there while it is calm."""
+    """Return the configuration whose decode workers have room for twice the requests that a calm load has."""
     config = _workers()
     rows = max(LEAST_ROWS, math.ceil(ROOM * pace.rate * lengths.output_tokens * pace.tpot_s))
     config["decode"]["num_blocks"] = rows * (
@@ -218,9 +218,8 @@ def summarise(story: Story) -> dict[str, Any]:
         }
     figures["back_after_s"] = story.sights[-1].at - story.fell_at if _is_back(story.sights) else None
     for name in ("calm", "step", "after"):
-        ttft_s = spread(getattr(story, name), "ttft_s")
-        figures[f"ttft_p50_{name}_s"] = percentile(ttft_s, 50)
-        figures[f"ttft_p99_{name}_s"] = percentile(ttft_s, 99)
+        of_phase = latencies(getattr(story, name))
+        figures |= {f"ttft_{p}_{name}_s": of_phase[f"ttft_{p}_s"] for p in ("p50", "p99")}
     return figures
 
 

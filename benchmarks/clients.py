@@ -1,8 +1,7 @@
-"""What the benches send: plans of the load tests, at a server that they have started, and single requests."""
+"""Requests of the benches: plans of the load tests, at a server that they have started, and single requests."""
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import msgspec
 
 from twostroke.loadtests.generator.alone import Sent, send
-from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of, read_stream
+from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of
 from twostroke.loadtests.generator.run_facts import api_key, served_model
 from twostroke.loadtests.plan import SLO, Arrivals, Closed, Fixed, Plan
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
+FIRST_TOKEN_ID = 300  # ordinary in any vocabulary
 PATIENCE_S = 300.0
 """Longest time of a whole request; one that takes longer has failed."""
 ENDLESS_S = 1e6  # of plans that end with their requests
@@ -49,6 +48,13 @@ def spread(records: Iterable[Record], name: str) -> list[float]:
     return [value for record in records if (value := getattr(record, name)) is not None]
 
 
+def latencies(records: Iterable[Record]) -> dict[str, float | None]:
+    """Return percentiles of the times to the first token, and between events with tokens, as they came."""
+    records = list(records)
+    times = {"ttft": spread(records, "ttft_s"), "itl": [gap for record in records for gap in record.gaps_s]}
+    return {f"{name}_p{p}_s": percentile(values, p) for name, values in times.items() for p in (50, 99)}
+
+
 def exact_records(sent: Sent) -> list[Record]:
     """Return the records of a plan, in the order of their sending; an answer of another length has failed."""
     return [exact(record) for record in sorted(sent.records, key=lambda record: record.scheduled_s)]
@@ -67,11 +73,6 @@ def whole(record: Record) -> Record:
     if (judged := exact(record)).status != "ok":
         raise ValueError(judged.error)
     return record
-
-
-def random_prompt(draw: random.Random, num_tokens: int) -> list[int]:
-    """Draw a prompt whose beginning no cache holds."""
-    return [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(num_tokens)]
 
 
 def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
@@ -107,24 +108,3 @@ async def stream_completion(url: str, body: Mapping[str, Any], limit_s: float = 
     except OSError as error:
         result.broken = f"no connection: {error}"
     return result
-
-
-def record_of(came: Exchange, body: Mapping[str, Any], began: float) -> Record:
-    """Read what came over the wire. Times count from `began`; the request was due when it was sent."""
-    answer = read_stream(came)
-    sent_s = came.sent_at - began
-    return Record(
-        session=0,
-        turn=0,
-        scheduled_s=sent_s,
-        sent_s=sent_s,
-        end_s=came.arrivals[-1][0] - began if came.arrivals else sent_s,
-        status=answer.status,
-        http_status=answer.http_status,
-        error=answer.error,
-        planned_output_tokens=body["max_tokens"],
-        input_tokens=answer.usage.prompt_tokens,
-        output_tokens=answer.usage.completion_tokens,
-        token_s=tuple(at - began for at in answer.token_times),
-        stages=answer.usage.choice_stages,
-    )

@@ -1,4 +1,4 @@
-"""What all benches take from the command line, and how they speak: progress on stderr, the last line of stdout is JSON.
+"""Arguments that all benches share, and their way of speaking: progress on stderr, the last line of stdout is JSON.
 
 A file of its own, and short, since all of them use it.
 """
@@ -23,7 +23,7 @@ def positive(text: str) -> int:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, *, prompt_tokens: int, max_tokens: int) -> None:
-    """How long requests are, and what else `twostroke serve` is given where a bench starts it."""
+    """Add the lengths of requests, and further arguments of a `twostroke serve` that a bench starts."""
     for name, default, what in (("prompt", prompt_tokens, "a prompt"), ("max", max_tokens, "an answer")):
         parser.add_argument(
             f"--{name}-tokens", type=positive, default=default, help=f"tokens {what} (default: %(default)s)"

@@ -85,7 +85,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """What takes turns: an engine, the steps that it is given, and what one of them can't do without."""
+    """A participant in turns: an engine, the steps that it is given, and the least work of one of them."""
 
     loaded: LoadedEngine
     steps: Sequence[Sequence[SequenceStep]]

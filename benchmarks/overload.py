@@ -91,7 +91,7 @@ def classes_for(ttft_s: float, tpot_s: float) -> dict[str, SLOClass]:
 
 
 def settings_of(classes: dict[str, SLOClass]) -> dict[str, Any]:
-    """What a server's configuration says of them."""
+    """Return the section of a server's configuration that has them."""
     return {"slo": {"classes": [one.model_dump() for one in classes.values()], "default": BATCH}}
 
 
@@ -146,13 +146,13 @@ def find_capacity(at: Callable[[float, int], list[Record]], classes: dict[str, S
 
 
 def has_met(record: Record, classes: Mapping[str, SLOClass]) -> bool:
-    """Whether a request got what its class is promised."""
+    """Return whether a request got what its class is promised."""
     promised = classes[record.kind]
     return met_slo(record, SLO(promised.ttft_s, promised.tpot_s))
 
 
 def _has_failed(one: Record) -> bool:
-    """Whether it is neither a whole answer nor refused for the load."""
+    """Return whether it is neither a whole answer nor refused for the load."""
     return one.status != "ok" and one.http_status != 429
 
 

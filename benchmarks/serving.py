@@ -14,14 +14,13 @@ from typing import Any
 
 import msgspec
 
-from twostroke.benchmarks.clients import FIRST_TOKEN_ID, completion_body, exact, plan_at, spread, stream_completion
+from twostroke.benchmarks.clients import FIRST_TOKEN_ID, completion_body, exact, latencies, plan_at, stream_completion
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import cpu_seconds, processes_named, twostroke_server
 from twostroke.loadtests.generator.alone import send
 from twostroke.loadtests.plan import Closed, Fixed, Plan
-from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 
 TITLES = {
@@ -30,9 +29,9 @@ TITLES = {
     "prefill": ("ServeReplica:twostroke:PrefillWorker",),
     "decode": ("ServeReplica:twostroke:DecodeWorker",),
 }
-"""What the command lines of each group's processes contain."""
+"""Parts of the command lines of each group's processes."""
 TURNS = 3
-"""Of loads that are compared."""
+"""Turns of loads that are compared."""
 NEVER_ENDS = {
     "type": "array",
     "minItems": 10_000,
@@ -47,7 +46,7 @@ NEVER_ENDS = {
         "additionalProperties": False,
     },
 }
-"""What constrained answers are held to: no number of tokens is enough for it, so all are as long as was asked for."""
+"""The schema of constrained answers: no number of tokens is enough for it, so all are as long as was asked for."""
 SETTLE_S = 5.0
 DISCONNECTS = 16
 
@@ -115,7 +114,7 @@ def measure(plan: Plan, warm_up: Plan, processes: Sequence[int] | None) -> dict[
 
 
 def measure_constrained(plan: Plan, share: float) -> dict[str, Any]:
-    """What constrained streams cost: the load with its share of them, in turns with the same without any."""
+    """Measure the cost of constrained streams: the load with its share of them, in turns with the same without any."""
     ratios = []
     for turn in range(-1, TURNS):  # the first one warms up
         rates = []
@@ -136,15 +135,11 @@ def summarise(answers: Iterable[Record], wall_s: float) -> dict[str, Any]:
     judged = [exact(answer) for answer in answers]
     whole = [answer for answer in judged if answer.status == "ok"]
     faults = [answer.error for answer in judged if answer.status != "ok"]
-    ttft_s = spread(whole, "ttft_s")
     itl_s = [gap for answer in whole for gap in answer.gaps_s]
     tokens = sum(answer.planned_output_tokens for answer in whole)
     figures: dict[str, Any] = {
         "out_tok_s": tokens / wall_s,
-        "ttft_p50_s": percentile(ttft_s, 50),
-        "ttft_p99_s": percentile(ttft_s, 99),
-        "itl_p50_s": percentile(itl_s, 50),
-        "itl_p99_s": percentile(itl_s, 99),
+        **latencies(whole),
         "itl_mean_s": statistics.fmean(itl_s) if itl_s else None,
         "errors": len(faults),
         "output_tokens": tokens,

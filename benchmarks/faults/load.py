@@ -22,7 +22,7 @@ MODEL = "twostroke-bundled"
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and the API key that they have."""
+    """The address of requests, and their API key."""
 
     url: str
     api_key: str = ""
@@ -31,19 +31,6 @@ class Target:
         """Raises OSError."""
         parts = urlsplit(self.url)
         return await asyncio.open_connection(parts.hostname, parts.port)
-
-    async def status_of_models(self) -> int:
-        """The status of GET /v1/models; 0 where the connection breaks, as at a router that is killed."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                reader, writer = await self.connect()
-                try:
-                    writer.write(self.head(0).replace(b"POST /v1/completions", b"GET /v1/models"))
-                    return int((await reader.readline()).split()[1])
-                finally:
-                    writer.close()
-        except (OSError, IndexError, TimeoutError):
-            return 0
 
     def head(self, num_bytes: int) -> bytes:
         """The head of a request for a completion whose body has so many bytes."""
@@ -90,7 +77,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Choice:
-    """What came of one choice. Times are of `time.monotonic`."""
+    """The answer of one choice. Times are of `time.monotonic`."""
 
     pieces: list[tuple[float, list[int]]] = field(default_factory=list)  # token ids, by arrival
     text: str = ""
@@ -105,7 +92,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What came of one request."""
+    """The answer to one request, as its client saw it."""
 
     request: Request
     sent_at: float
@@ -145,7 +132,7 @@ async def ask(
 
 
 async def _receive(target: Target, request: Request, came: list[Piece], leave_after: int | None) -> bool:
-    """Whether the client has left before the server hung up. Raises OSError."""
+    """Return whether the client has left before the server hung up. Raises OSError."""
     payload = json.dumps(request.body).encode()
     reader, writer = await target.connect()
     num_events = 0

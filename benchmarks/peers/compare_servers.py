@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
+from twostroke.benchmarks.clients import latencies
 from twostroke.benchmarks.console import say
 from twostroke.loadtests.generator.alone import send
 from twostroke.loadtests.plan import SLO, Closed, Fixed, Plan, Uniform
 from twostroke.loadtests.report.comparison import ratio_of
-from twostroke.loadtests.report.estimates import Estimate, percentile
+from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.run_folder import Record
 
 HIGHER_IS_BETTER = ("out_tok_s", "prompt_tok_s")
@@ -44,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is sent, how often."""
+    """The requests of a comparison, and its rounds."""
 
     model: str  # what every server calls it
     vocab_size: int  # prompts are random token ids below it
@@ -120,24 +121,19 @@ def figures_of(records: Iterable[Record]) -> Figures:
     """
     records = list(records)
     answers = [record for record in records if fault_of(record) is None]
-    gaps = [gap for answer in answers for gap in answer.gaps_s]
     tokens = sum(answer.output_tokens or 0 for answer in answers)
     events = sum(len(answer.token_s) for answer in answers)
-    ttft_s = [answer.ttft_s or 0.0 for answer in answers]
     figures: Figures = {
         "out_tok_s": None,  # from the first request sent to the last token come
         "prompt_tok_s": None,  # of one request alone, up to its first token
-        "ttft_p50_s": percentile(ttft_s, 50),
-        "ttft_p99_s": percentile(ttft_s, 99),
-        "itl_p50_s": percentile(gaps, 50),  # between events with tokens, as they came
-        "itl_p99_s": percentile(gaps, 99),
+        **latencies(answers),
         "tokens_per_event": tokens / events if events else None,
         "errors": len(records) - len(answers),
         "wrong_length": sum(answer.output_tokens != answer.planned_output_tokens for answer in answers),
     }
     if answers:
         lasted_s = max(each.token_s[-1] for each in answers) - min(each.sent_s for each in answers)
-        rates = [(each.input_tokens or 0) / first_s for each, first_s in zip(answers, ttft_s, strict=True)]
+        rates = [(each.input_tokens or 0) / each.ttft_s for each in answers if each.ttft_s]
         figures |= {"out_tok_s": tokens / lasted_s, "prompt_tok_s": statistics.median(rates)}
     return figures
 
@@ -185,7 +181,7 @@ def _over_rounds(turns: Sequence[Figures]) -> Figures:
 
 
 def has_errors(report: Mapping[str, Any]) -> bool:
-    """Whether any request failed."""
+    """Return whether any request failed."""
     return any(figures["errors"] for row in report["rows"].values() for figures in row["servers"].values())
 
 

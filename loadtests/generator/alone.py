@@ -48,7 +48,7 @@ class Greenlets:
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What became of a plan; the records are in the order in which their requests ended."""
+    """The records of a plan that was sent; they are in the order in which their requests ended."""
 
     records: list[Record]
     began: float  # of `time.monotonic`, which all processes of a machine share; records count from it
@@ -62,7 +62,12 @@ def send(plan: Plan, is_over: Callable[[], bool] = lambda: False) -> Sent:
     Raises LoadTestError for a plan that can't be sent, RunLost where the process fails.
     """
     check_prompts(plan)
-    process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # The process inherits the mask: it may be told that all is over before it can hear that.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     order: bytes | None = msgspec.json.encode(plan)
     try:
         while True:
@@ -97,6 +102,7 @@ def main() -> None:
     dispatcher.prepare()
     began, began_cpu = time.monotonic(), time.process_time()
     gevent.signal_handler(signal.SIGTERM, dispatcher.end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     dispatcher.run(began)
     sent = Sent(records, began, time.monotonic() - began, time.process_time() - began_cpu)
     with os.fdopen(1, "wb", closefd=False) as output:

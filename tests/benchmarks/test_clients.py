@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
-from twostroke.benchmarks.clients import completion_body, exact, record_of, stream_completion, whole
+from twostroke.benchmarks.clients import completion_body, exact, stream_completion, whole
 from twostroke.benchmarks.overload import (
     ATTAINMENT,
     BATCH,
@@ -19,13 +19,10 @@ from twostroke.benchmarks.overload import (
     settings_of,
 )
 from twostroke.cluster.config.config import read_config
-from twostroke.loadtests.generator.http_stream import Exchange, read_stream
+from twostroke.loadtests.generator.http_stream import read_stream
 from twostroke.loadtests.run_folder import Record
 
 CLASSES = classes_for(0.5, 0.05)
-OK = b"HTTP/1.1 200 OK\r\n\r\n"
-TOKEN = b'data: {"choices":[{"text":"x"}]}\n\n'
-END = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
 
 
 def test_a_server_reads_the_classes_that_the_overload_is_measured_with() -> None:
@@ -46,23 +43,28 @@ def test_a_request_has_what_its_own_class_is_promised() -> None:
     assert not has_met(msgspec.structs.replace(answered(0.1, output_tokens=3), status="refused"), CLASSES)
 
 
-def test_the_capacity_is_the_highest_rate_at_which_enough_requests_have_it() -> None:
+@pytest.mark.parametrize("limit", [14.0, 17.0, 20.0, 23.0, 26.0])
+def test_the_capacity_is_the_highest_rate_at_which_enough_requests_have_it(limit: float) -> None:
     tried: list[float] = []
 
     def at(rate: float, seed: int) -> list[Record]:
         tried.append(rate)
-        in_time = 100 if rate <= 20.0 else 100 * ATTAINMENT - 1
+        in_time = 100 if rate <= limit else 100 * ATTAINMENT - 1
         return [answered(0.1 if number < in_time else 9.0, output_tokens=3) for number in range(100)]
 
-    assert 18.0 <= find_capacity(at, CLASSES, peak=30.0) <= 20.0
+    found = find_capacity(at, CLASSES, peak=30.0)
+    assert limit / 1.1 <= found <= limit
+    assert found == max(rate for rate in tried if rate <= limit)
     assert tried[0] == 12.0
+
+
+def test_a_server_that_never_attains_has_half_of_the_least_rate() -> None:
     assert find_capacity(lambda rate, seed: [answered(9.0)], CLASSES, peak=30.0) == 6.0
 
 
 def test_an_answer_that_lacks_tokens_has_failed() -> None:
-    came = Exchange(10.1, [(10.2, OK + TOKEN + END)])
-    assert whole(record_of(came, {"max_tokens": 3}, 10.0)).ttft_s == pytest.approx(0.1)
-    short = record_of(came, {"max_tokens": 4}, 10.0)
+    assert whole(answered(0.1, output_tokens=3, planned_output_tokens=3)).ttft_s == 0.1
+    short = answered(0.1, output_tokens=3, planned_output_tokens=4)
     assert exact(short).status == "failed"
     with pytest.raises(ValueError, match="3 tokens instead of 4"):
         whole(short)

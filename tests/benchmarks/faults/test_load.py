@@ -30,7 +30,7 @@ async def test_an_answer_has_its_text_or_says_why_it_has_none() -> None:
     assert not cut.has_end
 
 
-async def test_what_is_lost_and_what_is_wrong_are_told_apart_at_a_rate_that_does_not_wait_for_answers() -> None:
+async def test_what_is_lost_and_what_is_wrong_are_told_apart() -> None:
     expected: dict[int, Any] = {}
     seen: list[int] = []
     all_seen = asyncio.Event()
@@ -60,6 +60,28 @@ async def test_what_is_lost_and_what_is_wrong_are_told_apart_at_a_rate_that_does
     assert verdict.slowest_first_token_s > 0
     after = survival(load.answers, expected, max(one.ended_at for one in load.answers))
     assert (after.lost, after.lost_new, after.answered_again_s) == (verdict.lost, 0, None)
+
+
+async def test_a_rate_does_not_wait_for_answers() -> None:
+    num_open = 0
+    three_are_open = asyncio.Event()
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_open
+        num_open += 1
+        if num_open == 3:
+            three_are_open.set()
+        await three_are_open.wait()
+        writer.close()
+
+    server = await asyncio.start_server(keep, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        load = SteadyLoad(Target(url), REQUESTS, seed=1, rate=50.0)
+        await load.start()
+        await asyncio.wait_for(three_are_open.wait(), 30)
+        await load.stop()
+    assert len(load.answers) >= 3
 
 
 def test_a_caller_without_an_event_loop_has_one_beside_it() -> None:

@@ -42,6 +42,8 @@ async def test_when_it_is_over_nothing_more_is_sent_and_what_is_under_way_is_awa
         sent = await asyncio.wait_for(asyncio.to_thread(send, endless, asked.is_set), 60)
     assert len(sent.records) == len(server.bodies) > 0
     assert {record.status for record in sent.records} == {"ok"}
+    at_once = await asyncio.to_thread(send, endless, lambda: True)
+    assert len(at_once.records) < 20, "it hears of the end as soon as it can"
 
 
 def test_a_plan_that_can_not_be_sent_is_refused_at_once() -> None:
