@@ -5,10 +5,11 @@ model never read; another model reads the same text in its own tokens.
 """
 
 import argparse
-import itertools
+import hashlib
 import json
 import math
 import statistics
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,10 +33,9 @@ from twostroke.model.engine_config import resolve_dtype
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
-from twostroke.tools.bundled.corpus import is_held_out, source_files
-from twostroke.tools.bundled.evaluate import held_out_windows
 
 BLOCK_SIZE = 16
+HELD_OUT_PERCENT = 5
 CPU = torch.device("cpu")
 
 PLAIN = "none"
@@ -45,7 +45,7 @@ KINDS: Mapping[str, tuple[Quantization, torch.dtype | None]] = {
     "int4": ("int4", None),
     "kv_fp8": ("none", torch.float8_e4m3fn),
 }
-"""What is measured: how weights are held, and KV."""
+"""The quantisation of weights, and the numbers that KV is held in, by name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,16 +79,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def held_out_text(folder: Path, length: int, limit: int, files: int | None = None) -> list[Tensor]:
-    """`limit` windows int64 [length + 1] of the first `files` files (None: of all), in the tokens of `folder`'s model.
-
-    Raises ConfigError.
+    """Return `limit` windows int64 [length + 1], evenly spread over the first `files` held-out files (None: all), in
+    the tokens of `folder`'s model. Raises ConfigError.
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing more special
         raise ConfigError(f"{folder / 'tokenizer.json'} can't be read: {error}") from error
-    texts = itertools.islice((text for name, text in source_files() if is_held_out(name)), files)
-    return held_out_windows((tokenizer.encode(text).ids for text in texts), length, limit)
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in held_out_files()[:files]]
+    tokens = torch.tensor([token for text in texts for token in tokenizer.encode(text).ids])
+    windows = list(tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length))
+    return [windows[index * len(windows) // limit] for index in range(limit)] if len(windows) > limit else windows
+
+
+def held_out_files() -> list[Path]:
+    """Return the standard library's files that the bundled model has not read: one of twenty, by a hash of its name
+    (tools/train_bundled/corpus.py)."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    left_out = ("test", "tests", "idle_test", "site-packages", "_bundled")
+    found = []
+    for path in sorted(library.rglob("*.py")):
+        name = path.relative_to(library)
+        digest = hashlib.sha256(f"twostroke-1\0split\0{name.as_posix()}".encode()).digest()
+        if int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT and not set(left_out).intersection(name.parts):
+            found.append(path)
+    return found
 
 
 def window_losses(

@@ -7,31 +7,28 @@ every token of it.
 """
 
 import argparse
-import asyncio
-import contextlib
-import json
 import math
-import random
-import statistics
-import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
-from twostroke.benchmarks.clients import Mix, send_arrivals
-from twostroke.benchmarks.console import add_load_arguments, conclude, positive
+from twostroke.benchmarks.clients import exact, latencies, medians_alone, plan_at, send_whole, spread
+from twostroke.benchmarks.console import add_load_arguments, conclude, positive, say
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.server_process import twostroke_server
+from twostroke.cluster.local.server_process import config_file, twostroke_server
+from twostroke.loadtests.generator.alone import send
+from twostroke.loadtests.plan import Fixed, Poisson
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 
 CLASS = "standard"
 ROLES = ("prefill", "decode")
 LEAST = {"prefill": 1, "decode": 1}
-STEP = 4.0  # times the load
+RISE = 4.0  # times the load
 CALM = 0.25  # of one prefill worker's time, before and after
 ALONE_REQUESTS = 12
 ROOM = 2.0  # of a decode worker, in requests that there are at the calm rate
@@ -45,7 +42,7 @@ BACK_S = 180.0  # for the workers to become as few as they were
 
 @dataclass(frozen=True)
 class Pace:
-    """What this machine can do, with one worker of each kind."""
+    """The pace of this machine with one worker of each kind."""
 
     rate: float  # requests a second, while it is calm
     ttft_s: float  # of a request alone
@@ -54,9 +51,9 @@ class Pace:
 
 @dataclass(frozen=True)
 class Sight:
-    """What GET /status told of the autoscaler, so many seconds after the beginning."""
+    """The autoscaler, as GET /status told of it."""
 
-    at: float
+    at: float  # of `time.monotonic`
     running: Mapping[str, int]
     target: Mapping[str, int]
     change: Mapping[str, str | None]  # the reason of the last one
@@ -73,7 +70,7 @@ class Sight:
 
 @dataclass
 class Story:
-    """What happened, phase by phase."""
+    """The answers of each phase, and the autoscaler meanwhile."""
 
     calm: list[Record] = field(default_factory=list)
     step: list[Record] = field(default_factory=list)
@@ -95,16 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; returns 0, or 1 where an answer was lost or a role did not follow. Raises ServerFailed."""
-    with tempfile.TemporaryDirectory(prefix="twostroke-autoscaling-") as folder:
-        path = Path(folder) / "config.yaml"  # YAML takes JSON
-        path.write_text(json.dumps(_workers()))
-        with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
-            mix = Mix(fetch_status(server.url)["model"], {CLASS: 1.0}, arguments.prompt_tokens, arguments.max_tokens)
-            pace = asyncio.run(measure_pace(server.url, mix))
-        print(f"TTFT {pace.ttft_s * 1e3:.0f} ms; at {pace.rate:.2f}/s, which is calm, TPOT {pace.tpot_s * 1e3:.1f} ms")
-        path.write_text(json.dumps(scaled_config(pace, mix, arguments.most, arguments.cooldown)))
-        with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
-            story = asyncio.run(tell(server.url, mix, pace.rate, arguments.calm_seconds, arguments.step_seconds))
+    lengths = Fixed(arguments.prompt_tokens, arguments.max_tokens)
+    with config_file(_workers()) as path, twostroke_server([*arguments.serve, "--config", path]) as server:
+        pace = measure_pace(server.url, lengths)
+    print(f"TTFT {pace.ttft_s * 1e3:.0f} ms; at {pace.rate:.2f}/s, which is calm, TPOT {pace.tpot_s * 1e3:.1f} ms")
+    config = scaled_config(pace, lengths, arguments.most, arguments.cooldown)
+    with config_file(config) as path, twostroke_server([*arguments.serve, "--config", path]) as server:
+        story = tell(server.url, lengths, pace.rate, arguments.calm_seconds, arguments.step_seconds)
     figures = {"rate": pace.rate, **summarise(story)}
     conclude(figures)
     return 0 if holds(figures) else 1
@@ -115,11 +109,13 @@ def _workers() -> dict[str, Any]:
     return {"prefill": dict(one), "decode": dict(one), "slo": {"classes": [{"name": CLASS}]}}
 
 
-def scaled_config(pace: Pace, mix: Mix, most: int, cooldown_s: float) -> dict[str, Any]:
-    """Of a server whose decode workers have room for twice the requests that are there while it is calm."""
+def scaled_config(pace: Pace, lengths: Fixed, most: int, cooldown_s: float) -> dict[str, Any]:
+    """Return the configuration whose decode workers have room for twice the requests that a calm load has."""
     config = _workers()
-    rows = max(LEAST_ROWS, math.ceil(ROOM * pace.rate * mix.max_tokens * pace.tpot_s))
-    config["decode"]["num_blocks"] = rows * (math.ceil((mix.prompt_tokens + mix.max_tokens) / BLOCK_TOKENS) + 1)
+    rows = max(LEAST_ROWS, math.ceil(ROOM * pace.rate * lengths.output_tokens * pace.tpot_s))
+    config["decode"]["num_blocks"] = rows * (
+        math.ceil((lengths.input_tokens + lengths.output_tokens) / BLOCK_TOKENS) + 1
+    )
     # Promises that say how long prompts may wait; what is late is served all the same.
     promise = {"name": CLASS, "ttft_s": max(1.0, 5 * pace.ttft_s), "tpot_s": max(0.1, 10 * pace.tpot_s)}
     config["slo"] = {"classes": [promise], "admission": False}
@@ -134,48 +130,63 @@ def scaled_config(pace: Pace, mix: Mix, most: int, cooldown_s: float) -> dict[st
     return config
 
 
-async def measure_pace(url: str, mix: Mix) -> Pace:
-    """Medians, after some requests that warm everything up. Raises ValueError where an answer is not whole."""
-    draw = random.Random(1)
-    times = [await mix.ask_alone(url, draw) for _ in range(2 * ALONE_REQUESTS)]
-    alone_s = statistics.median(ttft_s for ttft_s, _ in times[ALONE_REQUESTS:])
+def measure_pace(url: str, lengths: Fixed) -> Pace:
+    """Return medians, after some requests that warm everything up. Raises ValueError where an answer is not whole."""
+    alone_s, _ = medians_alone(url, lengths, ALONE_REQUESTS)
     rate = CALM / alone_s
-    calm = await send_arrivals(url, mix.arrivals(rate, TRY_S, seed=7))
-    return Pace(rate, alone_s, statistics.median(one.tpot_s for one in calm if one.tpot_s is not None))
+    calm = send_whole(plan_at(url, Poisson(rate), lengths, TRY_S, seed=7))
+    return Pace(rate, alone_s, percentile(spread(calm, "tpot_s"), 50) or 0.0)
 
 
-async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) -> Story:
-    """Calm, then the step, then calm again until there are as many workers as there were."""
-    await send_arrivals(url, mix.arrivals(rate / 2, WARM_S, seed=8))
-    story = Story()
-    began = time.perf_counter()
-    watching = asyncio.create_task(_watch(url, began, story.sights))
+def tell(url: str, lengths: Fixed, rate: float, calm_s: float, step_s: float) -> Story:
+    """Send a calm load, then the step, then a calm load again until there are as many workers as there were."""
+
+    def answers(times: float, seconds: float, seed: int, is_over: Callable[[], bool] = lambda: False) -> list[Record]:
+        sent = send(plan_at(url, Poisson(times * rate), lengths, seconds, seed=seed), is_over)
+        return [exact(record) for record in sent.records]
+
+    answers(0.5, WARM_S, 8)
+    with _watching(url) as sights:
+        calm = answers(1.0, calm_s, 1000)
+        rose_at = time.monotonic()
+        step = answers(RISE, step_s, 2000, lambda: _have_grown(sights))
+        fell_at = time.monotonic()
+        after = answers(1.0, BACK_S, 3000, lambda: _is_back(sights))
+    return Story(calm, step, after, sights, rose_at, fell_at)
+
+
+@contextmanager
+def _watching(url: str) -> Iterator[list[Sight]]:
+    """Give what GET /status tells meanwhile, twice a second. An error ends the bench with the context."""
+    sights: list[Sight] = []
+    failed: list[Exception] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        try:
+            while not over.wait(LOOK_S):
+                if (told := fetch_status(url)["autoscaling"]) is not None:
+                    sights.append(_shown(Sight.of(time.monotonic(), told["roles"]), sights))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread.start()
     try:
-        story.calm = await send_arrivals(url, mix.arrivals(rate, calm_s, seed=1000))
-        story.rose_at = time.perf_counter() - began
-        rising = mix.arrivals(STEP * rate, step_s, seed=2000)
-        story.step = await send_arrivals(url, rising, lambda: _have_grown(story.sights))
-        story.fell_at = time.perf_counter() - began
-        story.after = await send_arrivals(url, mix.arrivals(rate, BACK_S, seed=3000), lambda: _is_back(story.sights))
+        yield sights
     finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):  # what else has ended it is not passed over
-            await watching
-    return story
+        over.set()
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
-async def _watch(url: str, began: float, sights: list[Sight]) -> None:
-    while True:
-        told = (await asyncio.to_thread(fetch_status, url))["autoscaling"]
-        if told is not None:
-            sight = Sight.of(time.perf_counter() - began, told["roles"])
-            if not sights or (sight.target, sight.running) != (sights[-1].target, sights[-1].running):
-                counts = ", ".join(f"{role} {sight.running[role]} of {sight.target[role]}" for role in ROLES)
-                print(
-                    f"{sight.at:6.1f} s  {counts}  ({', '.join(str(sight.change[role]) for role in ROLES)})", flush=True
-                )
-            sights.append(sight)
-        await asyncio.sleep(LOOK_S)
+def _shown(sight: Sight, before: Sequence[Sight]) -> Sight:
+    """Return a sight, told to those who wait where it differs from the one before."""
+    if not before or (sight.target, sight.running) != (before[-1].target, before[-1].running):
+        counts = ", ".join(f"{role} {sight.running[role]} of {sight.target[role]}" for role in ROLES)
+        say(f"{counts}  ({', '.join(str(sight.change[role]) for role in ROLES)})")
+    return sight
 
 
 def _have_grown(sights: Sequence[Sight]) -> bool:
@@ -207,9 +218,8 @@ def summarise(story: Story) -> dict[str, Any]:
         }
     figures["back_after_s"] = story.sights[-1].at - story.fell_at if _is_back(story.sights) else None
     for name in ("calm", "step", "after"):
-        ttft_s = [one.ttft_s for one in getattr(story, name) if one.ttft_s is not None]
-        figures[f"ttft_p50_{name}_s"] = percentile(ttft_s, 50)
-        figures[f"ttft_p99_{name}_s"] = percentile(ttft_s, 99)
+        of_phase = latencies(getattr(story, name))
+        figures |= {f"ttft_{p}_{name}_s": of_phase[f"ttft_{p}_s"] for p in ("p50", "p99")}
     return figures
 
 

@@ -1,4 +1,4 @@
-"""What all benches take from the command line, and how they speak: progress on stderr, the last line of stdout is JSON.
+"""Arguments that all benches share, and their way of speaking: progress on stderr, the last line of stdout is JSON.
 
 A file of its own, and short, since all of them use it.
 """
@@ -7,7 +7,12 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from twostroke.protocol.errors import ConfigError
 
 
 def positive(text: str) -> int:
@@ -18,7 +23,7 @@ def positive(text: str) -> int:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, *, prompt_tokens: int, max_tokens: int) -> None:
-    """How long requests are, and what else `twostroke serve` is given where a bench starts it."""
+    """Add the lengths of requests, and further arguments of a `twostroke serve` that a bench starts."""
     for name, default, what in (("prompt", prompt_tokens, "a prompt"), ("max", max_tokens, "an answer")):
         parser.add_argument(
             f"--{name}-tokens", type=positive, default=default, help=f"tokens {what} (default: %(default)s)"
@@ -36,3 +41,11 @@ def conclude(figures: Mapping[str, Any]) -> None:
     for name, value in figures.items():
         print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
     print(json.dumps(figures))
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write what `--output` names. Raises ConfigError."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from error

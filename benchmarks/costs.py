@@ -15,13 +15,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from twostroke.benchmarks.console import conclude, positive, say
-from twostroke.benchmarks.engine import BLOCK_SIZE, GREEDY, MODELS, write_random_model
+from twostroke.benchmarks.console import conclude, positive, say, write_json
+from twostroke.benchmarks.engine import BLOCK_SIZE, MODELS, decode_step, prompt_step, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.step import Draw, SequenceStep
-from twostroke.protocol.errors import ConfigError
+from twostroke.model.step import SequenceStep
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.step_costs import COLD_STEPS, StepContent, StepCostFit
@@ -69,10 +68,7 @@ def run(args: argparse.Namespace) -> int:
         source=f"twostroke bench costs --model {args.model}, {torch.get_num_threads()} threads",
         num_layers=config.num_layers,
     )
-    try:
-        args.output.write_bytes(msgspec.json.format(msgspec.json.encode(kind)) + b"\n")
-    except OSError as failure:
-        raise ConfigError(f"--output {args.output}: {failure.strerror}") from failure
+    write_json(args.output, kind)
     conclude({"file": str(args.output), "median_error": error, **msgspec.structs.asdict(costs)})
     return 0
 
@@ -110,24 +106,13 @@ async def _fit(loaded: LoadedEngine, rounds: int) -> tuple[StepCosts, float]:
 
 def _steps(groups: int) -> list[list[SequenceStep]]:
     """Prompts alone, decodes alone, and both together. What the cache holds doesn't change the speed."""
-    prompts = [[_prompt(tokens, before, groups)] for tokens in PROMPTS for before in (0, 512)]
-    decodes = [_decodes(batch, context, groups) for batch in BATCHES for context in CONTEXTS]
-    both = [
-        [*_decodes(batch, 256, groups), _prompt(tokens, 0, groups)]
+
+    def decodes(batch: int, context: int) -> list[SequenceStep]:
+        return decode_step(batch, context, -(-(context + 1) // BLOCK_SIZE) * groups)
+
+    alone = [[prompt_step(tokens, groups, before)] for tokens in PROMPTS for before in (0, 512)]
+    beside = [
+        [*decodes(batch, 256), prompt_step(tokens, groups)]
         for batch, tokens in ((4, 64), (16, 64), (4, 256), (16, 256))
     ]
-    return prompts + decodes + both
-
-
-def _prompt(tokens: int, before: int, groups: int) -> SequenceStep:
-    ids = [1 + number % 31000 for number in range(tokens)]
-    table = range(-(-(before + tokens) // BLOCK_SIZE) * groups)
-    return SequenceStep(ids, before, table, Draw(GREEDY, [1] * before + ids, before + tokens))
-
-
-def _decodes(batch: int, context: int, groups: int) -> list[SequenceStep]:
-    width = -(-(context + 1) // BLOCK_SIZE) * groups
-    return [
-        SequenceStep([1 + row], context, range(row * width, (row + 1) * width), Draw(GREEDY, [1] * (context + 1), 1))
-        for row in range(batch)
-    ]
+    return alone + [decodes(batch, context) for batch in BATCHES for context in CONTEXTS] + beside

@@ -6,32 +6,37 @@ engine computes bf16 checkpoints in here, and reads of far more than caches hold
 """
 
 import argparse
-import platform
-import statistics
 from pathlib import Path
 
-import msgspec
 import torch
 
-from twostroke.benchmarks.console import conclude, positive, say
-from twostroke.benchmarks.engine import Machine
+from twostroke.benchmarks.console import conclude, positive, say, write_json
 from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
-from twostroke.model.cache.memory import available_bytes
-from twostroke.model.engine_config import resolve_dtype
-from twostroke.model.operations import Limits
-from twostroke.model.published.hardware import Hardware, Number
-from twostroke.protocol.errors import ConfigError
+from twostroke.model.config import ModelConfig, ModelShape
+from twostroke.model.operations import input_sizes
+from twostroke.model.this_machine import ROUNDS, Machine, measure_rounds, row_of
 
-CPU = torch.device("cpu")
-NUMBERS: dict[torch.dtype, Number] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+def prefill_machine(config: ModelShape, tokens: int) -> Machine:
+    """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
+    hidden = config.hidden_size
+    queries, kv, of_pair = input_sizes(config)
+    mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
+    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
+    size, copies, rows = config.intermediate_size, 1, tokens
+    if experts is not None:  # each with its share of the tokens' choices
+        size, copies = experts.size, experts.routing.num_experts
+        rows = max(1, tokens * experts.routing.top_k // copies)
+    return Machine(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench hardware`."""
     parser.add_argument("--name", default="this-cpu", help="of the row (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
-    parser.add_argument("--rounds", type=positive, default=7, help="medians are taken (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help="medians are taken (default: %(default)s)")
     parser.add_argument("--usd-per-hour", type=above_zero, default=1.0, metavar="USD", help="an assumption: yours")
     parser.add_argument("--output", type=Path, metavar="FILE", help="that `twostroke plan --gpu FILE` reads")
 
@@ -40,20 +45,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write; the last line of stdout is one JSON object. Raises ConfigError."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    dtype = resolve_dtype("auto", torch.bfloat16, CPU)
-    machine, measured = Machine(dtype=dtype), list[Limits]()
-    for number in range(args.rounds):
-        measured.append(machine.measure())
-        say(
-            f"round {number + 1} of {args.rounds}: {measured[-1].gemm / 1e9:.0f} GFLOP/s, "
-            f"{measured[-1].read / 1e9:.1f} GB/s"
-        )
-    row = row_of(measured, dtype, args.name, args.usd_per_hour)
+    measured, dtype = measure_rounds(args.rounds, say)
+    row = row_of(measured, dtype, args.name, args.usd_per_hour, machine_facts()["cpu"])
     if args.output is not None:
-        try:
-            args.output.write_bytes(msgspec.json.format(msgspec.json.encode(row)) + b"\n")
-        except OSError as error:
-            raise ConfigError(f"--output {args.output}: {error.strerror}") from error
+        write_json(args.output, row)
     gemm, read = [one.gemm for one in measured], [one.read for one in measured]
     conclude(
         {
@@ -69,19 +64,3 @@ def run(args: argparse.Namespace) -> int:
         }
     )
     return 0
-
-
-def row_of(measured: list[Limits], dtype: torch.dtype, name: str, usd_per_hour: float) -> Hardware:
-    """Medians; ranks of one host sum up through its memory, where each byte is written and read."""
-    read = statistics.median(one.read for one in measured)
-    return Hardware(
-        name=name,
-        title=f"{machine_facts()['cpu'] or platform.machine()}, {torch.get_num_threads()} threads",
-        memory_bytes=available_bytes(CPU),
-        read_bytes_per_s=read,
-        flops_per_s={NUMBERS[dtype]: statistics.median(one.gemm for one in measured)},
-        link_bytes_per_s=read / 2,
-        usd_per_hour=usd_per_hour,
-        source=f"twostroke bench hardware, medians of {len(measured)} rounds",
-        is_gpu=False,
-    )

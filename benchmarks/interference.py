@@ -51,7 +51,7 @@ class Turn:
 
 @dataclass
 class Stream:
-    """When a stream's tokens came, in seconds of CLOCK_MONOTONIC."""
+    """Moments of a stream's tokens, in seconds of CLOCK_MONOTONIC."""
 
     times: list[float] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def bound_s(arguments: argparse.Namespace, costs: StepCosts | None, alone_s: float) -> float | None:
-    """How long a step beside a prompt may take, where one without takes `alone_s`; None: as long as it likes."""
+    """Return the longest time of a step beside a prompt, where one without takes `alone_s`; None: there is no limit."""
     if arguments.no_limit:
         return None
     if arguments.tpot_ms is not None:

@@ -6,22 +6,20 @@ nine requests out of ten get what they are promised. It is then offered once and
 """
 
 import argparse
-import asyncio
-import itertools
-import json
 import math
-import random
-import statistics
-import tempfile
-import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twostroke.benchmarks.clients import Mix, has_met, send_arrivals, send_in_turn, whole
-from twostroke.benchmarks.console import add_load_arguments, positive
+import msgspec
+
+from twostroke.benchmarks.clients import exact_records, medians_alone, plan_at, send_whole, spread
+from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.server_process import twostroke_server
+from twostroke.cluster.local.server_process import config_file, twostroke_server
+from twostroke.loadtests.capacity import Search, SweepPoint, bracket, next_rate
+from twostroke.loadtests.generator.alone import send
+from twostroke.loadtests.generator.live import met as met_slo
+from twostroke.loadtests.plan import SLO, Closed, Fixed, Plan, Poisson
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.run_folder import Record
 from twostroke.router.slo.classes import SLOClass
@@ -35,7 +33,7 @@ LEAST_TTFT_S, LEAST_TPOT_S = 0.1, 0.005  # shorter ones would be a matter of the
 OVERLOAD = 5.0
 ALONE_REQUESTS = 20
 CLOSED_LOOP_CLIENTS = 32
-STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5)  # of what the closed loop did
+LEAST, FACTOR, PRECISION = 0.4, 1.3, 0.1  # of the search for the capacity; the first of what the closed loop did
 ATTAINMENT = 0.9
 CALM = 0.5  # of capacity, while the server recovers
 
@@ -54,19 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; returns 0, or 1 where a criterion is missed. Raises ConfigError, ServerFailed."""
+    lengths = Fixed(arguments.prompt_tokens, arguments.max_tokens)
     with twostroke_server(arguments.serve) as server:
-        mix = Mix(fetch_status(server.url)["model"], PARTS, arguments.prompt_tokens, arguments.max_tokens)
-        ttft_s, tpot_s, peak = asyncio.run(measure_alone(server.url, mix, arguments.step_seconds))
+        send_whole(plan_at(server.url, Closed(CLOSED_LOOP_CLIENTS, requests=CLOSED_LOOP_CLIENTS), lengths, seed=2))
+        ttft_s, tpot_s = medians_alone(server.url, lengths, ALONE_REQUESTS)
+        sent = send(plan_at(server.url, Closed(CLOSED_LOOP_CLIENTS), lengths, arguments.step_seconds, seed=3))
+        peak = sum(record.status == "ok" for record in sent.records) / sent.wall_s
     classes = classes_for(ttft_s * arguments.ttft_multiple, tpot_s * arguments.tpot_multiple)
     print(f"alone: TTFT {ttft_s * 1e3:.1f} ms, TPOT {tpot_s * 1e3:.2f} ms; {CLOSED_LOOP_CLIENTS} clients: {peak:.1f}/s")
     for one in classes.values():
         print(f"class {one.name}: TTFT {(one.ttft_s or 0) * 1e3:.0f} ms, TPOT {(one.tpot_s or 0) * 1e3:.1f} ms")
-    with tempfile.TemporaryDirectory(prefix="twostroke-overload-") as folder:
-        path = Path(folder) / "slo.yaml"
-        path.write_text(json.dumps(settings_of(classes)))  # YAML takes JSON
-        with twostroke_server([*arguments.serve, "--config", str(path)]) as server:
-            figures = asyncio.run(measure(server.url, mix, classes, peak, arguments))
-    print(json.dumps(figures))
+    with (
+        config_file(settings_of(classes)) as path,
+        twostroke_server([*arguments.serve, "--config", path]) as server,
+    ):
+        plan = plan_at(server.url, Poisson(1.0), msgspec.structs.replace(lengths, tiers=PARTS), arguments.seconds)
+        figures = measure(plan, classes, peak, arguments.step_seconds)
+    conclude(figures)
     holds = (
         figures["only_200_and_429"]
         and figures["workers_unchanged"]
@@ -89,42 +91,29 @@ def classes_for(ttft_s: float, tpot_s: float) -> dict[str, SLOClass]:
 
 
 def settings_of(classes: dict[str, SLOClass]) -> dict[str, Any]:
-    """What a server's configuration says of them."""
+    """Return the section of a server's configuration that has them."""
     return {"slo": {"classes": [one.model_dump() for one in classes.values()], "default": BATCH}}
 
 
-async def measure_alone(url: str, mix: Mix, seconds: float) -> tuple[float, float, float]:
-    """A request's TTFT and TPOT by itself (medians), and how many a second many clients get in turn."""
-    draw = random.Random(1)
-    await _answers_per_s(url, mix, draw, 3.0)  # warms everything up
-    alone = [await mix.ask_alone(url, draw) for _ in range(ALONE_REQUESTS)]
-    ttft_s, tpot_s = (statistics.median(times) for times in zip(*alone, strict=True))
-    return ttft_s, tpot_s, await _answers_per_s(url, mix, draw, seconds)
+def measure(plan: Plan, classes: dict[str, SLOClass], peak: float, step_seconds: float) -> dict[str, Any]:
+    """Return the figures of a server with these classes."""
+    load_s, recovery_s = plan.seconds, max(15.0, plan.seconds / 3)
 
+    def at(rate: float, seconds: float, seed: int) -> list[Record]:
+        return exact_records(send(msgspec.structs.replace(plan, arrivals=Poisson(rate), seconds=seconds, seed=seed)))
 
-async def _answers_per_s(url: str, mix: Mix, draw: random.Random, seconds: float) -> float:
-    """Of clients that each send the next request when the last one is answered."""
-    until = time.perf_counter() + seconds
-    bodies = (mix.body(draw) for _ in itertools.takewhile(lambda _: time.perf_counter() < until, itertools.count()))
-    answers = map(whole, await send_in_turn(url, bodies, CLOSED_LOOP_CLIENTS))
-    return sum(answer.token_s[-1] < seconds for answer in answers) / seconds
-
-
-async def measure(
-    url: str, mix: Mix, classes: dict[str, SLOClass], peak: float, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The figures of a server with these classes."""
-    load_s, recovery_s = arguments.seconds, max(15.0, arguments.seconds / 3)
-    await send_arrivals(url, mix.arrivals(0.2 * peak, 5.0, seed=2))  # so that the workers know what steps cost
-    capacity = await find_capacity(url, mix, classes, peak, arguments.step_seconds)
-    workers = _epochs(url)
-    usual = await send_arrivals(url, mix.arrivals(capacity, load_s, seed=3))
-    overload = await send_arrivals(url, mix.arrivals(OVERLOAD * capacity, load_s, seed=4))
-    # Recovery runs on from the last arrival: what is still being served is a part of it.
-    calm = await send_arrivals(url, mix.arrivals(CALM * capacity, recovery_s, seed=5))
-    _show("1x", usual, classes, load_s)
-    _show(f"{OVERLOAD:g}x", overload, classes, load_s)
-    _show("after", calm, classes, recovery_s)
+    at(0.2 * peak, 5.0, seed=2)  # so that the workers know what steps cost
+    capacity = find_capacity(lambda rate, seed: at(rate, step_seconds, seed), classes, peak)
+    workers = _epochs(plan.url)
+    usual = at(capacity, load_s, seed=3)
+    overload = at(OVERLOAD * capacity, load_s, seed=4)
+    calm = at(CALM * capacity, recovery_s, seed=5)
+    for title, outcomes, seconds in (
+        ("1x", usual, load_s),
+        (f"{OVERLOAD:g}x", overload, load_s),
+        ("after", calm, recovery_s),
+    ):
+        _show(title, outcomes, classes, seconds)
     goodput = [sum(has_met(one, classes) for one in outcomes) / load_s for outcomes in (usual, overload)]
     return {
         "only_200_and_429": not any(map(_has_failed, (*usual, *overload, *calm))),
@@ -132,7 +121,7 @@ async def measure(
         "tpot_p99_over_slo": _worst(overload, classes, "tpot_s"),
         "goodput_ratio": goodput[1] / goodput[0] if goodput[0] else 0.0,
         "recovery_s": max((one.scheduled_s for one in calm if not has_met(one, classes)), default=0.0),
-        "workers_unchanged": _epochs(url) == workers,
+        "workers_unchanged": _epochs(plan.url) == workers,
         "capacity_per_s": capacity,
         "goodput_at_capacity_per_s": goodput[0],
         "goodput_at_overload_per_s": goodput[1],
@@ -143,21 +132,27 @@ async def measure(
     }
 
 
-async def find_capacity(url: str, mix: Mix, classes: dict[str, SLOClass], peak: float, seconds: float) -> float:
-    """The highest rate of the steps before the first that misses the attainment; half of the first where that does."""
-    capacity = STEPS[0] * peak / 2
-    for i, step in enumerate(STEPS):
-        outcomes = await send_arrivals(url, mix.arrivals(step * peak, seconds, seed=10 + i))
+def find_capacity(at: Callable[[float, int], list[Record]], classes: dict[str, SLOClass], peak: float) -> float:
+    """Return the highest rate of the search whose requests attain; half of the lowest where none does."""
+    points: list[SweepPoint] = []
+    search = Search(LEAST * peak, FACTOR, PRECISION, least=LEAST * peak / 2)
+    while (rate := next_rate(points, ATTAINMENT, search)) is not None:
+        outcomes = at(rate, 10 + len(points))
         attained = sum(has_met(one, classes) for one in outcomes) / max(1, len(outcomes))
-        print(f"{step * peak:8.1f}/s  attainment {attained:.3f}", flush=True)
-        if attained < ATTAINMENT:
-            break
-        capacity = step * peak
-    return capacity
+        print(f"{rate:8.1f}/s  attainment {attained:.3f}", flush=True)
+        points.append(SweepPoint(rate, "", attained, attained, attained, 0.0, True))
+    met, _ = bracket(points, ATTAINMENT)
+    return met.rate if met else search.least
+
+
+def has_met(record: Record, classes: Mapping[str, SLOClass]) -> bool:
+    """Return whether a request got what its class is promised."""
+    promised = classes[record.kind]
+    return met_slo(record, SLO(promised.ttft_s, promised.tpot_s))
 
 
 def _has_failed(one: Record) -> bool:
-    """Whether it is neither a whole answer nor refused for the load."""
+    """Return whether it is neither a whole answer nor refused for the load."""
     return one.status != "ok" and one.http_status != 429
 
 
@@ -174,8 +169,7 @@ def _worst(outcomes: Sequence[Record], classes: dict[str, SLOClass], what: str) 
     """The P99 of admitted requests over what their class is promised, of the class that fares worst."""
     worst = 0.0
     for name, promised in classes.items():
-        times = [getattr(one, what) for one in outcomes if one.kind == name and one.status == "ok"]
-        p99 = percentile([one for one in times if one is not None], 99)
+        p99 = percentile(spread((one for one in outcomes if one.kind == name and one.status == "ok"), what), 99)
         if p99 is not None:
             worst = max(worst, p99 / getattr(promised, what))
     return worst
@@ -185,8 +179,7 @@ def _show(title: str, outcomes: Sequence[Record], classes: dict[str, SLOClass], 
     for name in classes:
         own = [one for one in outcomes if one.kind == name]
         done = [one for one in own if one.status == "ok"]
-        ttft_ms = 1e3 * (percentile([one.ttft_s for one in done if one.ttft_s is not None], 99) or math.nan)
-        tpot_ms = 1e3 * (percentile([one.tpot_s for one in done if one.tpot_s is not None], 99) or math.nan)
+        ttft_ms, tpot_ms = (1e3 * (percentile(spread(done, what), 99) or math.nan) for what in ("ttft_s", "tpot_s"))
         print(
             f"{title:>6} {name:>12}: {len(own) / seconds:7.1f}/s offered, {len(done) / seconds:6.1f}/s served, "
             f"attainment {_attainment(outcomes, classes, name):.3f}, P99 TTFT {ttft_ms:.0f} ms, TPOT {tpot_ms:.1f} ms"

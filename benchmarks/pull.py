@@ -12,21 +12,20 @@ All processes of a machine share CLOCK_MONOTONIC.
 
 import asyncio
 import contextlib
-import multiprocessing
 import random
 import statistics
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from twostroke.benchmarks.console import say
 from twostroke.benchmarks.engine import MODELS
+from twostroke.benchmarks.worker_process import Hosted, HostProcess
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
@@ -44,7 +43,6 @@ Device = Literal["cpu", "cuda"]
 HOST = "127.0.0.1"
 SECRET = b"a secret of these two processes alone"
 TRANSPORTS = {"cpu": "shm", "cuda": "cuda_ipc"}
-START_S = 60.0  # for the source's imports, its cache, and kernels to compile
 WARM_UPS = 3
 AT_ONCE = 4  # prompts
 
@@ -106,96 +104,72 @@ def fill(layer: Tensor, seed: int) -> None:
     layer.normal_(generator=torch.Generator(layer.device).manual_seed(seed))
 
 
-# --- the source's process -----------------------------------------------------------------------------------------
+class Source(Hosted):
+    """The sending side, in a process of its own."""
 
+    def __init__(self, device: Device, sizes: PullSizes):
+        super().__init__()
+        self._peer = Peer("source", draw_epoch())
+        self._num_layers = sizes.num_layers
+        self._run(self._start(device, sizes))
 
-def run_source(pipe: Connection, device: Device, sizes: PullSizes) -> None:
-    """Tell our Peer, then carry out Orders and tell when each began, until None comes or the pipe is closed."""
-    asyncio.run(_serve_orders(pipe, device, sizes))
+    def peer(self) -> Peer:
+        return self._peer
 
+    def send(self, order: Order) -> float:
+        """Carry out an order; return when the last layer of its prompts was there, in seconds of CLOCK_MONOTONIC.
 
-async def _serve_orders(pipe: Connection, device: Device, sizes: PullSizes) -> None:
-    cache = make_cache(device, sizes)
-    for index, layer in enumerate(cache.tensors):
-        fill(layer, index)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
-    peer = Peer("source", draw_epoch())
-    sender = KVSender(
-        peer=peer,
-        store=cache,
-        network=TcpNetwork(SECRET),
-        transports=transports,
-        config=TransferConfig(),
-        clock=time.monotonic,
-    )
-    try:
-        pipe.send(peer)
-        with contextlib.suppress(EOFError):
-            while (order := await asyncio.to_thread(pipe.recv)) is not None:
-                pipe.send(await _carry_out(order, sender, sizes.num_layers))
-    finally:
-        await sender.close()
-        await transports.close()
+        Raises TransferFailed.
+        """
+        return self._run(self._send(order))
 
+    def stop(self) -> None:
+        self._run(self._sender.close())
+        self._run(self._transports.close())
 
-async def _carry_out(order: Order, sender: KVSender, num_layers: int) -> float | str:
-    """When the last layer of the prompts was there, in seconds of CLOCK_MONOTONIC; or what went wrong."""
-    ready = order.num_tokens if order.layer_s is None else 0
-    began = time.monotonic()
-    sending = [sender.open(ticket, order.num_tokens, blocks, ready) for ticket, blocks in order.prompts]
-    if order.layer_s is not None:
-        for layer in range(num_layers):
-            await asyncio.sleep(order.layer_s)
-            began = time.monotonic()
-            for transfer in sending:
-                transfer.layer_ready(layer, order.num_tokens)
-    for transfer in sending:
-        transfer.commit(SampledToken(0))
-    try:
+    async def _start(self, device: Device, sizes: PullSizes) -> None:
+        cache = make_cache(device, sizes)
+        for index, layer in enumerate(cache.tensors):
+            fill(layer, index)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        self._transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
+        self._sender = KVSender(
+            peer=self._peer,
+            store=cache,
+            network=TcpNetwork(SECRET),
+            transports=self._transports,
+            config=TransferConfig(),
+            clock=time.monotonic,
+        )
+
+    async def _send(self, order: Order) -> float:
+        ready = order.num_tokens if order.layer_s is None else 0
+        began = time.monotonic()
+        sending = [self._sender.open(ticket, order.num_tokens, blocks, ready) for ticket, blocks in order.prompts]
+        if order.layer_s is not None:
+            for layer in range(self._num_layers):
+                await asyncio.sleep(order.layer_s)
+                began = time.monotonic()
+                for transfer in sending:
+                    transfer.layer_ready(layer, order.num_tokens)
+        for transfer in sending:
+            transfer.commit(SampledToken(0))
         await asyncio.gather(*(transfer.done() for transfer in sending))
-    except TransferFailed as error:
-        return str(error)
-    return began
-
-
-# --- the target's, which measures ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _source_process(device: Device, sizes: PullSizes) -> Iterator[tuple[Connection, Peer]]:
-    """Raises TransferFailed where it does not come to serve."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_source, args=(theirs, device, sizes), name="source", daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        try:
-            if not ours.poll(START_S):
-                raise TransferFailed(f"the source's process does not serve within {START_S:g} s")
-            peer = ours.recv()
-        except EOFError:
-            raise TransferFailed("the source's process has ended at its start") from None
-        yield ours, peer
-        ours.send(None)
-        process.join(10)
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+        return began
 
 
 class Target:
     """This process's cache and receiver."""
 
-    def __init__(self, receiver: KVReceiver, cache: KVCache, address: Address, source: Peer, pipe: Connection):
+    def __init__(
+        self, receiver: KVReceiver, cache: KVCache, address: Address, source: Peer, sending: Callable[[Order], Any]
+    ):
         self._receiver = receiver
         self._cache = cache
         self._address = address
         self._source = source
-        self._pipe = pipe
+        self._send = sending
         self._draw = random.Random(0)
 
     def bytes_of(self, num_tokens: int) -> int:
@@ -206,7 +180,8 @@ class Target:
     async def pull(
         self, num_tokens: int, layer_s: float | None, at_once: int = 1, *, is_checked: bool = False
     ) -> float:
-        """Seconds until so many prompts are verified, from when all of their KV was there. Raises TransferFailed."""
+        """Seconds until so many prompts are verified, from when all of their KV was there. Raises TransferFailed,
+        WorkerLost."""
         blocks = -(-num_tokens // self._cache.block_size)
         chosen = [self._draw.sample(range(self._cache.num_blocks), at_once * blocks) for _ in range(2)]
         tables = [[ids[at : at + blocks] for at in range(0, at_once * blocks, blocks)] for ids in chosen]
@@ -216,15 +191,13 @@ class Target:
             self._receiver.expect(ticket, table, num_tokens, 0)
             for ticket, table in zip(tickets, tables[1], strict=True)
         ]
-        self._pipe.send(Order(list(zip(tickets, tables[0], strict=True)), num_tokens, layer_s))
-        await asyncio.gather(*(one.verified() for one in incoming))
-        ended = time.monotonic()
-        try:
-            began = await asyncio.to_thread(self._pipe.recv)
-        except EOFError:
-            raise TransferFailed("the source's process has ended") from None
-        if isinstance(began, str):
-            raise TransferFailed(began)
+        order = Order(list(zip(tickets, tables[0], strict=True)), num_tokens, layer_s)
+
+        async def verified() -> float:
+            await asyncio.gather(*(one.verified() for one in incoming))
+            return time.monotonic()
+
+        began, ended = await asyncio.gather(self._send(order), verified())
         if is_checked:
             self._check(*chosen)
         return float(ended - began)
@@ -240,23 +213,25 @@ class Target:
 @contextlib.asynccontextmanager
 async def _target(device: Device, sizes: PullSizes) -> AsyncIterator[Target]:
     cache = make_cache(device, sizes)
-    with _source_process(device, sizes) as (pipe, source):
-        transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
-        receiver = KVReceiver(
-            peer=Peer("target", draw_epoch()),
-            store=cache,
-            network=TcpNetwork(SECRET),
-            transports=transports,
-            config=TransferConfig(),
-            clock=time.monotonic,
-            secret=SECRET,
-        )
+    process = HostProcess(Source, device, sizes)
+    transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
+    receiver = KVReceiver(
+        peer=Peer("target", draw_epoch()),
+        store=cache,
+        network=TcpNetwork(SECRET),
+        transports=transports,
+        config=TransferConfig(),
+        clock=time.monotonic,
+        secret=SECRET,
+    )
+    try:
+        source = await process.start("peer")
         (address,) = await receiver.start(HOST)
-        try:
-            yield Target(receiver, cache, address, source, pipe)
-        finally:
-            await receiver.close()
-            await transports.close()
+        yield Target(receiver, cache, address, source, lambda order: process.call("send", order))
+    finally:
+        await receiver.close()
+        await transports.close()
+        await process.end()
 
 
 class Load:
@@ -306,7 +281,7 @@ class Load:
 async def measure_pulls(device: Device, sizes: PullSizes) -> dict[str, float]:
     """The part's figures, each told as soon as it is known.
 
-    Raises TransferFailed, or ConfigError where the device can't share memory.
+    Raises TransferFailed or WorkerLost, or ConfigError where the device can't share memory.
     """
     async with _target(device, sizes) as target:
         prompt_bytes = target.bytes_of(sizes.prompt_tokens)

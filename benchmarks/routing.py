@@ -134,7 +134,7 @@ def _prompts(draw: random.Random, num_tokens: int, count: int) -> list[tuple[int
 def _caches(
     draw: random.Random, infos: Sequence[WorkerInfo], prompts: Sequence[tuple[int, ...]], num_blocks: int
 ) -> dict[Peer, list[int]]:
-    """What each worker holds: the prompts' beginnings at some, and names of other prompts up to `num_blocks` in all."""
+    """Return the names of blocks that each worker holds: prompts' beginnings, and others up to `num_blocks` in all."""
     held: dict[Peer, set[int]] = {info.peer: set() for info in infos}
     roles = [[info.peer for info in infos if info.role == role] for role in ("prefill", "decode")]
     for prompt in prompts:
@@ -207,15 +207,15 @@ class _Channels(TokenChannels):
         """Nobody is called."""
 
     def stats(self, worker: Peer) -> WorkerStats | None:
-        """As they were told last."""
+        """Return the numbers that were told last."""
         return self._told.get(worker)
 
     def tell(self, worker: Peer, stats: WorkerStats) -> None:
-        """As if the worker had sent these numbers."""
+        """Take numbers for what the worker has sent."""
         self._told[worker] = stats
         self.listener.told(worker, stats)
 
     def tell_blocks(self, worker: Peer, held: BlocksHeld) -> None:
-        """As if the worker had sent these names."""
+        """Take names for what the worker has sent."""
         if self.listener.blocks is not None:
             self.listener.blocks(worker, held)

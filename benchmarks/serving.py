@@ -7,27 +7,20 @@ and more while neighbours use the same caches, memory and clock: compare figures
 import argparse
 import asyncio
 import contextlib
-import os
-import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from twostroke.benchmarks.clients import (
-    FIRST_TOKEN_ID,
-    completion_body,
-    exact,
-    random_prompt,
-    send_in_turn,
-    stream_completion,
-)
+import msgspec
+
+from twostroke.benchmarks.clients import FIRST_TOKEN_ID, completion_body, exact, latencies, plan_at, stream_completion
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import cpu_seconds, processes_named, twostroke_server
-from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.generator.alone import send
+from twostroke.loadtests.plan import Closed, Fixed, Plan
 from twostroke.loadtests.run_folder import Record
 
 TITLES = {
@@ -36,9 +29,9 @@ TITLES = {
     "prefill": ("ServeReplica:twostroke:PrefillWorker",),
     "decode": ("ServeReplica:twostroke:DecodeWorker",),
 }
-"""What the command lines of each group's processes contain."""
+"""Parts of the command lines of each group's processes."""
 TURNS = 3
-"""Of loads that are compared."""
+"""Turns of loads that are compared."""
 NEVER_ENDS = {
     "type": "array",
     "minItems": 10_000,
@@ -53,22 +46,9 @@ NEVER_ENDS = {
         "additionalProperties": False,
     },
 }
-"""What constrained answers are held to: no number of tokens is enough for it, so all are as long as was asked for."""
+"""The schema of constrained answers: no number of tokens is enough for it, so all are as long as was asked for."""
 SETTLE_S = 5.0
 DISCONNECTS = 16
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the clients do: `concurrency` of them send `requests` in all, each as soon as its last has ended."""
-
-    model: str
-    concurrency: int
-    requests: int
-    prompt_tokens: int
-    max_tokens: int
-    seed: int = 0
-    constrained: float = 0.0  # the share of requests that are held to a JSON schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,56 +77,52 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.nullcontext() if arguments.url else twostroke_server(arguments.serve) as server:
         url = server.url if server else arguments.url.rstrip("/")
         processes = descendants(server.pid) if server else None
-        load = Load(
-            model=fetch_status(url)["model"],
-            concurrency=arguments.concurrency,
-            requests=arguments.requests,
-            prompt_tokens=arguments.prompt_tokens,
-            max_tokens=arguments.max_tokens,
+        lengths = Fixed(arguments.prompt_tokens, arguments.max_tokens)
+        users = arguments.concurrency
+        warm_up = plan_at(url, Closed(users, requests=users), Fixed(arguments.prompt_tokens, 4), seed=1)
+        plan = msgspec.structs.replace(
+            warm_up, arrivals=Closed(users, requests=arguments.requests), workload=lengths, seed=0
         )
-        figures = asyncio.run(measure(url, load, processes))
+        figures = measure(plan, warm_up, processes)
         if arguments.constrained:
-            figures |= asyncio.run(measure_constrained(url, replace(load, constrained=arguments.constrained)))
+            figures |= measure_constrained(plan, arguments.constrained)
     conclude(figures)
     return 1 if figures["errors"] or figures["owned_blocks_after"] else 0
 
 
-async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict[str, Any]:
-    """The figures of one run, after a short one that warms everything up.
+def measure(plan: Plan, warm_up: Plan, processes: Sequence[int] | None) -> dict[str, Any]:
+    """Return the figures of one run, after a short one that warms everything up.
 
     `processes` are the server's; None: whatever has the titles of a server's processes on this machine.
     """
-    await _send_all(url, Load(load.model, load.concurrency, load.concurrency, load.prompt_tokens, 4, seed=1))
+    send(warm_up)
     groups = {
         group: [pid for title in titles for pid in processes_named(title, processes)]
         for group, titles in TITLES.items()
     }
-    groups["client"] = [os.getpid()]
     before = {group: cpu_seconds(pids) for group, pids in groups.items()}
-    began = time.perf_counter()
-    results = await _send_all(url, load)
-    wall_s = time.perf_counter() - began
-    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
-    figures = summarise(results, wall_s)
+    sent = send(plan)
+    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()} | {"client": sent.cpu_s}
+    figures = summarise(sent.records, sent.wall_s)
     tokens = max(1, figures["output_tokens"])
-    figures["cores_busy"] = sum(cpu_s.values()) / wall_s
+    figures["cores_busy"] = sum(cpu_s.values()) / sent.wall_s
     for group, used_s in cpu_s.items():
         figures[f"{group}_cpu_us_per_token"] = used_s / tokens * 1e6
-    figures["freed_after_disconnect_s"] = await freed_after_disconnect(url, load)
-    figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
+    figures["freed_after_disconnect_s"] = asyncio.run(freed_after_disconnect(plan.url, plan.model))
+    figures["owned_blocks_after"] = asyncio.run(owned_blocks_when_settled(plan.url))
     return figures
 
 
-async def measure_constrained(url: str, load: Load) -> dict[str, float]:
-    """What constrained streams cost: the load with its share of them, in turns with the same without any."""
+def measure_constrained(plan: Plan, share: float) -> dict[str, Any]:
+    """Measure the cost of constrained streams: the load with its share of them, in turns with the same without any."""
     ratios = []
     for turn in range(-1, TURNS):  # the first one warms up
         rates = []
-        for place, constrained in enumerate((0.0, load.constrained)):
+        for place, constrained in enumerate((0.0, share)):
             seed = 4 + 2 * turn + place  # prompts of their own: those of the run before would be cached
-            began = time.perf_counter()
-            results = await _send_all(url, replace(load, seed=seed, constrained=constrained))
-            figures = summarise(results, time.perf_counter() - began)
+            extra = {"guided_json": NEVER_ENDS, "ignore_eos": False}
+            sent = send(msgspec.structs.replace(plan, seed=seed, extra=extra, extra_share=constrained))
+            figures = summarise(sent.records, sent.wall_s)
             if figures["errors"]:
                 return {"constrained_ratio": 0.0, **figures}
             rates.append(figures["out_tok_s"])
@@ -159,15 +135,11 @@ def summarise(answers: Iterable[Record], wall_s: float) -> dict[str, Any]:
     judged = [exact(answer) for answer in answers]
     whole = [answer for answer in judged if answer.status == "ok"]
     faults = [answer.error for answer in judged if answer.status != "ok"]
-    ttft_s = [answer.ttft_s for answer in whole if answer.ttft_s is not None]
     itl_s = [gap for answer in whole for gap in answer.gaps_s]
     tokens = sum(answer.planned_output_tokens for answer in whole)
     figures: dict[str, Any] = {
         "out_tok_s": tokens / wall_s,
-        "ttft_p50_s": percentile(ttft_s, 50),
-        "ttft_p99_s": percentile(ttft_s, 99),
-        "itl_p50_s": percentile(itl_s, 50),
-        "itl_p99_s": percentile(itl_s, 99),
+        **latencies(whole),
         "itl_mean_s": statistics.fmean(itl_s) if itl_s else None,
         "errors": len(faults),
         "output_tokens": tokens,
@@ -188,12 +160,12 @@ async def owned_blocks_when_settled(url: str) -> int:
         await asyncio.sleep(0.2)
 
 
-async def freed_after_disconnect(url: str, load: Load) -> float | None:
+async def freed_after_disconnect(url: str, model: str) -> float | None:
     """Seconds from the moment when all clients leave in mid-stream until no worker owns a block; None: too many.
 
     Includes the time until the workers report, half a second at most by default.
     """
-    body = completion_body(load.model, [FIRST_TOKEN_ID] * 64, 2000)
+    body = completion_body(model, [FIRST_TOKEN_ID] * 64, 2000)
     clients = [asyncio.create_task(stream_completion(url, body)) for _ in range(DISCONNECTS)]
     while await _owned_blocks(url) == 0:
         if all(client.done() for client in clients):
@@ -212,15 +184,3 @@ async def freed_after_disconnect(url: str, load: Load) -> float | None:
 async def _owned_blocks(url: str) -> int:
     status = await asyncio.to_thread(fetch_status, url)
     return sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
-
-
-async def _send_all(url: str, load: Load) -> list[Record]:
-    draw = random.Random(load.seed)
-    bodies = [
-        completion_body(load.model, random_prompt(draw, load.prompt_tokens), load.max_tokens)
-        for _ in range(load.requests)
-    ]
-    for number, body in enumerate(bodies):
-        if int((number + 1) * load.constrained) > int(number * load.constrained):
-            body |= {"guided_json": NEVER_ENDS, "ignore_eos": False}
-    return await send_in_turn(url, bodies, load.concurrency)

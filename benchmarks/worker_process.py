@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker process is told."""
+    """Settings of a worker process."""
 
     role: Role
     model: str  # its folder
@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of one request, in seconds of CLOCK_MONOTONIC."""
+    """Moments of one request, in seconds of CLOCK_MONOTONIC."""
 
     first_step_began: float
     first_token_drawn: float
@@ -81,7 +81,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a process has noted: moments by the prompt's first token, which the benches make unique."""
+    """Notes of a process: moments by the prompt's first token, which the benches make unique."""
 
     moments: dict[str, Moments]
     stats: WorkerStats
@@ -118,14 +118,23 @@ class NotingEngine:
         return self._engine.num_broken_rows
 
 
-class HostedWorker:
-    """A worker in the process that the manager has started for it. Its methods block the thread that calls."""
+class Hosted:
+    """An object with an event loop in a process of its own. Its methods block the thread that calls."""
 
-    def __init__(self, settings: Settings):
-        """Loads the model, and serves."""
+    def __init__(self) -> None:
         threading.Thread(target=_end_with_parent, name="watch parent", daemon=True).start()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="worker", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="loop", daemon=True).start()
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class HostedWorker(Hosted):
+    """A worker: loads its model, and serves."""
+
+    def __init__(self, settings: Settings):
+        super().__init__()
         self._run(self._start(settings))
 
     def info(self) -> WorkerInfo:
@@ -140,7 +149,7 @@ class HostedWorker:
         return self._run(self._worker.decode(request, ticket))
 
     def notes(self) -> Notes:
-        """What has been noted since the last time."""
+        """Return the notes since the last time."""
         moments, self._engine.moments = self._engine.moments, {}
         return Notes(moments, self._worker.stats())
 
@@ -180,9 +189,6 @@ class HostedWorker:
         self._info = await self._worker.start(HOST)
         freeze_start_up()
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
@@ -192,34 +198,32 @@ def _end_with_parent() -> None:
 
 
 class _Manager(BaseManager):
-    """Starts the process and connects to it."""
+    """Starts a process and connects to it."""
 
 
-_Manager.register("HostedWorker", HostedWorker)
+class HostProcess:
+    """The process of something Hosted, from its start to its end."""
 
-
-class WorkerProcess:
-    """A worker process, from its start to its end."""
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
+    def __init__(self, kind: type[Hosted], *arguments: object):
+        _Manager.register(kind.__name__, kind)
+        self._kind = kind
+        self._arguments = arguments
         self._manager = _Manager(ctx=multiprocessing.get_context("spawn"))
         self._threads = ThreadPoolExecutor(MOST_CALLS)
-        self._hosted: Any = None  # a proxy of HostedWorker, once it has started
+        self._hosted: Any = None  # its proxy, once it has started
 
-    async def start(self) -> WorkerInfo:
-        """Returns once it serves. Raises WorkerLost where it doesn't come to that."""
+    async def start(self, method: str) -> Any:
+        """Returns once it serves, with what a method returns. Raises WorkerLost where it doesn't come to that."""
         await self._in_thread(self._manager.start)
-        self._hosted = await self._in_thread(getattr(self._manager, HostedWorker.__name__), self._settings)
-        info: WorkerInfo = await self.call("info")
-        return info
+        self._hosted = await self._in_thread(getattr(self._manager, self._kind.__name__), *self._arguments)
+        return await self.call(method)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """What a method of HostedWorker returns. Raises WorkerLost where the process ends or the call fails."""
+        """Call a method there. Raises WorkerLost where the process ends or the call fails."""
         return await self._in_thread(getattr(self._hosted, method), *arguments)
 
     async def end(self) -> None:
-        """Let the worker stop, then end its process, wherever it is."""
+        """Let it stop, then end its process, wherever it is."""
         try:
             if self._hosted is not None:
                 await self.call("stop")
@@ -239,8 +243,8 @@ class Served:
     """Worker processes, and the router's pipeline before them, whose Fleet this implements."""
 
     def __init__(self, settings: Sequence[Settings]):
-        self._processes = [WorkerProcess(one) for one in settings]
-        self._by_peer: dict[Peer, WorkerProcess] = {}
+        self._processes = [HostProcess(HostedWorker, one) for one in settings]
+        self._by_peer: dict[Peer, HostProcess] = {}
         self._infos: list[WorkerInfo] = []
         router, secret = Peer("router", draw_epoch()), SECRET.encode()
         self._channels = TokenChannels(network=TcpNetwork(secret), peer=router, clock=time.monotonic)
@@ -255,7 +259,7 @@ class Served:
 
     async def start(self) -> None:
         """Side by side. Raises WorkerLost where one doesn't come to serve."""
-        self._infos = list(await asyncio.gather(*(process.start() for process in self._processes)))
+        self._infos = list(await asyncio.gather(*(process.start("info") for process in self._processes)))
         self._by_peer = {info.peer: process for info, process in zip(self._infos, self._processes, strict=True)}
         freeze_start_up()  # of the router's part, which is this process
 
@@ -308,7 +312,7 @@ class Served:
                 yield event
 
     async def notes(self) -> list[Notes]:
-        """What each worker has noted since the last time."""
+        """Return each worker's notes since the last time."""
         notes: list[Notes] = await asyncio.gather(*(process.call("notes") for process in self._processes))
         return notes
 

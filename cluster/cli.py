@@ -34,7 +34,7 @@ _COMMANDS = {
     ),
     "key list": ("cluster.commands.keys:list", "show whose keys a file has, and until when"),
     "key revoke": ("cluster.commands.keys:revoke", "take a key out of a file, while the server runs"),
-    "cluster-demo": ("tools.nodes.demo", "start a cluster on this machine, kill a node under load, see it heal"),
+    "cluster-demo": ("benchmarks.faults.demo", "start a cluster on this machine, kill a node under load, see it heal"),
     "await": ("cluster.commands.application:await", "wait until an application that `serve deploy` has taken runs"),
     "drain": (
         "cluster.commands.application:drain",
@@ -81,15 +81,15 @@ _COMMANDS = {
         "planning.commands.should_i_disaggregate",
         "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
     ),
-    "bench simulation": (
-        "planning.agreement",
-        "this machine's server beside its simulation: three modes, workloads and rates",
-    ),
     "bench plan": (
-        "planning.regret",
+        "planning.commands.regret",
         "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
     ),
     "plan": ("planning.commands.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
+    "capacity": (
+        "planning.commands.capacity",
+        "what a model takes and can do on given GPUs, by formulas: memory, batches, floors, costs",
+    ),
     "simulate": (
         "planning.commands.simulate",
         "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",

@@ -1,5 +1,7 @@
 """The capacity of a server: the highest rate at which an SLO is met, found by runs of one plan at different rates.
 
+`capacity_of` is the same search over any function from a rate to an attainment, which formulas and simulations have.
+
 Where attainment falls below a target is found by doubling and bisection. A search is repeated with other seeds, each on
 its own points, so that its results are independent measurements of the same capacity; from how much they differ follows
 the interval.
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -84,7 +87,37 @@ class Search:
     ceiling: float | None = None  # from here on up nothing can be measured
 
 
-def next_rate(measured: Sequence[SweepPoint], target: float, search: Search) -> float | None:
+class Attained(NamedTuple):
+    """An attainment at a rate."""
+
+    rate: float
+    attainment: float
+
+
+class _Point(Protocol):
+    @property
+    def rate(self) -> float: ...
+
+    @property
+    def attainment(self) -> float: ...
+
+
+PointT = TypeVar("PointT", bound=_Point)
+
+
+def capacity_of(attainment: Callable[[float], float], target: float, search: Search) -> float:
+    """Return the highest rate at which `attainment` reaches `target`, and 0 where no rate does.
+
+    `attainment` falls as the rate rises, or nearly so.
+    """
+    tried: list[Attained] = []
+    while (rate := next_rate(tried, target, search)) is not None:
+        tried.append(Attained(rate, attainment(rate)))
+    found = crossing(tried, target)
+    return 0.0 if found is None else found.rate
+
+
+def next_rate(measured: Sequence[_Point], target: float, search: Search) -> float | None:
     """The rate to measure next; None: the search is over.
 
     Noise may have a higher rate meet what a lower one has missed: what was missed at the lowest rate counts.
@@ -103,7 +136,7 @@ def next_rate(measured: Sequence[SweepPoint], target: float, search: Search) -> 
     return math.sqrt(met.rate * upper)
 
 
-def bracket(measured: Sequence[SweepPoint], target: float) -> tuple[SweepPoint | None, SweepPoint | None]:
+def bracket(measured: Sequence[PointT], target: float) -> tuple[PointT | None, PointT | None]:
     """The highest rate that met the target, below the lowest that missed it, and that one."""
     missed = min((each for each in measured if each.attainment < target), key=lambda each: each.rate, default=None)
     met = max(
@@ -122,7 +155,7 @@ class Crossing:
     is_lower_bound: bool = False  # no rate has missed it
 
 
-def crossing(measured: Sequence[SweepPoint], target: float) -> Crossing | None:
+def crossing(measured: Sequence[_Point], target: float) -> Crossing | None:
     """On the straight line between the two rates that enclose it. None: no rate has met it."""
     met, missed = bracket(measured, target)
     if met is None:
@@ -175,6 +208,7 @@ class Sweep:
     points: list[SweepPoint] = field(default_factory=list)
     num_workers: int | None = None
     ended_early: str | None = None
+    targets: tuple[float, ...] = TARGETS
 
     def __post_init__(self) -> None:
         at_rate(self.plan, 1.0)  # arrivals without a rate are refused before anything runs
@@ -183,14 +217,14 @@ class Sweep:
         self._ceiling: float | None = None  # the lowest rate at which all runs were invalid
         self._invalid: str | None = None  # why
         self._measured: list[SweepPoint] = []  # by the search under way, or the last
-        self._found: dict[float, list[Crossing]] = {target: [] for target in TARGETS}  # by those that ended
+        self._found: dict[float, list[Crossing]] = {target: [] for target in self.targets}  # by those that ended
 
     def find(self, search: Search, repeats: int) -> None:
         """Search for the capacity at each target, `repeats` times. Raises SweepEnded, or LoadTestError."""
         for _ in range(repeats):
             self._measured = []
             least = search.least
-            for target in TARGETS:
+            for target in self.targets:
                 here = replace(search, least=least)
                 known = [found.rate for found in self._found[target]]
                 if known:
@@ -201,7 +235,7 @@ class Sweep:
                     self._found[target].append(found)
                     least = max(least, found.rate / DEEPEST)
             write_json(self.folder / SWEEP_FILE, self.result)
-            if self._invalid is not None and any(self._capacity(target).is_lower_bound for target in TARGETS):
+            if self._invalid is not None and any(self._capacity(target).is_lower_bound for target in self.targets):
                 raise SweepEnded(self._invalid)
 
     def _search(self, search: Search, target: float) -> None:
@@ -220,7 +254,7 @@ class Sweep:
                 self._invalid = self._measure(rate)
                 if self._invalid is not None:
                     raise SweepEnded(self._invalid)
-            for target in TARGETS:
+            for target in self.targets:
                 if (found := crossing(self._measured, target)) is not None:
                     self._found[target].append(found)
             write_json(self.folder / SWEEP_FILE, self.result)
@@ -232,7 +266,7 @@ class Sweep:
             name=self.plan.name,
             url=self.plan.url,
             points=tuple(sorted(self.points, key=lambda point: point.rate)),
-            capacities=tuple(self._capacity(target) for target in TARGETS),
+            capacities=tuple(self._capacity(target) for target in self.targets),
             num_workers=self.num_workers,
             ended_early=self.ended_early,
         )

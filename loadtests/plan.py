@@ -5,7 +5,7 @@ the same. Times are in seconds, rates in requests (sessions, where they have sev
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,6 +53,7 @@ class Closed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_fields=Tr
 
     users: int
     think_s: float = 0.0
+    requests: int = 0  # in all; 0: as many as the run's time allows
 
 
 Arrivals = Poisson | Gamma | Constant | Ramp | Step | Replay | Closed
@@ -65,10 +66,18 @@ class Synthetic(msgspec.Struct, frozen=True, tag="synthetic", forbid_unknown_fie
 
 
 class Fixed(msgspec.Struct, frozen=True, tag="fixed", forbid_unknown_fields=True):
-    """All requests alike."""
+    """All requests alike, but for their SLO classes where `tiers` has several, each with its part of all requests."""
 
     input_tokens: int = 512
     output_tokens: int = 128
+    tiers: dict[str, float] = {}
+
+
+class Uniform(msgspec.Struct, frozen=True, tag="uniform", forbid_unknown_fields=True):
+    """Lengths that are each as likely as another: least and most of a prompt's tokens, and of an answer's."""
+
+    input_tokens: tuple[int, int] = (64, 1024)
+    output_tokens: tuple[int, int] = (16, 128)
 
 
 class TraceFile(msgspec.Struct, frozen=True, tag="trace", forbid_unknown_fields=True):
@@ -114,7 +123,7 @@ class LongPrompts(msgspec.Struct, frozen=True, tag="long-prompts", forbid_unknow
     long_share: float = 0.1  # of all requests
 
 
-Workload = Synthetic | Fixed | TraceFile | Chat | SharedPrompt | LongPrompts
+Workload = Synthetic | Fixed | Uniform | TraceFile | Chat | SharedPrompt | LongPrompts
 
 
 MOST_LAG_OF_SLO = 0.05
@@ -155,6 +164,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompts: Literal["ids", "text"] = "ids"  # completions with token ids, for servers that take them, or with text
     vocabulary: int = 0  # token ids are drawn below it; 0: the server's vocabulary isn't known, text only
     ignore_eos: bool = True  # ask for exactly the planned tokens, where the server can
+    extra: dict[str, Any] = {}  # fields of some requests' bodies beside these, or in their place
+    extra_share: float = 1.0  # of all requests, that have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +183,8 @@ class Turn:
     prompt: tuple[Piece, ...]  # what is new in this turn; what was said before goes before it
     output_tokens: int
     think_s: float = 0.0  # from the end of the answer before; of a first turn 0
-    kind: str = ""  # what reports tell apart: `long`, `short`
+    kind: str = ""  # what reports tell apart: `long`, `short`, or the SLO class
+    service_tier: str | None = None  # of the request, where the plan names none for all
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from twostroke.loadtests.plan import Chat, Closed, Plan, Session
 from twostroke.loadtests.run_folder import Record
 from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import TEMPLATE_TOKENS, sessions
+from twostroke.planning.layouts import Layout
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
-from twostroke.simulator.deployment import Fault, TracedRequest, Users, Watch, serve
+from twostroke.simulator.deployment import Fault, TracedRequest, Users, serve
 from twostroke.simulator.sim_router import PROMISE_NOTHING
-from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.queue_order import QueuePolicy
 
 VOCABULARY = 32_000
@@ -34,20 +34,16 @@ def _unheard() -> Iterator[None]:
 
 def simulate_plan(
     plan: Plan,
-    profile: WorkerProfile,
-    prefill: int,
-    decode: int,
+    layout: Layout,
     *,
     slo: SLOConfig = PROMISE_NOTHING,
-    decodes_alone: bool = True,
     most: int | None = None,
     faults: Sequence[Fault] = (),
     progress: Callable[[int], None] | None = None,
     warm: int = 0,
-    watch: Watch | None = None,
     queue: QueuePolicy = "edf",
 ) -> list[Record]:
-    """In the order of their arrivals; `most`: so many sessions at most; the rest as `serve`.
+    """Return a record of each request, in the order of arrival. `most` bounds the sessions; the rest is as in `serve`.
 
     Raises ConfigError where none comes.
     """
@@ -60,13 +56,14 @@ def simulate_plan(
         run = serve(
             _traced(plan, islice(sessions(plan), most), promise),
             "kv_aware",
-            profile,
+            layout.decode,
             users=users,
-            decodes_alone=decodes_alone,
-            prefill=prefill,
-            decode=decode,
-            prefill_cache_tokens=profile.kv_tokens,
-            decode_cache_tokens=profile.kv_tokens,
+            decodes_alone=layout.mode != "disaggregated",
+            prefill_profile=layout.prefill,
+            prefill=layout.num_prefill,
+            decode=layout.num_decode,
+            prefill_cache_tokens=(layout.prefill or layout.decode).kv_tokens,
+            decode_cache_tokens=layout.decode.kv_tokens,
             seed=plan.seed,
             slo=slo,
             faults=faults,
@@ -74,7 +71,6 @@ def simulate_plan(
             max_context=plan.max_context,
             until_s=plan.seconds,
             warm=warm,
-            watch=watch,
             queue=queue,
         )
     if not run.served:

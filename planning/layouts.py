@@ -1,12 +1,12 @@
 """Layouts of a fleet, and how many requests a second each serves in time."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from twostroke.loadtests.capacity import Search, capacity_of
 from twostroke.planning.queueing import (
     HANDOVER_S,
     NOTHING,
@@ -25,7 +25,7 @@ Mode = Literal["aggregated", "disaggregated", "hybrid"]
 """aggregated: decode workers read all prompts; disaggregated: none; hybrid: where that is quicker."""
 
 HALVINGS = 5  # of the interval in which the share of prompts lies that a hybrid's decode workers read
-STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the first step from a guess, and where it ends
+STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the step from a guess, and where it ends
 
 
 @dataclass(frozen=True)
@@ -92,29 +92,20 @@ class Layout:
 
         `near`: a guess, from which on it is sought.
         """
-        return highest_rate(lambda rate: self.met(workload, promise, rate).holds(promise), near)
+        return highest_rate(lambda rate: self.met(workload, promise, rate), promise, near)
 
     def usd_per_million_tokens(self, workload: Workload, rate: float) -> float:
         """Of answers' tokens, at so many requests a second."""
         return usd_per_million(self.usd_per_hour, rate * workload.mean_answer)
 
 
-def highest_rate(holds: Callable[[float], bool], first: float = 1.0) -> float:
-    """From `first` by growing steps, then by halving, to PRECISION; 0 where nothing holds. `holds` falls once."""
-    low = high = first
-    factor = STEP
-    if holds(first):
-        while holds(high := high * factor) and high < 1e9:
-            low, factor = high, factor * factor
-    else:
-        while not holds(low := low / factor):
-            high, factor = low, factor * factor
-            if low < 1e-6 * first:
-                return 0.0
-    while high / low > 1 + PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+def highest_rate(met: Callable[[float], Met], promise: Promise, near: float = 1.0) -> float:
+    """Return the most requests a second at which what is `met` keeps the promise, and 0 where no rate does.
+
+    `near` is a guess, from which on the rate is sought.
+    """
+    search = Search(near, factor=STEP, precision=PRECISION, least=1e-6 * near, most=1e9)
+    return capacity_of(lambda rate: met(rate).attainment(promise), 1.0, search)
 
 
 class Pools:
@@ -138,8 +129,8 @@ class Pools:
                 return mixed(profile, count, workload, promise, rate, rate)
 
     def holds(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> bool:
-        """Whether so many keep the promise at a rate."""
-        return self.met(work, profile, count, rate).holds(self._promise)
+        """Return whether so many workers keep the promise at a rate."""
+        return self.met(work, profile, count, rate).attainment(self._promise) >= 1.0
 
     def rate(self, work: Work, profile: WorkerProfile, count: int) -> float:
         """The most requests a second at which they do."""
@@ -147,5 +138,7 @@ class Pools:
         if count not in known:
             nearest = min(known, key=lambda one: abs(one - count), default=None)
             near = count * (1.0 if nearest is None else known[nearest] / nearest)
-            known[count] = highest_rate(lambda rate: self.holds(work, profile, count, rate), near or float(count))
+            known[count] = highest_rate(
+                lambda rate: self.met(work, profile, count, rate), self._promise, near or float(count)
+            )
         return known[count]

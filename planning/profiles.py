@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
@@ -54,19 +55,34 @@ PROFILES = {one.name: one for one in (SMALL, ONE_B, H100)}
 
 
 def profile_of(name: str) -> WorkerProfile:
-    """A known profile, or a file's. Raises ConfigError."""
-    if name in PROFILES:
-        return PROFILES[name]
+    """Return a known profile, or a file's. Raises ConfigError."""
+    return PROFILES[name] if name in PROFILES else read_profile(Path(name))
+
+
+def read_profile(path: Path) -> WorkerProfile:
+    """Return the profile in a file. Raises ConfigError."""
     try:
-        profile = msgspec.json.decode(Path(name).read_bytes(), type=WorkerProfile)
+        profile = msgspec.json.decode(path.read_bytes(), type=WorkerProfile)
     except OSError as error:
         known = ", ".join(PROFILES)
         raise ConfigError(
-            f"--costs {name}: {error.strerror}; name a file of `bench costs`, or one of {known}"
+            f"--costs {path}: {error.strerror}; name a file of `bench costs`, or one of {known}"
         ) from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--costs {name}: {error}") from error
+        raise ConfigError(f"--costs {path}: {error}") from error
     for field, costs in (("costs", profile.costs), ("beside", profile.beside)):
         if costs is not None and min(msgspec.structs.astuple(costs)) < 0:
-            raise ConfigError(f"--costs {name}: {field}: seconds below 0: measure anew by `twostroke bench costs`")
+            raise ConfigError(f"--costs {path}: {field}: seconds below 0: measure anew by `twostroke bench costs`")
     return profile
+
+
+def write_profile(profile: WorkerProfile, path: Path) -> None:
+    """Write a file that `--costs` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+
+
+def among_busy(profile: WorkerProfile, name: str | None = None, *, gpus: int = 1, usd: float = 1.0) -> WorkerProfile:
+    """Return a measured worker as plans take it: the other workers of its machine are as busy as it is."""
+    name, costs = name or profile.name, profile.beside or profile.costs
+    return replace(profile, name=name, hardware=name, costs=costs, beside=None, gpus=gpus, usd_per_hour=usd)

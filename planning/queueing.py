@@ -16,13 +16,14 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from twostroke.decode_worker.config import DecodeConfig
 from twostroke.planning.workload import Promise, Workload
 from twostroke.worker.profile import WorkerProfile
 
 HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
 JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the one scheduled ahead
-PACE = 0.9  # of the promised time a token, that a step with a chunk of a prompt is planned to take
-LEAST_CHUNK = 8  # prompt tokens of such a step, whatever time they take
+PACE = DecodeConfig().tpot_safety  # of the promised time a token, that a step is planned to take
+LEAST_CHUNK = DecodeConfig().min_chunk_tokens  # prompt tokens of such a step, whatever time they take
 LINK_SHARE = 0.9  # of a link's bytes, that KV may take before it waits for the link
 LATE_SHARE = 0.05  # of all answers, that miss their promise for nothing but late KV: then the link binds
 SEEN = 2 / 3
@@ -45,8 +46,9 @@ class Met:
     tpot_binds: str = "bandwidth"
     ttft_s: float = math.inf  # mean
 
-    def holds(self, promise: Promise) -> bool:
-        return self.ttft >= promise.ttft_share and self.tpot >= promise.tpot_share and self.room >= promise.tpot_share
+    def attainment(self, promise: Promise) -> float:
+        """Return what is met of the promise's shares, the scarcest; the promise is kept from 1 on."""
+        return min(self.ttft / promise.ttft_share, self.tpot / promise.tpot_share, self.room / promise.tpot_share)
 
     def binds(self, promise: Promise) -> str:
         """What is scarcest: of the promises the one that is nearest to being broken."""

@@ -7,9 +7,8 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import msgspec
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
@@ -30,20 +29,16 @@ from twostroke.loadtests.report.chart import (
 from twostroke.loadtests.report.pages import write_plots
 from twostroke.loadtests.report.words import slo_words
 from twostroke.loadtests.run_folder import write
-from twostroke.planning.modes import MODES, Mode
+from twostroke.planning.coarse.fleet import Fleet
+from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.trials import REQUESTS, requests_at, simulate
+from twostroke.planning.workload import Promise, Workload
 
+MODES: tuple[Mode, ...] = get_args(Mode)
 COLOURS: dict[Mode, str] = {"aggregated": GREY, "disaggregated": BLUE, "hybrid": GREEN}
 PAGE_FILE = "verdict.html"
 
 Swept = Sequence[tuple[float, Mapping[Mode, float]]]
-
-
-class Memory(msgspec.Struct, frozen=True):
-    """Of one worker over a run: moments in seconds, and the share of its KV blocks that requests held."""
-
-    worker: str
-    at_s: tuple[float, ...]
-    held: tuple[float, ...]
 
 
 @in_our_style
@@ -126,13 +121,21 @@ def by_ratio(split: Sequence[tuple[int, int, float]], aggregated: float) -> Plot
 
 
 @in_our_style
-def memory(workers: Sequence[Memory]) -> Plot:
-    """The share of each worker's KV cache that requests hold."""
+def memory(layout: Layout, workload: Workload, promise: Promise, rate: float) -> Plot:
+    """The share of each decode worker's KV cache that requests hold, simulated at a rate."""
+    held: dict[str, list[tuple[float, float]]] = {}
+
+    def watch(fleet: Fleet) -> None:
+        for number, worker in enumerate(fleet.decode):
+            share = worker.held_tokens / worker.profile.kv_tokens
+            held.setdefault(f"decode-{number}", []).append((fleet.now_s, share))
+
+    simulate(layout, promise, requests_at(workload, rate, REQUESTS), watch)
     figure, axes = panels(1)
-    chart, most = axes[0, 0], 0.0
-    for index, one in enumerate(workers):
-        chart.plot(one.at_s, one.held, color=series_colour(index), label=one.worker, linewidth=1.3)
-        most = max(most, *one.held, 0.0)
+    chart = axes[0, 0]
+    for index, (worker, samples) in enumerate(held.items()):
+        chart.plot(*zip(*samples, strict=True), color=series_colour(index), label=worker, linewidth=1.3)
+    most = max(share for samples in held.values() for _, share in samples)
     chart.set_xlabel("seconds")
     chart.set_ylabel("of the worker's KV cache")
     percent_axis(chart)
@@ -140,7 +143,7 @@ def memory(workers: Sequence[Memory]) -> Plot:
         chart.set_ylim(0, 1.2 * most)
         chart.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     chart.legend(loc="upper left", ncols=2)
-    caption = "Simulated. Prefill workers hold KV until it is sent, decode workers until the answer ends."
+    caption = "Simulated. Decode workers hold KV until the answer ends."
     return plot_of("kv-memory", "KV memory over time", caption, figure)
 
 

@@ -7,6 +7,7 @@ et al., Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes ove
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.model.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
@@ -125,9 +126,138 @@ def largest_batch(machine: Machine, shape: ModelShape, context: float, tpot_s: f
     return low
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The most sequences that a step may have, by what each of a worker's means allows for itself."""
+
+    memory: float  # weights and all contexts have room
+    bandwidth: float  # both are read within the promised time
+    compute: float  # the products of all rows take no longer
+
+    @property
+    def binds(self) -> str:
+        """Name the one that allows the fewest."""
+        return min(("memory", "bandwidth", "compute"), key=lambda name: float(getattr(self, name)))
+
+    @property
+    def batch(self) -> int:
+        """The most sequences that all three allow."""
+        return int(getattr(self, self.binds))
+
+
+def batch_limits(machine: Machine, shape: ModelShape, weights: float, context: float, tpot_s: float) -> Limits:
+    """Textbook limits of a batch of `context` tokens each under a TPOT promise (Pope et al., MLSys 2023): the whole
+    memory, and products and reads one beside the other. `weights` are the bytes of all ranks together."""
+    hardware, efficiency = machine.hardware, machine.efficiency
+    kv = kv_bytes(shape, context, machine.held.kv_itemsize) * machine.kv_share(shape) * machine.ranks
+    read = hardware.read_bytes_per_s * efficiency.read * machine.ranks * tpot_s
+    flops = hardware.flops_per_s[machine.number(shape)] * efficiency.compute * machine.ranks * tpot_s
+    return Limits(
+        memory=max(0.0, (hardware.memory_bytes * machine.ranks - weights) / kv),
+        bandwidth=max(0.0, (read - weights) / kv),
+        compute=flops / flops_of(decode_operations(shape, 1, context, machine.held)),
+    )
+
+
+def knee(batches: Sequence[int], rates: Sequence[float]) -> int:
+    """Return the last batch to which rows were worth adding: throughput rose at least half as much as their number.
+
+    Beyond it a step's reads are shared by as many rows as they can be. With experts, whose number that a step reads
+    grows with its rows, throughput may rise slowly before it, too.
+    """
+    worth = [
+        more
+        for (rate, later), (batch, more) in zip(pairwise(rates), pairwise(batches), strict=True)
+        if later / rate - 1 >= (more / batch - 1) / 2
+    ]
+    return max(worth, default=batches[0])
+
+
+# --- needs of one model, whatever machine it is on ---
+
+
+def kv_bytes(shape: ModelShape, tokens: float = 1, itemsize: float = 2.0) -> float:
+    """Bytes that the caches of all layers hold of `tokens`: of layers with windows, of the last ones alone."""
+    kept = sum(min(tokens, shape.window(layer) or tokens) for layer in range(shape.num_layers))
+    return itemsize * shape.kv_kinds * shape.kv_size * kept
+
+
+def flops_of(operations: Sequence[Operation], kind: Kind | None = None) -> float:
+    """Products and attention, or one of them: what the literature counts."""
+    return sum(one.flops for one in operations if (one.kind != "norm" if kind is None else one.kind == kind))
+
+
+def as_mha(shape: ModelConfig) -> ModelConfig:
+    """The same model with keys and values of every query head, as before MQA, GQA (Ainslie et al. 2023) and latents."""
+    head_dim = shape.head_dim if shape.latent is None else shape.latent.value
+    return replace(shape, latent=None, num_kv_heads=shape.num_heads, head_dim=head_dim)
+
+
+def uncached_flops(shape: ModelShape, prompt: int, answer: int) -> float:
+    """A request without a KV cache: each token of the answer computes all tokens before it again."""
+    stride = max(1, answer // 64)
+    steps = [flops_of(prefill_operations(shape, prompt + written)) for written in range(0, answer, stride)]
+    return sum(steps) / len(steps) * answer
+
+
+def cached_flops(shape: ModelShape, prompt: int, answer: int) -> float:
+    """The same with a cache: the prompt once, and then a row a token."""
+    row = flops_of(decode_operations(shape, 1, prompt + answer / 2))
+    return flops_of(prefill_operations(shape, prompt)) + (answer - 1) * row
+
+
+# --- links, and money ---
+
+
 def transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
     """KV of a prompt on a link, none of it hidden behind computing (Zhong et al., DistServe, OSDI 2024, 3.3)."""
     return kv_bytes / bytes_per_s
+
+
+@dataclass(frozen=True)
+class Interference:
+    """Terms of the inequality that says when a transfer negates disaggregation.
+
+    On a worker that does both, prompts take share = rate x prefill of its time at `rate` requests a second. An answer's
+    own steps take answer x step, and it waits share / (1 - share) times as long for others' prompts. Disaggregation
+    saves that and costs a transfer, which negates it where
+
+        KV(prompt) / link  >=  share / (1 - share) x answer x step.
+
+    By Little's law a worker of B rows on average serves B requests in the time of an answer. There
+    rate = B / (answer x step + B x prefill), and the right side is B x prefill.
+    """
+
+    prefill_s: float
+    answer: float  # tokens
+    step_s: float
+    batch: float
+    kv_bytes: float  # of a prompt
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return self.batch / (self.answer * self.step_s + self.batch * self.prefill_s)
+
+    @property
+    def waits_s(self) -> float:
+        """Return how long an answer waits for others' prompts."""
+        share = self.rate * self.prefill_s
+        return share / (1 - share) * self.answer * self.step_s
+
+    @property
+    def slowest_link(self) -> float:
+        """Bytes a second of the link at which a transfer takes what disaggregation saves."""
+        return self.kv_bytes / self.waits_s
+
+    def shortest_answer(self, bytes_per_s: float) -> float:
+        """Tokens of the answer that waits, at this rate, as long as the transfer takes on a link."""
+        return self.answer * transfer_s(self.kv_bytes, bytes_per_s) / self.waits_s
+
+
+def request_usd(usd_per_hour: float, prefill_s: float, answer_s: float, batch: float = 1) -> float:
+    """Price of a request: the machine while its prompt is computed, and its part of a batch's steps after that."""
+    return usd_per_hour / 3600.0 * (prefill_s + answer_s / batch)
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:

@@ -1,14 +1,15 @@
-"""The tables of docs/planning.md: `twostroke plan --tables` prints them, and a test compares."""
+"""The tables of docs/planning.md: `twostroke capacity --tables` prints them, and a test compares."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from twostroke.model.config import Routing
 from twostroke.model.operations import decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB, HARDWARE, Hardware
 from twostroke.model.published.models import MODELS, published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.published import rows
+from twostroke.planning.literature import Row, checked
 from twostroke.planning.roofline import (
-    Machine,
+    kv_bytes,
     largest_batch,
     tpot_floor_s,
     transfer_s,
@@ -31,176 +32,146 @@ PLACES = (
 )
 """What tables of floors and of room are about: a model on so many GPUs."""
 CONTEXT, PROMPT = 8192, 2048
-BEGIN, END = "<!-- made by `twostroke plan --tables` -->", "<!-- end of what is made -->"
+WITH_EXPERTS = ("Mixtral-8x7B-v0.1", "gpt-oss-120b", "Qwen3-30B-A3B", "DeepSeek-V3")
+SENT = ("Llama-2-7b", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "DeepSeek-V3")
+RATES = (100, 500, 1000, 2500, 5000)
+BEGIN, END = "<!-- made by `twostroke capacity --tables` -->", "<!-- end of what is made -->"
 
 
 def tables() -> str:
     """All of them, in Markdown."""
-    parts = (
-        ("Hardware", _hardware()),
-        ("Models", _models()),
-        ("Room for requests", _room()),
-        ("Operations of a step", _operations()),
-        ("Experts that a step reads", _experts()),
-        ("Floors", _floors()),
-        ("KV on a link", _links()),
-        ("What a million tokens cost", _costs()),
-        ("Against published numbers", _published()),
-    )
+    parts = {
+        "Hardware": map(_hardware, HARDWARE.values()),
+        "Models": map(_model, MODELS),
+        "Room for requests": (_room(*place) for place in PLACES),
+        "Operations of a step": _operations(),
+        "Experts that a step reads": map(_experts, WITH_EXPERTS),
+        "Floors": (_floors(*place) for place in PLACES),
+        "KV on a link": map(_links, SENT),
+        "What a million tokens cost": map(_costs, RATES),
+        "Against the literature": map(_published, checked()),
+    }
     lines = [BEGIN, ""]
-    for title, table in parts:
-        lines += [f"### {title}", "", *table, ""]
+    for title, rows in parts.items():
+        lines += [f"### {title}", "", *_table(list(rows)), ""]
     return "\n".join([*lines, END, ""])
 
 
-def _table(head: Sequence[str], body: Iterator[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    for row in body:
-        yield f"| {' | '.join(row)} |"
+def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Heads are the rows' keys."""
+    yield f"| {' | '.join(rows[0])} |"
+    yield "|" + "---|" * len(rows[0])
+    for row in rows:
+        yield f"| {' | '.join(row.values())} |"
 
 
-def _hardware() -> Iterator[str]:
-    def row(one: Hardware) -> Sequence[str]:
-        fp8 = one.flops_per_s.get("fp8")
-        return (
-            f"`{one.name}`",
-            f"{one.memory_bytes / GIB:.0f}",
-            f"{one.read_bytes_per_s / 1e12:.2f}",
-            f"{one.flops_per_s['bf16'] / 1e12:.0f}",
-            "-" if fp8 is None else f"{fp8 / 1e12:.0f}",
-            f"{one.ridge():.0f}",
-            "-" if fp8 is None else f"{one.ridge('fp8'):.0f}",
-            f"{one.link_bytes_per_s / 1e9:.0f}",
-            f"{one.usd_per_hour:g}",
-            one.source,
-        )
-
-    head = ("", "GiB", "TB/s", "bf16 TFLOP/s", "FP8", "ridge", "FP8", "link GB/s", "USD/h, assumed", "source")
-    yield from _table(head, map(row, HARDWARE.values()))
+def _hardware(one: Hardware) -> Mapping[str, str]:
+    fp8 = "fp8" in one.flops_per_s
+    return {
+        "": f"`{one.name}`",
+        "GiB": f"{one.memory_bytes / GIB:.0f}",
+        "TB/s": f"{one.read_bytes_per_s / 1e12:.2f}",
+        "bf16 TFLOP/s": f"{one.peak('bf16') / 1e12:.0f}",
+        "FP8": f"{one.peak('fp8') / 1e12:.0f}" if fp8 else "-",
+        "ridge in bf16": f"{one.ridge():.0f}",
+        "sparse": f"{one.ridge(is_sparse=True):.0f}",
+        "in FP8": f"{one.ridge('fp8'):.0f}" if fp8 else "-",
+        "link GB/s": f"{one.link_bytes_per_s / 1e9:.0f}",
+        "USD/h, assumed": f"{one.usd_per_hour:g}",
+        "source": one.source,
+    }
 
 
-def _models() -> Iterator[str]:
-    def row(name: str) -> Sequence[str]:
-        shape = published_model(name)
-        weights = (weight_bytes(shape, 2, kind) / 1e9 for kind in ("auto", "int8", "int4"))
-        kept = sum(not shape.window(layer) for layer in range(shape.num_layers)) / shape.num_layers
-        windowed = "" if kept == 1 else f" ({kept * 2 * shape.kv_values / 1024:.4g} without windows')"
-        return (
-            name,
-            f"{num_parameters(shape) / 1e9:.2f}",
-            f"{num_active_parameters(shape) / 1e9:.2f}",
-            *(f"{one:.1f}" for one in weights),
-            f"{2 * shape.kv_values / 1024:.4g}{windowed}",
-            f"{shape.kv_values / 1024:.4g}",
-            MODELS[name].source,
-        )
-
-    head = ("", "10^9 parameters", "active", "GB as published", "int8", "int4", "KV KiB/token", "in FP8", "source")
-    yield from _table(head, map(row, MODELS))
+def _model(name: str) -> Mapping[str, str]:
+    shape = published_model(name)
+    kept = sum(not shape.window(layer) for layer in range(shape.num_layers)) / shape.num_layers
+    windowed = "" if kept == 1 else f" ({kept * kv_bytes(shape) / 1024:.4g} without windows')"
+    return {
+        "": name,
+        "10^9 parameters": f"{num_parameters(shape) / 1e9:.2f}",
+        "active": f"{num_active_parameters(shape) / 1e9:.2f}",
+        "GB as published": f"{weight_bytes(shape, 2, 'auto') / 1e9:.1f}",
+        "int8": f"{weight_bytes(shape, 2, 'int8') / 1e9:.1f}",
+        "int4": f"{weight_bytes(shape, 2, 'int4') / 1e9:.1f}",
+        "KV KiB/token": f"{kv_bytes(shape) / 1024:.4g}{windowed}",
+        "in FP8": f"{kv_bytes(shape, 1, 1.0) / 1024:.4g}",
+        "source": MODELS[name].source,
+    }
 
 
-def _machine(gpu: str, ranks: int) -> Machine:
-    return machine_of(HARDWARE[gpu], ranks, "auto", Terms())
+def _room(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
+    shape = published_model(name)
+    found, in_fp8 = (
+        fit_of(shape, machine_of(HARDWARE[gpu], ranks, "auto", terms), terms) for terms in (Terms(2.0), Terms(1.0))
+    )
+    return {
+        "": name,
+        "on": f"{ranks} `{gpu}`",
+        "weights GiB a GPU": f"{found.weight_bytes / GIB:.1f}",
+        "left for KV": f"{max(0, found.cache_bytes) / GIB:.1f}",
+        "of 2,048 tokens": str(found.requests_of(shape, PROMPT)),
+        "of 8,192": str(found.requests_of(shape, CONTEXT)),
+        "KV in FP8: 2,048": str(in_fp8.requests_of(shape, PROMPT)),
+        "8,192": str(in_fp8.requests_of(shape, CONTEXT)),
+    }
 
 
-def _room() -> Iterator[str]:
-    def row(place: tuple[str, str, int]) -> Sequence[str]:
-        name, gpu, ranks = place
-        shape = published_model(name)
-        found = [fit_of(shape, machine_of(HARDWARE[gpu], ranks, "auto", Terms(kv)), Terms(kv)) for kv in (2.0, 1.0)]
-        return (
-            name,
-            f"{ranks} `{gpu}`",
-            f"{found[0].weight_bytes / GIB:.1f}",
-            f"{max(0, found[0].cache_bytes) / GIB:.1f}",
-            *(str(one.requests_of(shape, context)) for one in found for context in (2048, CONTEXT)),
-        )
-
-    head = ("", "on", "weights GiB a GPU", "left for KV", "of 2,048 tokens", "of 8,192", "KV in FP8: 2,048", "8,192")
-    yield from _table(head, map(row, PLACES))
-
-
-def _operations() -> Iterator[str]:
-    shape = published_model("Llama-3.1-8B")
-    machine = _machine("h100-80gb", 1)
-    yield f"Llama-3.1-8B in bf16, on an H100, whose ridge is at {machine.hardware.ridge():.0f}."
-    yield ""
-
-    def body() -> Iterator[Sequence[str]]:
-        for phase, operations in (
-            (f"prompt of {PROMPT:,}", prefill_operations(shape, PROMPT)),
-            ("decode, 1 row", decode_operations(shape, 1, PROMPT)),
-            ("decode, 32 rows", decode_operations(shape, 32, PROMPT)),
-            ("decode, 256 rows", decode_operations(shape, 256, PROMPT)),
-        ):
-            for one in operations:
-                figures = f"{one.flops / 1e9:.4g}", f"{one.bytes / 1e6:.4g}", f"{one.intensity:.3g}"
-                yield phase, one.name, *figures, machine.bound(shape, one)
-
-    yield from _table(("", "operation", "GFLOP", "MB", "FLOP/byte", "bound by"), body())
+def _operations() -> Iterator[Mapping[str, str]]:
+    shape, machine = published_model("Llama-3.1-8B"), machine_of(HARDWARE["h100-80gb"], 1, "auto", Terms())
+    phases = {f"prompt of {PROMPT:,}": prefill_operations(shape, PROMPT)}
+    phases |= {f"decode, batch {batch}": decode_operations(shape, batch, PROMPT) for batch in (1, 32, 256)}
+    for phase, operations in phases.items():
+        for one in operations:
+            yield {
+                "Llama-3.1-8B in bf16 on an H100": phase,
+                "operation": one.name,
+                "GFLOP": f"{one.flops / 1e9:.4g}",
+                "MB": f"{one.bytes / 1e6:.4g}",
+                "FLOP/byte": f"{one.intensity:.3g}",
+                "bound by": machine.bound(shape, one),
+            }
 
 
-def _experts() -> Iterator[str]:
-    batches = (1, 4, 16, 64, 256)
-
-    def row(name: str) -> Sequence[str]:
-        experts = published_model(name).spec.layer.experts
-        if experts is None:
-            raise ValueError(f"{name} has no experts")
-        routing = experts.routing
-        return (
-            name,
-            f"{routing.top_k} of {routing.num_experts}",
-            *(f"{routing.expected_hit(one):.1f}" for one in batches),
-        )
-
-    names = ("Mixtral-8x7B-v0.1", "gpt-oss-120b", "Qwen3-30B-A3B", "DeepSeek-V3")
-    yield from _table(("", "a token takes", *(f"batch {one}" for one in batches)), map(row, names))
+def _experts(name: str) -> Mapping[str, str]:
+    shape = published_model(name)
+    routing = Routing(shape.num_experts, round(shape.num_experts * shape.expert_share))
+    batches = {f"batch {batch}": f"{routing.expected_hit(batch):.1f}" for batch in (1, 4, 16, 64, 256)}
+    return {"": name, "a token takes": f"{routing.top_k} of {routing.num_experts}", **batches}
 
 
-def _floors() -> Iterator[str]:
-    def row(place: tuple[str, str, int]) -> Sequence[str]:
-        name, gpu, ranks = place
-        shape, machine = published_model(name), _machine(gpu, ranks)
-        return (
-            name,
-            f"{ranks} `{gpu}`",
-            f"{ttft_floor_s(machine, shape, PROMPT) * 1000:.3g}",
-            f"{machine.prefill_s(shape, PROMPT) * 1000:.3g}",
-            f"{tpot_floor_s(machine, shape, PROMPT) * 1000:.3g}",
-            f"{machine.decode_s(shape, 1, PROMPT) * 1000:.3g}",
-            *(str(largest_batch(machine, shape, PROMPT, tpot_s)) for tpot_s in (0.025, 0.05)),
-        )
-
-    head = ("", "on", "TTFT floor ms", "expected", "TPOT floor ms", "expected", "batch in 25 ms", "in 50 ms")
-    yield from _table(head, map(row, PLACES))
+def _floors(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
+    shape, machine = published_model(name), machine_of(HARDWARE[gpu], ranks, "auto", Terms())
+    return {
+        "": name,
+        "on": f"{ranks} `{gpu}`",
+        "TTFT floor ms": f"{ttft_floor_s(machine, shape, PROMPT) * 1000:.3g}",
+        "TTFT expected": f"{machine.prefill_s(shape, PROMPT) * 1000:.3g}",
+        "TPOT floor ms": f"{tpot_floor_s(machine, shape, PROMPT) * 1000:.3g}",
+        "TPOT expected": f"{machine.decode_s(shape, 1, PROMPT) * 1000:.3g}",
+        "batch in 25 ms": str(largest_batch(machine, shape, PROMPT, 0.025)),
+        "in 50 ms": str(largest_batch(machine, shape, PROMPT, 0.05)),
+    }
 
 
-def _links() -> Iterator[str]:
-    speeds = (1.25e9, 12.5e9, 25e9, 50e9, 450e9)
-
-    def row(name: str) -> Sequence[str]:
-        size = 2 * published_model(name).kv_values * PROMPT
-        return name, f"{size / 2**20:.0f}", *(f"{transfer_s(size, speed) * 1000:.3g}" for speed in speeds)
-
-    names = ("Llama-2-7b", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "DeepSeek-V3")
-    head = ("ms for 2,048 tokens", "MiB", "10 Gbit/s", "100", "200", "400", "NVLink 450 GB/s")
-    yield from _table(head, map(row, names))
+def _links(name: str) -> Mapping[str, str]:
+    size = 2 * published_model(name).kv_values * PROMPT
+    speeds = {"10 Gbit/s": 1.25e9, "100": 12.5e9, "200": 25e9, "400": 50e9, "NVLink 450 GB/s": 450e9}
+    times = {link: f"{transfer_s(size, speed) * 1000:.3g}" for link, speed in speeds.items()}
+    return {"ms for 2,048 tokens": name, "MiB": f"{size / 2**20:.0f}", **times}
 
 
-def _costs() -> Iterator[str]:
-    rates, prices = (100, 500, 1000, 2500, 5000), (1.0, 2.0, 3.0, 5.0)
-
-    def row(rate: int) -> Sequence[str]:
-        return f"{rate:,} tokens/s a GPU", *(f"{usd_per_million(price, rate):.2f}" for price in prices)
-
-    yield from _table(("USD a million tokens", *(f"{price:g} USD/h" for price in prices)), map(row, rates))
+def _costs(rate: int) -> Mapping[str, str]:
+    usd = {f"{price:g} USD/h": f"{usd_per_million(price, rate):.2f}" for price in (1.0, 2.0, 3.0, 5.0)}
+    return {"USD a million tokens": f"{rate:,} tokens/s a GPU", **usd}
 
 
-def _published() -> Iterator[str]:
-    def body() -> Iterator[Sequence[str]]:
-        for row in rows():
-            yield row.what, f"{row.ours:.6g}", row.theirs, row.source
-
-    yield from _table(("", "ours", "theirs", "source"), body())
+def _published(found: tuple[Row, float]) -> Mapping[str, str]:
+    row, ours = found
+    slip = f"it slips, {row.right}: " if row.right else ""
+    return {
+        "": row.what,
+        "ours": f"{ours:.6g}",
+        "stated": row.stated,
+        "source": row.source,
+        "remark": slip + row.remark,
+    }

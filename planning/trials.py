@@ -1,16 +1,17 @@
 """Layouts on trial: how many requests a second they serve in time when the live router's decisions are simulated.
 
-The coarse simulator serves the same requests, drawn from the workload, at rising rates until a promise is broken.
-What a structure then serves as a part of what formulas said weighs it in the next round of the search.
+The coarse simulation serves the same requests, drawn from the workload, at the rates that the one search for a capacity
+asks for. What a structure then serves as a part of what formulas said weighs it in the next round of the plan's search.
 """
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from twostroke.loadtests.capacity import Search as CapacitySearch
+from twostroke.loadtests.capacity import capacity_of
 from twostroke.planning.answer import Answer, answer_of
 from twostroke.planning.coarse.fleet import Fleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
@@ -20,32 +21,22 @@ from twostroke.planning.search import Planned, Search, best_of_each
 from twostroke.planning.workload import Promise, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
-from twostroke.worker.profile import WorkerProfile
 
 REQUESTS = 800
-"""At least, of a trial."""
+"""Minimum requests of a trial."""
 BATCHES = 4
-"""Times what decode workers hold at once, at least: the first of them find an empty fleet, and are not judged."""
+"""Minimum requests of a trial, in what decode workers hold at once: the first find an empty fleet, and do not count."""
 MOST_REQUESTS = 6000
-STEP = 1.2  # between rates, until one holds and one does not
-PRECISION = 0.05
-FEW = 4  # layouts that are simulated in each of the first two rounds; then the best one, until it is known
+STEP, PRECISION, LEAST = 1.2, 0.05, 0.01  # of a rate that is sought, and the part of the guess below which none is
+FEW = 6  # layouts that are simulated in each of the first two rounds; then the best one, until it is known
 ROUNDS = 10
 RUNNERS_UP = 4
 Structure = tuple[str, str, str]
-
-
-def among_busy(
-    profile: WorkerProfile, name: str | None = None, *, gpus: int = 1, usd_per_hour: float = 1.0
-) -> WorkerProfile:
-    """Return a measured worker as the formulas take it: the other workers of its machine are as busy as it is."""
-    name = name or profile.name
-    costs = profile.costs if profile.beside is None else profile.beside
-    return replace(profile, name=name, hardware=name, costs=costs, beside=None, gpus=gpus, usd_per_hour=usd_per_hour)
+Watch = Callable[[Fleet], None]
 
 
 def requests_at(workload: Workload, rate: float, count: int, seed: int = 0) -> list[Request]:
-    """Poisson arrivals of requests of the workload: the same requests at every rate, in the same order."""
+    """Return Poisson arrivals of requests of the workload: the same requests at every rate, in the same order."""
     draw = random.Random(seed)
     lengths = [draw.choice(workload.lengths) for _ in range(count)]
     gaps = [draw.expovariate(1.0) for _ in range(count)]
@@ -56,71 +47,77 @@ def requests_at(workload: Workload, rate: float, count: int, seed: int = 0) -> l
     return requests
 
 
-def simulate(layout: Layout, promise: Promise, requests: Sequence[Request]) -> None:
-    """Serves `requests`, writing into each when its tokens came."""
+def simulate(layout: Layout, promise: Promise, requests: Sequence[Request], watch: Watch | None = None) -> None:
+    """Serve `requests`, writing into each when its tokens came; `watch` sees the fleet every second."""
     slo = SLOConfig(classes=(SLOClass(name="standard", ttft_s=promise.ttft_s, tpot_s=promise.tpot_s),), admission=False)
     counts = layout.num_prefill, layout.num_decode
+    sender = layout.prefill
     fleet = Fleet(
         layout.decode,
         0.0,
         promise.ttft_s,
         promise.tpot_s,
         router=LiveRouter(slo, decodes_alone=layout.mode != "disaggregated"),
-        prefill_kind=None
-        if layout.prefill is None
-        else replace(layout.prefill, kv_bytes=layout.decode.copies * layout.prefill.kv_bytes),
+        prefill_profile=None if sender is None else replace(sender, kv_bytes=layout.decode.copies * sender.kv_bytes),
     )
-    run(fleet, requests, lambda _: counts, counts, requests[-1].at_s)
+
+    def look(fleet: Fleet) -> tuple[int, int]:
+        if watch is not None:
+            watch(fleet)
+        return counts
+
+    run(fleet, requests, look, counts, requests[-1].at_s)
 
 
-def tails(layout: Layout, workload: Workload, promise: Promise, rate: float, seed: int = 0) -> tuple[float, float]:
-    """TTFT and TPOT in seconds, each at the promise's own percentile, of all but the first requests."""
+@dataclass(frozen=True)
+class Shares:
+    """The shares of requests whose first token, whose other tokens, and all of whose tokens came in time."""
+
+    ttft: float
+    tpot: float
+    both: float
+
+    def attainment(self, promise: Promise) -> float:
+        """Return what is met of the promise's shares, the scarcer; the promise is kept from 1 on."""
+        return min(self.ttft / promise.ttft_share, self.tpot / promise.tpot_share)
+
+
+def shares_of(layout: Layout, workload: Workload, promise: Promise, rate: float, seed: int = 0) -> Shares:
+    """Simulate the layout at a rate, and judge all but the first requests."""
     held = layout.met(workload, promise, rate).batch * layout.num_decode
     count = min(MOST_REQUESTS, max(REQUESTS, int(BATCHES * held)))
     requests = requests_at(workload, rate, count, seed)
     simulate(layout, promise, requests)
+    overhead_s = (layout.prefill or layout.decode).overhead_s
     judged = requests[count // 4 :]
-    ttfts = sorted(one.ttft_s for one in judged)
-    tpots = sorted(one.tpot_s for one in judged if one.output_tokens > 1) or [0.0]
-    return (
-        ttfts[min(len(ttfts) - 1, int(promise.ttft_share * len(ttfts)))] + (layout.prefill or layout.decode).overhead_s,
-        tpots[min(len(tpots) - 1, int(promise.tpot_share * len(tpots)))],
+    met = [(one.ttft_s + overhead_s <= promise.ttft_s, one.tpot_s <= promise.tpot_s) for one in judged]
+    several = [tpot for one, (_, tpot) in zip(judged, met, strict=True) if one.output_tokens > 1]
+    return Shares(
+        sum(ttft for ttft, _ in met) / len(met),
+        sum(several) / len(several) if several else 1.0,
+        sum(ttft and tpot for ttft, tpot in met) / len(met),
     )
 
 
-def simulated_goodput(
-    layout: Layout,
-    workload: Workload,
-    promise: Promise,
-    expected: float,
-    progress: Callable[[str], None],
-    *,
-    precision: float = PRECISION,
-    seed: int = 0,
+def simulated_capacity(
+    attainment: Callable[[float], float], expected: float, target: float = 1.0, precision: float = PRECISION
 ) -> float:
-    """The highest rate that is found to keep both promises; the lowest that is not is near by `precision`.
+    """Return the highest rate whose simulation reaches the target; 0 where a hundredth of the expected does not."""
+    search = CapacitySearch(expected, factor=STEP, precision=precision, least=LEAST * expected, most=1e9)
+    return capacity_of(attainment, target, search)
 
-    From `expected` on in steps, then halving. 0 where a hundredth of it keeps none.
-    """
 
-    def holds(rate: float) -> bool:
-        ttft_s, tpot_s = tails(layout, workload, promise, rate, seed)
-        progress(f"{rate:.3g} requests a second: TTFT {ttft_s:.3g} s, TPOT {tpot_s * 1000:.3g} ms")
-        return ttft_s <= promise.ttft_s and tpot_s <= promise.tpot_s
+def simulated_goodput(
+    layout: Layout, workload: Workload, promise: Promise, expected: float, say: Callable[[str], None], seed: int = 0
+) -> float:
+    """Return the highest rate at which the simulated layout keeps both promises."""
 
-    low = high = expected
-    if holds(expected):
-        while low == high or holds(high):
-            low, high = high, high * STEP
-    else:
-        while low == high or not holds(low):
-            low, high = low / STEP, low
-            if low < 0.01 * expected:
-                return 0.0
-    while high / low > 1 + precision:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    def attainment(rate: float) -> float:
+        shares = shares_of(layout, workload, promise, rate, seed)
+        say(f"{rate:.3g} requests a second: TTFT in time {shares.ttft:.1%}, TPOT {shares.tpot:.1%}")
+        return shares.attainment(promise)
+
+    return simulated_capacity(attainment, expected)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.protocol.errors import ConfigError
 
+SAMPLED = 2000  # requests of a load test, that a plan looks at
 STRATA = 48
 """Requests that stand for a workload: more change a plan's rates by less than a percent."""
 
@@ -62,6 +66,18 @@ class Workload:
             return self.lengths
         ordered, step = sorted(self.lengths), len(self.lengths) / STRATA
         return tuple(ordered[int((index + 0.5) * step)] for index in range(STRATA))
+
+
+def sample_of(plan: Plan, name: str) -> Workload:
+    """The lengths of a load test's first requests. Raises LoadTestError."""
+    lengths: list[tuple[int, int]] = []
+    for session in islice(sessions(plan), SAMPLED):
+        before = 0
+        for turn in session.turns:
+            prompt = before + sum(piece.tokens for piece in turn.prompt)
+            lengths.append((prompt, turn.output_tokens))
+            before = prompt + turn.output_tokens
+    return Workload(name, tuple(lengths[:SAMPLED]))
 
 
 @dataclass(frozen=True)

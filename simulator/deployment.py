@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,9 +37,6 @@ STANDARD = Promise()
 LIMIT_S = 1e6  # of virtual time
 _TICK_S = 1e-9
 WARM_PROMPTS, WARM_ANSWER, WARM_AT_A_TIME = (16, 400, 64, 200, 30, 128), 16, 3  # tokens, and requests
-WATCH_S = 0.1
-Watch = Callable[[str, float, float], None]
-"""Told of a worker, seconds after the beginning, and a share of its KV blocks."""
 UNANSWERED_S = 1.0  # for which a user pauses who was refused, as the load test's do
 FAKE_LAYERS = 2
 FAKE_TOKEN_BYTES = 8 * FAKE_LAYERS  # simulator/memory_store.py
@@ -160,14 +157,14 @@ class TimedEngine:
         """As Engine.step; copies take no time."""
         async with self._one_at_a_time:
             content, began = StepContent.of(batch), asyncio.get_running_loop().time()
-            times = self._profile.step_s(content), self._profile.step_s(content, is_beside=True)
-            if on_layer is None:
-                await self._machine.compute(*times)
-            else:
-                await self._machine.compute(*times, 1 - 1 / self._profile.num_layers)
+            alone_s = content.expected_s(self._profile.costs)
+            beside_s = content.expected_s(self._profile.beside or self._profile.costs)
+            last_layer = 0.0 if on_layer is None else 1 / self._profile.num_layers
+            await self._machine.compute(alone_s, beside_s, 1 - last_layer)
+            if on_layer is not None:
                 for layer in range(FAKE_LAYERS - 1):
                     on_layer(layer)
-                await self._machine.compute(*times, 1 / self._profile.num_layers)
+                await self._machine.compute(alone_s, beside_s, last_layer)
                 on_layer(FAKE_LAYERS - 1)
             self.busy_s += asyncio.get_running_loop().time() - began
             return [None if one.draw is None else SampledToken(ANSWER) for one in batch]
@@ -176,16 +173,16 @@ class TimedEngine:
 class _Fleet(SimFleet[TimedEngine]):
     """Workers that tell routers their profile's layout, and whose links are as fast as its KV is large."""
 
-    def __init__(self, plan: FleetPlan, profile: WorkerProfile, fabric: MemoryFabric):
-        machine = Machine()
+    def __init__(self, plan: FleetPlan, profiles: Mapping[Role, WorkerProfile], fabric: MemoryFabric):
+        sender, machine = profiles["prefill"], Machine()
 
-        def engine(store: FakeStore, swap_space: FakeSwapSpace | None) -> TimedEngine:
-            return TimedEngine(profile, machine)
+        def engine(role: Role, store: FakeStore, swap_space: FakeSwapSpace | None) -> TimedEngine:
+            return TimedEngine(profiles[role], machine)
 
-        links = LinkFabric(bytes_per_s=profile.link_bytes_per_s * FAKE_TOKEN_BYTES / profile.kv_bytes)
+        links = LinkFabric(bytes_per_s=sender.link_bytes_per_s * FAKE_TOKEN_BYTES / sender.kv_bytes)
         super().__init__(plan, engine, fabric, links, lambda line: None)
-        self._profile = profile
-        self._layout = profile.layout
+        self._call_s = profiles["decode"].call_s
+        self._layout = profiles["decode"].layout
 
     async def start(self, role: Role) -> SimProcess[TimedEngine]:
         process = await super().start(role)
@@ -193,7 +190,7 @@ class _Fleet(SimFleet[TimedEngine]):
         return process
 
     def _latency(self) -> float:
-        return super()._latency() if self._profile.call_s is None else self._profile.call_s / 2
+        return super()._latency() if self._call_s is None else self._call_s / 2
 
 
 def serve(
@@ -201,6 +198,7 @@ def serve(
     policy: Policy,
     profile: WorkerProfile,
     *,
+    prefill_profile: WorkerProfile | None = None,
     users: Users | None = None,
     decodes_alone: bool = True,
     prefill: int = 2,
@@ -214,7 +212,6 @@ def serve(
     max_context: int = 8192,
     until_s: float = math.inf,
     warm: int = 0,
-    watch: Watch | None = None,
     queue: QueuePolicy = "edf",
 ) -> Run:
     """Run the trace to its end; with classes that promise something, some requests are refused.
@@ -223,8 +220,9 @@ def serve(
     unless not `decodes_alone`. With `users` each takes the next of `trace`, whenever that was to come; what is to be
     asked after `until_s` in a conversation is not. Before the trace begins, `warm` requests of many lengths teach the
     workers what their steps cost, as a server that has been used knows. `progress` is told how many requests have
-    ended, and `watch` every WATCH_S which share of its KV each worker's requests hold.
+    ended. `profile` is of decode workers, and, unless `prefill_profile` is given, of all.
     """
+    sender = prefill_profile or profile
     plan = FleetPlan(
         seed=seed,
         windows=(0,) * FAKE_LAYERS,
@@ -234,15 +232,14 @@ def serve(
         prefill_blocks=prefill_cache_tokens // BLOCK_TOKENS,
         decode_blocks=decode_cache_tokens // BLOCK_TOKENS,
         swap_blocks=0,
-        prefill=PrefillConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue),
+        prefill=PrefillConfig(max_step_tokens=sender.step_tokens, max_batch=sender.max_batch, queue=queue),
         decode=DecodeConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue),
         max_chunk_bytes=1 << 22,
         max_context=max_context,
     )
     pipeline = PipelineConfig(policy=policy, request_timeout_s=10_000.0, decodes_alone=decodes_alone)
-    deployment = _Deployment(trace, plan, profile, pipeline, slo, users, until_s, warm)
+    deployment = _Deployment(trace, plan, {"prefill": sender, "decode": profile}, pipeline, slo, users, until_s, warm)
     deployment.progress = progress
-    deployment.watch = watch
     return run_virtually(deployment.run(prefill, decode, faults), limit_s=LIMIT_S)
 
 
@@ -251,7 +248,7 @@ class _Deployment:
         self,
         trace: Iterable[TracedRequest],
         plan: FleetPlan,
-        profile: WorkerProfile,
+        profiles: Mapping[Role, WorkerProfile],
         pipeline: PipelineConfig,
         slo: SLOConfig,
         users: Users | None,
@@ -264,24 +261,23 @@ class _Deployment:
         self._warm = warm
         self._served: list[Served] = []
         self._plan = plan
-        self._profile = profile
+        self._profiles = profiles
+        self._http_s = profiles["decode"].http_s
         self._pipeline = pipeline
         self._slo = slo
         self._num_ended = 0
         self.progress: Callable[[int], None] | None = None
-        self.watch: Watch | None = None
 
     async def run(self, prefill: int, decode: int, faults: Sequence[Fault]) -> Run:
         self._clock = asyncio.get_running_loop().time
         fabric = MemoryFabric(self._plan.seed, typical_latency_s=0.0002)
-        fleet = _Fleet(self._plan, self._profile, fabric)
+        fleet = _Fleet(self._plan, self._profiles, fabric)
         prefills: list[Role] = ["prefill"] * prefill
         decodes: list[Role] = ["decode"] * decode
         processes = [await fleet.start(role) for role in (*prefills, *decodes)]
         router = SimRouter(0, fleet, fabric, self._pipeline, self._slo)
         await self._warm_up(router)
         began_s = self._clock()
-        watching = asyncio.create_task(self._watch_all(fleet))
         striking = [asyncio.create_task(_strike(fault, fleet)) for fault in faults]
         self._began_s = began_s
         self._served.clear()
@@ -295,9 +291,9 @@ class _Deployment:
             await asyncio.gather(*asking)
         finally:
             seconds = max(self._clock() - began_s, _TICK_S)
-            for task in (watching, *striking, *asking):
+            for task in (*striking, *asking):
                 task.cancel()
-            await asyncio.gather(watching, *striking, *asking, return_exceptions=True)
+            await asyncio.gather(*striking, *asking, return_exceptions=True)
             await router.close()
             for process in list(fleet.processes.values()):
                 await fleet.end(process)
@@ -306,14 +302,6 @@ class _Deployment:
         busy = [process.engine.busy_s / seconds for process in processes]
         prefill_busy = sum(busy[:prefill]) / prefill if prefill else 0.0
         return Run(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
-
-    async def _watch_all(self, fleet: SimFleet[TimedEngine]) -> None:
-        while self.watch is not None:
-            for process in fleet.processes.values():
-                self.watch(
-                    process.host, self._clock() - self._began_s, process.pool.owned_blocks / process.pool.num_blocks
-                )
-            await asyncio.sleep(WATCH_S)
 
     async def _warm_up(self, router: SimRouter) -> None:
         self._began_s = self._clock()
@@ -362,7 +350,7 @@ class _Deployment:
         served = Served(traced.promise, at_s, request.num_prompt_tokens, traced.num_output_tokens)
         token_s: list[float] = []
         try:
-            await asyncio.sleep(self._profile.http_s / 2 + self._profile.admit_s)
+            await asyncio.sleep(self._http_s / 2)
             await router.spawn(self._read(router, request, stages, token_s))
         except RequestError as error:
             if error.status not in (429, 503):
@@ -378,10 +366,10 @@ class _Deployment:
         return replace(
             served,
             num_cached_tokens=stages.num_cached_tokens,
-            ttft_s=stages.first_token - stages.arrive + self._profile.http_s / 2,
+            ttft_s=stages.first_token - stages.arrive + self._http_s / 2,
             tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
             computed_twice=stages.transfer_s == 0.0,
-            token_s=tuple(moment - self._began_s + self._profile.http_s / 2 for moment in token_s),
+            token_s=tuple(moment - self._began_s + self._http_s / 2 for moment in token_s),
         )
 
     async def _read(self, router: SimRouter, request: GenerateRequest, stages: Stages, token_s: list[float]) -> None:

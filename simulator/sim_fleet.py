@@ -95,7 +95,7 @@ class SimFleet(Generic[EngineT]):
     def __init__(
         self,
         plan: FleetPlan,
-        make_engine: Callable[[FakeStore, FakeSwapSpace | None], EngineT],
+        make_engine: Callable[[Role, FakeStore, FakeSwapSpace | None], EngineT],
         fabric: MemoryFabric,
         links: LinkFabric,
         trace: Trace,
@@ -136,7 +136,7 @@ class SimFleet(Generic[EngineT]):
         swap_space = None
         if not is_prefill and plan.swap_blocks:
             swap_space = FakeSwapSpace(store, num_blocks=plan.swap_blocks)
-        engine, peer = self._make_engine(store, swap_space), Peer(host, self._draw.getrandbits(63))
+        engine, peer = self._make_engine(role, store, swap_space), Peer(host, self._draw.getrandbits(63))
         transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=plan.max_chunk_bytes)
         parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, plan.transports)
         clock = asyncio.get_running_loop().time

@@ -23,7 +23,6 @@ LETTER = 6.6  # the width of one, at the size of cells, a little too wide for al
 PLACES = {
     "planning": (0, 4, 7),
     "benchmarks": (0, 12, 6),
-    "tools": (0, 8, 5),
     "simulator": (8, 4, 5),
     "cluster": (0, 12, 4),
     "prefill_worker": (0, 3, 3),

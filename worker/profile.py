@@ -6,7 +6,6 @@ import msgspec
 
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.step_costs import StepContent
 
 BLOCK_TOKENS = 16
 CALL_S = 0.005  # to a worker and back, where nobody has measured it
@@ -28,12 +27,8 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str  # where the figures come from
     num_layers: AtLeastOne = 32  # of a prompt's KV the last layer's part can't travel while the prompt is computed
     beside: StepCosts | None = None  # while another worker of the same machine computes; None: it has its own
-    http_s: float = 0.0  # to the server and back, of a first token
-    admit_s: float = 0.0  # reading, tokenising, choosing the path
-    prompt_s: float = 0.0  # of any step with a prompt in it, the constant of all steps aside
+    http_s: float = 0.0  # of a first token: HTTP, tokenising, admission
     call_s: float | None = None  # to a worker and back; None: not measured
-    others: float = 0.0  # threads of other programs that wanted the machine's cores while this was measured
-    threads: int = 1  # of a worker, which take a core each
     gpus: AtLeastOne = 1
     usd_per_hour: float = 1.0
     hardware: str = ""
@@ -43,16 +38,10 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_parallel: bool = False  # ranks share the tokens of latents
     copies: AtLeastOne = 1  # of heads, or of latents, on its ranks: KV is sent to each
 
-    def step_s(self, content: StepContent, *, is_beside: bool = False) -> float:
-        """Seconds of a step; what prompts cost beyond its parts is as much dearer beside others as their tokens are."""
-        costs = self.beside if is_beside and self.beside is not None else self.costs
-        slower = costs.token_s / self.costs.token_s if self.costs.token_s else 1.0
-        return content.expected_s(costs) + (self.prompt_s * slower if content.prompt_tokens else 0.0)
-
     @property
     def overhead_s(self) -> float:
-        """Seconds of a first token beside queues and steps: HTTP, admission, to a worker and back."""
-        return self.http_s + self.admit_s + (CALL_S if self.call_s is None else self.call_s)
+        """Seconds of a first token beside queues and steps."""
+        return self.http_s + (CALL_S if self.call_s is None else self.call_s)
 
     @property
     def layout(self) -> KVLayout:

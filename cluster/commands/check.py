@@ -77,7 +77,7 @@ def _folder_of(name: str, revision: str | None) -> Iterator[Path]:
         yield resolve_model_folder(name, CONFIG_PATTERNS, revision)
         return
     with TemporaryDirectory(prefix="twostroke-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODELS[known].fields))
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[known].config))
         yield Path(folder)
 
 

@@ -1,14 +1,16 @@
 """A server in a process of its own, for benches and tests: started, awaited, and ended by its id."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError
@@ -103,6 +105,15 @@ def twostroke_server(arguments: Sequence[str], *, port: int | None = None) -> Se
     model = [] if "--model" in arguments or "--config" in arguments else ["--model", "bundled"]
     command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), *model, *arguments]
     return ServerProcess(command, port, lambda server: "\ncurl " in server.said())
+
+
+@contextlib.contextmanager
+def config_file(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Give the path of a file for `--config`, while the context lasts."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(sections, file)  # YAML takes JSON
+        file.flush()
+        yield file.name
 
 
 def processes_named(title: str, roots: Sequence[int] | None = None) -> list[int]:

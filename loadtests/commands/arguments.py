@@ -151,7 +151,7 @@ def _given(arguments: argparse.Namespace, what: str, name: str, fields: tuple[st
     given = {field: value for field in options if (value := getattr(arguments, f"{what}_{field}")) is not None}
     for field in given:
         if field not in fields:
-            own = ", ".join(options[field][0] for field in fields) or "none"
+            own = ", ".join(options[field][0] for field in fields if field in options) or "none"
             raise LoadTestError(f"--{what} {name} has no {options[field][0]}; it has {own}")
     return given
 

@@ -116,10 +116,13 @@ class Conversation:
         }
         if plan.ignore_eos:
             request["ignore_eos"] = True
-        if plan.service_tier is not None:
-            request["service_tier"] = plan.service_tier
+        if (tier := plan.service_tier or turn.service_tier) is not None:
+            request["service_tier"] = tier
         if self._line.asks_stages:
             request["return_stages"] = True
+        number = self.session.index
+        if int((number + 1) * plan.extra_share) > int(number * plan.extra_share):
+            request |= plan.extra
         return request
 
     def _new_messages(self, turn: Turn) -> list[dict[str, str]]:
@@ -198,11 +201,17 @@ class Dispatcher:
         if self._crash is not None:
             raise self._crash
 
+    def end(self) -> None:
+        """Send nothing more; what is under way goes on."""
+        self._sessions = iter(())
+        self._prepared.clear()
+
     def _send_at_their_instants(self, began: float) -> None:
         while self._crash is None and (self._prepared or self._prepare_one()):
             at_s = self._prepared[0].session.at_s
             self._prepare_others_until(began + at_s)
-            self._crew.spawn(self._guarded, self._converse, self._prepared.popleft(), at_s, began)
+            if self._prepared:  # it has not ended meanwhile
+                self._crew.spawn(self._guarded, self._converse, self._prepared.popleft(), at_s, began)
 
     def _prepare_others_until(self, due: float) -> None:
         while (left := due - self._crew.now()) > 0:

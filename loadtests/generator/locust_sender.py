@@ -13,9 +13,9 @@ from collections.abc import Callable
 import gevent
 import msgspec
 from gevent.event import AsyncResult
-from gevent.pool import Group
 
 from twostroke.loadtests import LoadTestError, unwritable
+from twostroke.loadtests.generator.alone import Greenlets
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Line, check_prompts
 from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second
@@ -48,28 +48,6 @@ class Report(msgspec.Struct, frozen=True):
     health: GeneratorHealth
     over: bool = False
     error: str | None = None
-
-
-class Greenlets:
-    """twostroke.loadtests.generator.dispatcher.Crew."""
-
-    def __init__(self) -> None:
-        self._group = Group()
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        gevent.sleep(seconds)
-
-    def spawn(self, work: Callable[..., object], *arguments: object) -> None:
-        self._group.spawn(work, *arguments)
-
-    def join(self) -> None:
-        self._group.join()
-
-    def kill(self) -> None:
-        self._group.kill()
 
 
 REPORT_INTERVAL_S = 1.0

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import (
     Chat,
+    Closed,
     Fixed,
     LongPrompts,
     Piece,
@@ -18,6 +19,7 @@ from twostroke.loadtests.plan import (
     Synthetic,
     TraceFile,
     Turn,
+    Uniform,
 )
 from twostroke.loadtests.workloads.arrivals import arrival_times, seed_of
 from twostroke.loadtests.workloads.synthetic import LogNormal, shape_named, shape_times, shape_turns, shrunk
@@ -78,10 +80,13 @@ def sessions(plan: Plan) -> Iterator[Session]:
     """
     if not plan.seconds > 0:
         raise LoadTestError(f"a run of {plan.seconds:g} s sends nothing: give seconds above 0")
+    timed: Iterator[tuple[float, Turns]]
     if isinstance(plan.arrivals, Replay):
         timed = _replayed(plan, plan.arrivals.speed)
     else:
         timed = zip(arrival_times(plan.arrivals, plan.seconds, plan.seed), _turns(plan), strict=False)
+    if isinstance(plan.arrivals, Closed) and plan.arrivals.requests:
+        timed = islice(timed, plan.arrivals.requests)
     return (Session(index, at_s, turns) for index, (at_s, turns) in enumerate(timed))
 
 
@@ -107,6 +112,8 @@ def _turns(plan: Plan) -> Iterator[Turns]:
     match plan.workload:
         case Fixed() as fixed:
             return _fixed(plan, fixed)
+        case Uniform() as uniform:
+            return _uniform(plan, uniform)
         case Synthetic(shape=shape):
             return ((turn,) for turn in shape_turns(shape_named(shape), plan.max_context, plan.seed))
         case TraceFile(path=path, format=format):
@@ -122,7 +129,23 @@ def _turns(plan: Plan) -> Iterator[Turns]:
 
 def _fixed(plan: Plan, fixed: Fixed) -> Iterator[Turns]:
     _check_fits(plan, fixed.input_tokens, fixed.output_tokens)
-    return ((Turn((_own(plan, index, fixed.input_tokens),), fixed.output_tokens),) for index in count())
+    tiers, draw = fixed.tiers or {"": 1.0}, random.Random(f"tiers {plan.seed}")
+
+    def turn(index: int) -> Turn:
+        tier = draw.choices(list(tiers), list(tiers.values()))[0]
+        prompt = (_own(plan, index, fixed.input_tokens),)
+        return Turn(prompt, fixed.output_tokens, kind=tier, service_tier=tier or None)
+
+    return ((turn(index),) for index in count())
+
+
+def _uniform(plan: Plan, uniform: Uniform) -> Iterator[Turns]:
+    _check_fits(plan, max(uniform.input_tokens), max(uniform.output_tokens))
+    draw = random.Random(f"uniform {plan.seed}")
+    return (
+        (Turn((_own(plan, index, draw.randint(*uniform.input_tokens)),), draw.randint(*uniform.output_tokens)),)
+        for index in count()
+    )
 
 
 def _shared(plan: Plan, shared: SharedPrompt) -> Iterator[Turns]:

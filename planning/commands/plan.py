@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import get_args
 
@@ -20,23 +19,19 @@ from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count, workload_of
 from twostroke.loadtests.plan import SLO, Plan, Poisson
-from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
-from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
-from twostroke.planning.profiles import profile_of
-from twostroke.planning.published import check_lines
+from twostroke.planning.profiles import among_busy, profile_of
 from twostroke.planning.roofline import Machine
 from twostroke.planning.search import Budget, Search, Terms, check_floors, machine_of, nowhere, profiles_of
-from twostroke.planning.tables import tables
-from twostroke.planning.trials import among_busy, decide
-from twostroke.planning.workload import Promise, Workload, promise_of
+from twostroke.planning.trials import decide
+from twostroke.planning.workload import Promise, Workload, promise_of, sample_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
-REQUESTS = 2000  # of the workload, that a plan looks at
 MOST_CONTEXT = 32_768  # of a workload's requests, where nobody says
 
 
@@ -78,21 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")
     said.add_argument("--output", type=Path, metavar="FILE", help="write the settings that serve the best layout")
     said.add_argument("--json", action="store_true", help="nothing but the last line")
-    said.add_argument("--check", action="store_true", help="hold the calculators against published numbers, instead")
-    said.add_argument("--tables", action="store_true", help="print the tables of docs/planning.md, instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0; 1 where a published number is not ours. Raises ConfigError for what can't be planned."""
-    if arguments.tables:
-        print(tables(), end="")
-        return 0
-    if arguments.check:
-        lines, rows, wrong = check_lines()
-        if not arguments.json:
-            print("\n".join(lines))
-        print(json.dumps({"rows": rows, "wrong": wrong}))
-        return 1 if wrong else 0
+    """Returns 0. Raises ConfigError for what can't be planned."""
     try:
         return _plan(arguments)
     except LoadTestError as error:
@@ -116,7 +100,7 @@ class Asked:
 
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
-        raise ConfigError("plan: name a MODEL, or give --check or --tables")
+        raise ConfigError("plan: name a MODEL")
     if arguments.costs is not None and arguments.gpu is not None:
         raise ConfigError("--costs: beside --gpu: give one of them")
     shape, promise = model_of(arguments.model), promise_of(arguments.slo)
@@ -187,28 +171,9 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
     return sample_of(plan, Path(arguments.workload).stem)
 
 
-def sample_of(plan: Plan, name: str) -> Workload:
-    """The lengths of a load test's first requests. Raises LoadTestError."""
-    lengths: list[tuple[int, int]] = []
-    for session in islice(sessions(plan), REQUESTS):
-        before = 0
-        for turn in session.turns:
-            prompt = before + sum(piece.tokens for piece in turn.prompt)
-            lengths.append((prompt, turn.output_tokens))
-            before = prompt + turn.output_tokens
-    return Workload(name, tuple(lengths[:REQUESTS]))
-
-
 def _terms(arguments: argparse.Namespace) -> Terms:
-    efficiency = EFFICIENCY
-    if arguments.efficiency is not None:
-        try:
-            compute, read = map(float, arguments.efficiency.split(","))
-        except ValueError:
-            raise ConfigError(f"--efficiency {arguments.efficiency}: write COMPUTE,READ, as in 0.55,0.72") from None
-        efficiency = Efficiency(compute, read)
     kv = None if arguments.kv_cache_dtype == "auto" else 1.0
-    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency)
+    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency_of(arguments.efficiency))
 
 
 def _prices(text: str | None) -> dict[str, float]:
@@ -265,7 +230,7 @@ def _measured(arguments: argparse.Namespace, workload: Workload, promise: Promis
     for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, row_s)):
         if asked_s < floor_s:
             raise ConfigError(f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s of such a worker")
-    return among_busy(known, usd_per_hour=prices.get(known.name, 1.0))
+    return among_busy(known, usd=prices.get(known.name, 1.0))
 
 
 def _say(line: str) -> None:
@@ -306,21 +271,16 @@ def _print(
 
 
 def _draw(folder: Path, best: Answer, asked: Asked) -> None:
-    from twostroke.planning.pictures import batch_sweep, phases, roofline
+    from twostroke.planning.pictures import batch_sweep, phases, roofline, write_pictures
     from twostroke.planning.queueing import rows_s
 
     decode, workload = best.layout.decode, asked.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
-    step_s = [rows_s(decode, batch, workload.mean_context) for batch in batches]
-    pictures = [batch_sweep(batches, step_s, full)]
+    rates = [batch / rows_s(decode, batch, workload.mean_context) for batch in batches]
+    pictures = [batch_sweep(batches, {decode.name: rates}, {"saturated": full})]
     if decode.hardware in asked.hardware:
         machine, prompt = asked.machine(decode), int(workload.mean_prompt)
         of_phases = phases(asked.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
         pictures.append(roofline(machine, asked.shape, of_phases))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            (folder / f"{picture.name}.png").write_bytes(picture.png)
-    except OSError as error:
-        raise ConfigError(f"--report {folder}: {error.strerror}") from error
+    write_pictures(folder, pictures)

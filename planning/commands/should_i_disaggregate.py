@@ -1,76 +1,66 @@
 """`twostroke should-i-disaggregate`: one answer for one machine, one workload and one SLO, and how sure it is.
 
-On this machine each mode's server is started in turn, its costs are learnt, the workload is put on it, and the same is
-simulated. For hardware that is not there (`--costs`, `--gpu`) simulation answers alone. What fails is said, and left
-out.
+On this machine each mode is served in turn and its capacity measured (planning/measured.py), and the same is simulated.
+For hardware that is not there (`--costs`, `--gpu`) simulation answers alone. What fails is said, and left out.
 """
 
 import argparse
 import json
 import statistics
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.capacity import at_rate
 from twostroke.loadtests.commands.arguments import (
     above_zero,
     add_workload,
     context_tokens,
+    positive_count,
     seconds_left_out,
     slo_of,
     workload_of,
 )
 from twostroke.loadtests.commands.measure import rates_of
-from twostroke.loadtests.plan import Chat, Plan, Poisson
+from twostroke.loadtests.plan import SLO, Chat, Plan, Poisson
+from twostroke.loadtests.plan import Workload as SentWorkload
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.run_folder import make_folder
-from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.model.published.hardware import hardware_of
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
-from twostroke.planning.agreement import Cell, add_server, compare, line_of, plan_for, simulated, summary_of
-from twostroke.planning.capacities import (
-    TARGET,
-    Flip,
-    Point,
-    by_length,
-    by_rate,
-    by_ratio,
-    cost_by_slo,
-    flips_of,
-    measured_capacity,
-    point_of,
-    simulated_capacity,
-)
-from twostroke.planning.commands.plan import sample_of
-from twostroke.planning.exact import VOCABULARY
-from twostroke.planning.modes import MODES, Fleet, Mode, counts_of, learn_kind, server_in, write_kind
-from twostroke.planning.profiles import PROFILES, profile_of
+from twostroke.planning.against import plan_for
+from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
+from twostroke.planning.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.search import Terms, nowhere, profiles_of
+from twostroke.planning.trials import shares_of
+from twostroke.planning.workload import Promise, Workload, sample_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
 INTERRUPTED_EXIT = 130
+MODES: tuple[Mode, ...] = get_args(Mode)
 SEEDS = 2  # of simulated capacities: their spread is part of the uncertainty
-RATE_SHARES = (0.4, 0.8, 1.2)  # of the first mode's simulated capacity: the rates that are measured
 SWEPT_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the best capacity
-MEAN_OF = 500  # requests
+LENGTHS = (64, 256, 1024, 4096, 16384)  # of prompts, up to the context
+LEAD = 0.02  # of a capacity or attainment, without which no other mode is ahead
+UNBOUNDED_S = 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser.add_argument_group("the server", "Started on this machine, unless --costs or --gpu is given."))
+    here = parser.add_argument_group("the server", "Started on this machine, unless --costs or --gpu is given.")
+    here.add_argument("--model", default="bundled", metavar="DIR|ID", help="as `serve` takes it (default: bundled)")
+    here.add_argument("--prefill", type=positive_count, default=1, metavar="N", help="workers, where there are any")
+    here.add_argument("--decode", type=positive_count, default=1, metavar="N", help="workers beside those")
+    here.add_argument("--aggregated", type=positive_count, default=1, metavar="N", help="workers in the place of both")
+    here.add_argument("--learn", type=above_zero, default=20.0, metavar="S", help="of each of two learning loads")
     server = parser.add_argument_group("in place of a server: simulation alone")
     server.add_argument("--config", type=Path, metavar="FILE", help="of the server; its replicas don't count")
     server.add_argument("--costs", metavar="NAME|FILE", help=f"of `bench costs`, or {', '.join(PROFILES)}")
@@ -79,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run = parser.add_argument_group("the runs")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`; needed")
     of_run.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    of_run.add_argument("--rates", type=rates_of, metavar="RATE,...", help="to measure (default: by simulation)")
+    of_run.add_argument("--rates", type=rates_of, metavar="RATE,...", help="measured alone (default: a search)")
     of_run.add_argument("--seconds", type=above_zero, default=30.0, metavar="S", help="of a run, with the warm-up")
-    of_run.add_argument("--warm-up", type=seconds_left_out, default=3.0, metavar="S")
+    of_run.add_argument("--warm-up", type=seconds_left_out, default=3.0, metavar="S", help="of these; not judged")
+    of_run.add_argument("--budget", type=above_zero, default=900.0, metavar="S", help="for a mode's runs together")
     of_run.add_argument("--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled")
     of_run.add_argument("--seed", type=int, default=0)
     of_run.add_argument("--no-sweep", action="store_true", help="don't look for where the answer flips")
@@ -93,45 +84,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Found:
-    """What is known so far of each mode."""
+    """What is known so far, by mode in the order of measurement; rates are requests a second."""
 
-    fleets: dict[Mode, Fleet] = field(default_factory=dict)
-    cells: list[Cell] = field(default_factory=list)
-    points: dict[Mode, list[Point]] = field(default_factory=dict)
+    sample: Workload
+    promise: Promise
+    layouts: dict[Mode, Layout] = field(default_factory=dict)
+    measured: dict[Mode, Measured] = field(default_factory=dict)
     simulated: dict[Mode, list[float]] = field(default_factory=dict)  # capacities, by seed
     failed: dict[str, str] = field(default_factory=dict)
-    flips: list[Flip] = field(default_factory=list)
+    flips: list[dict[str, Any]] = field(default_factory=list)
     lengths: list[tuple[float, dict[Mode, float]]] = field(default_factory=list)
     rates: list[tuple[float, dict[Mode, float]]] = field(default_factory=list)
+
+    def capacity(self, mode: Mode, sample: Workload, first: float, seed: int = 0) -> float:
+        return capacity_by_simulation(self.layouts[mode], sample, self.promise, first, seed)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0, 1 where no answer can be given, 130 after Ctrl-C. Raises ConfigError for what can't be asked."""
-    check(arguments)
+    sent = check(arguments)
     interrupt_once()
     folder: Path = arguments.output or Path(f"verdict-{datetime.now():%Y%m%d-%H%M%S}")
-    say: Callable[[str], None] = _silent if arguments.json else _progress
+    tell_people: Callable[[str], None] = _silent if arguments.json else say
     try:
         make_folder(folder)
-        workload_of(arguments)
+        plan = _plan(arguments, sent)
+        sample = sample_of(msgspec.structs.replace(plan, seconds=1e9), Path(arguments.workload).stem)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
-    found, exit_code = Found(), 0
-    plan: Plan | None = None
+    found = Found(sample, Promise(plan.slo.ttft_s or UNBOUNDED_S, plan.slo.tpot_s or UNBOUNDED_S))
+    exit_code = 0
     try:
-        plan = (
-            _by_simulation(arguments, found) if _is_unmeasured(arguments) else _measure(arguments, folder, found, say)
-        )
-        if plan is not None:
-            _simulate(arguments, plan, found, say)
-    except LoadTestError as error:
-        raise ConfigError(str(error)) from error
+        if is_unmeasured(arguments):
+            _by_profile(arguments, found)
+        else:
+            _measure(arguments, plan, folder, found, tell_people)
+        _simulate(arguments, found, tell_people)
     except KeyboardInterrupt:
         found.failed["the rest"] = "it was interrupted"
         exit_code = INTERRUPTED_EXIT
-    if arguments.report and plan is not None and exit_code == 0:
-        _draw(arguments, plan, found, folder, say)
-    told = tell(found, is_measured=not _is_unmeasured(arguments))
+    told = tell(found)
+    if arguments.report and found.layouts and exit_code == 0:
+        _draw(arguments, plan.slo, found, told, folder, tell_people)
     (folder / "verdict.json").write_text(json.dumps(told, indent=1) + "\n")
     if not arguments.json:
         print("\n".join(words_of(told)))
@@ -139,233 +133,235 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code or (0 if told["best"] is not None else 1)
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for what does not belong together."""
+def check(arguments: argparse.Namespace) -> SentWorkload:
+    """Return the workload. Raises ConfigError for what does not belong together."""
     if arguments.slo is None:
         raise ConfigError("--slo: the answer depends on what is promised; give, for example, --slo ttft=1,tpot=0.1")
     if arguments.costs is not None and arguments.gpu is not None:
         raise ConfigError("--costs and --gpu both say what workers are like: give one of them")
-    if _is_unmeasured(arguments) and arguments.config is not None:
+    if is_unmeasured(arguments) and arguments.config is not None:
         raise ConfigError("--config is of a server that is started, and --costs or --gpu starts none: leave one away")
     if not 0 <= arguments.warm_up < arguments.seconds:
         raise ConfigError(f"--warm-up {arguments.warm_up:g}: is part of --seconds {arguments.seconds:g}; give less")
     if len(set(arguments.modes)) < 2:
         raise ConfigError("--modes: name two or more, or there is nothing to choose from")
-    if isinstance(workload_of_name(arguments), Chat):
-        raise ConfigError("--workload chat: its sessions have no rate of requests; give another, or a trace's file")
-
-
-def workload_of_name(arguments: argparse.Namespace) -> object:
-    """Raises ConfigError for no workload."""
     try:
-        return workload_of(arguments)
+        sent = workload_of(arguments)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
+    if isinstance(sent, Chat):
+        raise ConfigError("--workload chat: its sessions have no rate of requests; give another, or a trace's file")
+    return sent
 
 
-def _is_unmeasured(arguments: argparse.Namespace) -> bool:
+def is_unmeasured(arguments: argparse.Namespace) -> bool:
     return arguments.costs is not None or arguments.gpu is not None
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _silent(line: str) -> None:
-    pass
+    """Say nothing: --json wants the last line alone."""
+
+
+def _plan(arguments: argparse.Namespace, sent: SentWorkload) -> Plan:
+    return Plan(
+        url="simulated",
+        model=arguments.model,
+        max_context=arguments.max_context or 8192,
+        arrivals=Poisson(1.0),
+        workload=sent,
+        slo=arguments.slo,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        warm_up_s=arguments.warm_up,
+    )
 
 
 # --- on this machine ---
 
 
-def _measure(arguments: argparse.Namespace, folder: Path, found: Found, say: Callable[[str], None]) -> Plan | None:
-    """Each mode in turn; a mode that fails is left out. Returns the plan, None where no server came up."""
-    settings = {} if arguments.config is None else dict(load_yaml(arguments.config))
-    if arguments.config is None:
-        settings["model"] = {"path": arguments.model}
-    plan: Plan | None = None
-    rates: Sequence[float] | None = arguments.rates
-    # The mode with both roles first: what it costs is known for the hybrid, too.
-    for mode in sorted(arguments.modes, key=lambda one: one != "disaggregated"):
-        counts = counts_of(mode, arguments.prefill, arguments.decode, arguments.aggregated)
+def _measure(arguments: argparse.Namespace, plan: Plan, folder: Path, found: Found, say: Callable[[str], None]) -> None:
+    """Measure each mode in turn; a mode that fails is left out."""
+    settings: dict[str, Any] = {"model": {"path": arguments.model}}
+    if arguments.config is not None:
+        settings = dict(load_yaml(arguments.config))
+
+    def plan_of(url: str) -> Plan:
+        of_server = plan_for(url, plan.workload, plan.seconds, plan.seed, arguments.max_context)
+        return msgspec.structs.replace(of_server, slo=plan.slo, warm_up_s=plan.warm_up_s)
+
+    for mode in arguments.modes:
+        candidate = candidate_of(mode, arguments, arguments.aggregated)
         try:
-            with ExitStack() as stack:
-                say(f"{mode}: starting {counts.prefill} prefill and {counts.decode} decode workers")
-                url = stack.enter_context(server_in(mode, counts, settings))
-                plan = _plan(arguments, url)
-                learnt = found.fleets.get("disaggregated") if mode == "hybrid" else None
-                profile = learnt.profile if learnt is not None else learn_kind(url, mode, seed=arguments.seed)
-                write_kind(profile, folder / f"{mode}.json")
-                found.fleets[mode] = fleet = Fleet(mode, counts, profile)
-                if rates is None:
-                    capacity = simulated_capacity(plan, fleet, 1.0)
-                    rates = [round(capacity * share, 3) for share in RATE_SHARES]
-                    say(f"rates to measure: {', '.join(f'{rate:g}' for rate in rates)} a second")
-                for number, rate in enumerate(rates):
-                    asked = msgspec.structs.replace(at_rate(plan, rate), seed=plan.seed + 1 + number)
-                    _run_one(asked, arguments.workload, fleet, folder / f"{mode}-{rate:g}", found, say)
+            found.measured[mode] = measured = measure(
+                *(candidate, settings, plan_of, found.sample, folder / mode, say),
+                learn_s=arguments.learn,
+                budget_s=arguments.budget,
+                rates=arguments.rates,
+            )
+            found.layouts[mode] = candidate.layout(measured.profiles)
         except (ConfigError, LoadTestError, OSError) as error:
             found.failed[mode] = str(error).splitlines()[0]
             say(f"{mode} is given up: {error}")
-    return plan
 
 
-def _run_one(asked: Plan, name: str, fleet: Fleet, folder: Path, found: Found, say: Callable[[str], None]) -> None:
-    cell, records = compare(asked, name, fleet, folder)
-    point = point_of(records, asked, cell.rate)
-    found.points.setdefault(fleet.mode, []).append(point)
-    found.cells.append(cell)
-    say(f"{point.attainment.value:.0%} met; measured/simulated: {line_of(cell)}")
-
-
-def _plan(arguments: argparse.Namespace, url: str) -> Plan:
-    plan = plan_for(
-        url, workload_of(arguments), arguments.seconds, arguments.warm_up, arguments.seed, arguments.max_context
-    )
-    return msgspec.structs.replace(plan, slo=arguments.slo)
+def candidate_of(mode: Mode, arguments: argparse.Namespace, aggregated: int) -> Candidate:
+    """Return the workers of a mode, where so many take the place of both roles."""
+    if mode == "aggregated":
+        return Candidate(mode, mode, 0, aggregated)
+    return Candidate(mode, mode, arguments.prefill, arguments.decode)
 
 
 # --- in simulation ---
 
 
-def _by_simulation(arguments: argparse.Namespace, found: Found) -> Plan:
-    plan = Plan(
-        url="simulated",
-        model=arguments.model,
-        max_context=arguments.max_context or 8192,
-        arrivals=Poisson(1.0),
-        workload=workload_of(arguments),
-        slo=arguments.slo,
-        seconds=arguments.seconds,
-        seed=arguments.seed,
-        warm_up_s=arguments.warm_up,
-        vocabulary=VOCABULARY,
-    )
-    profile = profile_of(arguments.costs) if arguments.costs is not None else gpu_kind(arguments.gpu, plan)
+def _by_profile(arguments: argparse.Namespace, found: Found) -> None:
+    """Give every mode as many machines, with a worker each."""
+    if arguments.costs is not None:
+        profile = among_busy(profile_of(arguments.costs))
+    else:
+        profile = gpu_profile(arguments.gpu, arguments.model, found.sample)
     for mode in arguments.modes:
-        aggregated = arguments.prefill + arguments.decode  # a machine's worth each
-        found.fleets[mode] = Fleet(mode, counts_of(mode, arguments.prefill, arguments.decode, aggregated), profile)
-    return plan
+        candidate = candidate_of(mode, arguments, arguments.prefill + arguments.decode)
+        found.layouts[mode] = candidate.layout({"prefill": profile, "decode": profile})
 
 
-def gpu_kind(gpu: str, plan: Plan) -> WorkerProfile:
-    """A worker of one such GPU, as the planner knows it. Raises ConfigError for a GPU or model that it does not know,
-    and where the model, or the longest request, has no room."""
-    hardware, shape, terms = hardware_of(gpu), published_model(plan.model), Terms()
-    workload = sample_of(msgspec.structs.replace(plan, seconds=1e9), "asked")
-    fitting = [profile for profile in profiles_of(shape, hardware, ("auto",), workload, terms) if profile.ranks == 1]
+def gpu_profile(gpu: str, model: str, sample: Workload) -> WorkerProfile:
+    """Return a worker of one such GPU, by its roofline. Raises ConfigError for an unknown GPU or model, and where the
+    model, or the longest request, has no room."""
+    hardware, shape, terms = hardware_of(gpu), published_model(model), Terms()
+    fitting = [one for one in profiles_of(shape, hardware, ("auto",), sample, terms) if one.ranks == 1]
     if not fitting:
-        raise nowhere(shape, [hardware], workload, terms)
-    return msgspec.structs.replace(fitting[0], source="the planner's roofline; no GPU has confirmed it")
+        raise nowhere(shape, [hardware], sample, terms)
+    return fitting[0]
 
 
-def _simulate(arguments: argparse.Namespace, plan: Plan, found: Found, say: Callable[[str], None]) -> None:
-    first = max(arguments.rates) if arguments.rates else 1.0
-    for mode, fleet in found.fleets.items():
-        for seed in range(SEEDS):
-            asked = msgspec.structs.replace(plan, seed=plan.seed + seed)
-            heard = partial(_of_try, say, f"{mode}, {seed + 1} of {SEEDS} seeds")
-            found.simulated.setdefault(mode, []).append(simulated_capacity(asked, fleet, first, heard=heard))
-            first = found.simulated[mode][-1] or first
+def _simulate(arguments: argparse.Namespace, found: Found, say: Callable[[str], None]) -> None:
+    first = 1.0
+    for mode in found.layouts:
+        found.simulated[mode] = [found.capacity(mode, found.sample, first, seed) for seed in range(SEEDS)]
+        first = found.simulated[mode][-1] or first
         say(f"{mode}: simulated capacity {statistics.median(found.simulated[mode]):.3g} requests a second")
-    if arguments.no_sweep or not found.fleets:
+    if arguments.no_sweep or not found.layouts:
         return
-    fleets = list(found.fleets.values())
     best = max(statistics.median(values) for values in found.simulated.values())
-    if best > 0:
-        found.rates = by_rate(plan, fleets, [best * share for share in SWEPT_SHARES], say)
-        found.flips += flips_of("rate", found.rates)
-    found.lengths = by_length(plan, fleets, mean_answer(plan), best or 1.0, say)
-    found.flips += flips_of("prompt_tokens", found.lengths)
+    for rate in (best * share for share in SWEPT_SHARES if best > 0):
+        met = {mode: shares_of(one, found.sample, found.promise, rate).both for mode, one in found.layouts.items()}
+        found.rates.append((rate, met))
+        say(f"{rate:.3g}/s: " + ", ".join(f"{mode} {value:.0%} met" for mode, value in met.items()))
+    first = best or 1.0
+    for tokens in LENGTHS:
+        answer = max(1, round(found.sample.mean_answer))
+        if tokens + answer > (arguments.max_context or 8192):
+            break
+        alike = Workload(f"prompts of {tokens}", ((tokens, answer),))
+        rates = {mode: found.capacity(mode, alike, first) for mode in found.layouts}
+        found.lengths.append((float(tokens), rates))
+        say(f"{alike.name}: " + ", ".join(f"{mode} {rate:.3g}/s" for mode, rate in rates.items()))
+        first = max(rates.values()) or first
+    found.flips = [*flips_of("rate", found.rates), *flips_of("prompt_tokens", found.lengths)]
 
 
-def _of_try(say: Callable[[str], None], what: str, rate: float, point: Point) -> None:
-    say(f"{what}: {rate:.3g} requests a second: {point.attainment.value:.0%} in time")
-
-
-def mean_answer(plan: Plan) -> int:
-    """Tokens, of the workload's first requests."""
-    asked = msgspec.structs.replace(plan, seconds=1e9)
-    return round(statistics.fmean(one.turns[0].output_tokens for one in islice(sessions(asked), MEAN_OF)))
+def flips_of(what: str, swept: Sequence[tuple[float, Mapping[Mode, float]]]) -> list[dict[str, Any]]:
+    """Return where the best mode changes along a sweep: from `at` on `after` is ahead of `before`."""
+    flips: list[dict[str, Any]] = []
+    leader: Mode | None = None
+    for at, values in swept:
+        best = max(values, key=lambda mode: values[mode])
+        if values[best] <= 0:
+            continue
+        if leader is None:
+            leader = best
+        elif best != leader and values[best] > values[leader] * (1 + LEAD):
+            flips.append({"what": what, "at": at, "before": leader, "after": best})
+            leader = best
+    return flips
 
 
 # --- pictures ---
 
 SPLIT_WORKERS = 4
-WATCHED_REQUESTS = 200
+WATCHED_SHARE = 0.8  # of the capacity, at which KV memory is drawn
+SLO_SCALES = (4.0, 2.0, 1.0, 0.5)  # the laxest first: its capacity bounds the others
 
 
-def _draw(arguments: argparse.Namespace, plan: Plan, found: Found, folder: Path, say: Callable[[str], None]) -> None:
-    told = tell(found, is_measured=not _is_unmeasured(arguments))
+def _draw(
+    arguments: argparse.Namespace,
+    slo: SLO,
+    found: Found,
+    told: dict[str, Any],
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
     first = max((statistics.median(rates) for rates in found.simulated.values()), default=1.0) or 1.0
-    plots = [report.capacities(told["modes"])]
-    plots += [report.by_length(found.lengths)] if found.lengths else []
-    plots += [report.by_rate(found.rates)] if found.rates else []
-    shown = found.fleets.get("disaggregated") or next(iter(found.fleets.values()))
-    workers = max(SPLIT_WORKERS, shown.counts.prefill + shown.counts.decode)
+    shown = found.layouts.get("disaggregated") or next(iter(found.layouts.values()))
+    workers = max(SPLIT_WORKERS, shown.num_prefill + shown.num_decode)
     say(f"pictures: every split of {workers} workers")
-    split, aggregated = by_ratio(plan, shown.profile, workers, first)
-    plots.append(report.by_ratio(split, aggregated))
-    say("pictures: KV memory, cost by SLO")
-    plots.append(report.memory(_watched(plan, shown, 0.8 * first)))
-    price = 1.0 if arguments.usd_per_hour is None else arguments.usd_per_hour
-    answer = mean_answer(plan)
-    curves = {
-        mode: [(scale, hours * price) for scale, hours in cost_by_slo(plan, fleet, answer, first)]
-        for mode, fleet in found.fleets.items()
-    }
-    plots.append(report.cost(curves, plan.slo, "worker-hours" if arguments.usd_per_hour is None else "USD"))
-    say(f"report: {report.write_page(folder, words_of(told), plots)}")
 
+    def capacity(layout: Layout, promise: Promise = found.promise) -> float:
+        return capacity_by_simulation(layout, found.sample, promise, first)
 
-def _watched(plan: Plan, fleet: Fleet, rate: float) -> list[report.Memory]:
-    seen: dict[str, list[tuple[float, float]]] = {}
-
-    def watch(worker: str, at_s: float, held: float) -> None:
-        if at_s >= 0:
-            seen.setdefault(worker, []).append((at_s, held))
-
-    asked = msgspec.structs.replace(at_rate(plan, rate), seconds=WATCHED_REQUESTS / rate, warm_up_s=0.0)
-    simulated(asked, fleet, watch)
-    return [
-        report.Memory(worker, tuple(at_s for at_s, _ in samples), tuple(held for _, held in samples))
-        for worker, samples in seen.items()
+    splits = [
+        Layout("disaggregated", shown.decode, workers - prefill, shown.prefill or shown.decode, prefill)
+        for prefill in range(1, workers)
     ]
+    split = [(one.num_prefill, one.num_decode, capacity(one)) for one in splits]
+    say("pictures: KV memory, cost by SLO")
+    unit, price = ("worker-hours", 1.0) if arguments.usd_per_hour is None else ("USD", arguments.usd_per_hour)
+    curves: dict[Mode, list[tuple[float, float]]] = {}
+    for mode, layout in found.layouts.items():
+        for scale in SLO_SCALES:
+            promise = replace(found.promise, ttft_s=found.promise.ttft_s * scale, tpot_s=found.promise.tpot_s * scale)
+            rate, hourly = capacity(layout, promise), price * (layout.num_prefill + layout.num_decode)
+            if rate > 0:
+                cost = hourly / (rate * found.sample.mean_answer * 3600.0) * 1e6
+                curves.setdefault(mode, []).append((scale, cost))
+    plots = [
+        report.capacities(told["modes"]),
+        *([report.by_length(found.lengths)] if found.lengths else []),
+        *([report.by_rate(found.rates)] if found.rates else []),
+        report.by_ratio(split, capacity(Layout("aggregated", shown.decode, workers))),
+        report.memory(shown, found.sample, found.promise, WATCHED_SHARE * first),
+        report.cost({mode: sorted(points) for mode, points in curves.items()}, slo, unit),
+    ]
+    say(f"report: {report.write_page(folder, words_of(told), plots)}")
 
 
 # --- the answer ---
 
 
-def tell(found: Found, *, is_measured: bool) -> dict[str, Any]:
-    """All that the last line says. `by` is how much more the best serves than the next, `uncertainty` how far that may
-    be off: the larger of what measured intervals and what seeds and prediction errors leave open."""
-    capacities: dict[str, dict[str, Any]] = {}
+def tell(found: Found) -> dict[str, Any]:
+    """Return all that the last line says. `by` is how much more the best serves than the next, `uncertainty` how far
+    that may be off: by what measured intervals, seeds and errors of the simulation leave open."""
+    modes: dict[str, dict[str, Any]] = {}
     values: dict[Mode, Estimate] = {}
-    for mode in found.fleets:
-        simulated_rates = found.simulated.get(mode, [])
-        measured = measured_capacity(found.points.get(mode, ()))
-        expected = statistics.median(simulated_rates) if simulated_rates else None
-        capacities[mode] = {
-            "measured_rps": None if measured is None else msgspec.to_builtins(measured),
+    errors: list[float] = []
+    for mode in found.layouts:
+        rates = found.simulated.get(mode, [])
+        sweep = found.measured.get(mode)
+        capacity = None if sweep is None else sweep.capacity
+        expected = statistics.median(rates) if rates else None
+        points = () if sweep is None else sweep.sweep.points
+        modes[mode] = {
+            "measured_rps": None if capacity is None else msgspec.to_builtins(capacity),
             "simulated_rps": expected,
-            "attainment": [[one.rate, one.attainment.value] for one in found.points.get(mode, ())],
+            "attainment": [[one.rate, one.attainment] for one in points],
         }
-        if measured is not None:
-            values[mode] = measured
+        if capacity is not None:
+            values[mode] = capacity
+            errors += [] if expected is None else [abs(expected / capacity.value - 1)]
         elif expected is not None:
-            values[mode] = Estimate(expected, min(simulated_rates), max(simulated_rates))
+            values[mode] = Estimate(expected, min(rates), max(rates))
     ranked = sorted(values, key=lambda mode: values[mode].value, reverse=True)
-    off = _prediction_error(found)
+    off = statistics.median(errors) if errors else None
     told: dict[str, Any] = {
         "best": None,
         "by": None,
         "uncertainty": None,
         "is_clear": False,
-        "basis": "measurement and simulation" if is_measured and found.cells else "simulation alone",
+        "basis": "measurement and simulation" if found.measured else "simulation alone",
         "target": TARGET,
-        "modes": capacities,
-        "flips": [msgspec.to_builtins(one) for one in found.flips],
-        "agreement": summary_of(found.cells),
+        "modes": modes,
+        "flips": found.flips,
         "capacity_error": off,
         "by_prompt_tokens": found.lengths,
         "attainment_by_rate": found.rates,
@@ -375,26 +371,12 @@ def tell(found: Found, *, is_measured: bool) -> dict[str, Any]:
         return told
     best, second = values[ranked[0]], values[ranked[1]]
     by = best.value / second.value - 1 if second.value > 0 else None
-    widths = [((one.high or one.value) - (one.low or 0.0)) / 2 / one.value for one in (best, second) if one.value > 0]
-    uncertainty = max(*widths, off or 0.0)
-    told |= {
-        "best": ranked[0],
-        "second": ranked[1],
-        "by": by,
-        "uncertainty": uncertainty,
-        "is_clear": by is None or by > uncertainty,
-    }
-    return told
-
-
-def _prediction_error(found: Found) -> float | None:
-    """The median distance of simulated capacities from measured ones, where both are known."""
-    errors = [
-        abs(statistics.median(found.simulated[mode]) / measured.value - 1)
-        for mode, points in found.points.items()
-        if (measured := measured_capacity(points)) is not None and found.simulated.get(mode)
+    widths = [
+        ((one.high or one.value) - (one.low or one.value)) / 2 / one.value for one in (best, second) if one.value > 0
     ]
-    return statistics.median(errors) if errors else None
+    uncertainty = max(*widths, off or 0.0, 0.0)
+    is_clear = by is None or by > uncertainty
+    return told | {"best": ranked[0], "second": ranked[1], "by": by, "uncertainty": uncertainty, "is_clear": is_clear}
 
 
 def words_of(told: dict[str, Any]) -> list[str]:
@@ -429,8 +411,6 @@ def words_of(told: dict[str, Any]) -> list[str]:
         lines.append(f"From {at} on {flip['after']} is ahead of {flip['before']}.")
     if not told["flips"] and told["by_prompt_tokens"]:
         lines.append("It flips at none of the simulated prompt lengths and rates.")
-    for name, off in told["agreement"].items():
-        lines.append(f"{name}: simulation off by {off['median']:.0%} at the median, {off['most']:.0%} at most.")
     lines += [f"Left out, {name}: {why}" for name, why in told["failed"].items()]
     return lines
 

@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from twostroke.cluster.autoscaling.policy import Memory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import load_yaml
+from twostroke.cluster.local.processes import interrupt_once
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import (
     above_zero,
@@ -31,22 +33,25 @@ from twostroke.loadtests.commands.arguments import (
     slo_of,
     workload_of,
 )
+from twostroke.loadtests.commands.measure import rates_of
 from twostroke.loadtests.plan import SLO, Chat, Closed, Plan, Poisson
 from twostroke.loadtests.report.figures import Observations, judged_rows, read_observations, summary_of
 from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, line_of, make_folder, write_json
 from twostroke.loadtests.workloads.sessions import sessions
+from twostroke.planning.against import FIGURES, against
 from twostroke.planning.baselines import compare_baselines
 from twostroke.planning.coarse.day import DAY_S, day_of, scaling_of
-from twostroke.planning.coarse.fleet import CALL_S, Fleet
+from twostroke.planning.coarse.fleet import Fleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import Request
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
+from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.profiles import PROFILES, profile_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import Fault
-from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
+from twostroke.worker.profile import BLOCK_TOKENS, CALL_S
 
 EXACT_WORKERS, EXACT_REQUESTS = 16, 3_000
 """Up to so many, a run goes event by event unless the other way is asked for."""
@@ -64,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--kv-tokens", type=positive_count, metavar="N", help="of each worker's cache, whatever --costs says"
     )
+    fleet.add_argument(
+        "--against", metavar="URL", help="put the same on this running server, and say how far its simulation is off"
+    )
+    fleet.add_argument(
+        "--learn", type=above_zero, default=20.0, metavar="S", help="of each of two learning loads there"
+    )
+    fleet.add_argument("--rates", type=rates_of, metavar="RATE,...", help="of --against, instead of --rate")
     fleet.add_argument("--faults", type=Path, metavar="FILE", help="JSON: [{at_s, role, which}], workers that crash")
     fleet.add_argument("--startup", type=above_zero, default=STARTUP_S, metavar="S", help="of a worker that is added")
     arrivals = parser.add_argument_group("when requests arrive")
@@ -102,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what can't be simulated."""
     began = time.perf_counter()
     try:
-        told = _run(arguments)
+        told = _run(arguments) if arguments.against is None else _against(arguments)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
     told["seconds"] = round(time.perf_counter() - began, 3)
@@ -120,6 +132,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         profile = msgspec.structs.replace(profile, kv_tokens=arguments.kv_tokens)
     plan = _plan(arguments)
     prefill, decode = _counts(arguments, config)
+    mode: Mode = "aggregated" if not prefill else "hybrid" if config.router.decodes_alone else "disaggregated"
+    layout = Layout(mode, profile, decode, profile if prefill else None, prefill)
     is_exact = _is_exact(arguments, config, plan, prefill + decode)
     if arguments.baselines:
         return compare_baselines(
@@ -135,11 +149,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     if is_exact:
         records: Iterable[Record] = simulate_plan(
             plan,
-            profile,
-            prefill,
-            decode,
+            layout,
             slo=slo,
-            decodes_alone=config.router.decodes_alone,
             most=arguments.requests,
             faults=_faults(arguments.faults),
             progress=say,
@@ -149,7 +160,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
-        coarse, scaling = _coarse(plan, profile, prefill, decode, slo, config.autoscaling, arguments, say)
+        coarse, scaling = _coarse(plan, layout, slo, config.autoscaling, arguments, say)
         seen = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
     if plan.warm_up_s > (last_s := float(seen.scheduled_s.max())):
@@ -161,6 +172,34 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.report is not None:
         _report(arguments.report, plan, records)
     return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
+
+
+def _against(arguments: argparse.Namespace) -> dict[str, Any]:
+    folder = arguments.report or Path(f"against-{datetime.now():%Y%m%d-%H%M%S}")
+    config = read_config(load_yaml(arguments.config)) if arguments.config is not None else ClusterConfig()
+    make_folder(folder)
+    interrupt_once()
+    cells = against(
+        arguments.against,
+        (Path(arguments.workload).stem, workload_of(arguments)),
+        arguments.rates or [_rate(arguments)],
+        folder,
+        _nothing if arguments.json else print,
+        seconds=arguments.seconds or 30.0,
+        learn_s=arguments.learn,
+        seed=arguments.seed,
+        longest=arguments.max_context,
+        is_hybrid=config.router.decodes_alone,
+    )
+    near = {name: sum(name in cell.near for cell in cells) for name in FIGURES}
+    return {"folder": str(folder), "cells": [msgspec.to_builtins(one) for one in cells], "near": near}
+
+
+def _rate(arguments: argparse.Namespace) -> float:
+    arrivals = arrivals_of(arguments)
+    if not isinstance(arrivals, Poisson):
+        raise ConfigError("--against: its arrivals are Poisson's: leave --arrivals away, and give --rate or --rates")
+    return arrivals.rate
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -263,9 +302,7 @@ def _faults(path: Path | None) -> Sequence[Fault]:
 
 def _coarse(
     plan: Plan,
-    profile: WorkerProfile,
-    prefill: int,
-    decode: int,
+    layout: Layout,
     slo: SLOConfig,
     autoscaling: AutoscalingConfig,
     arguments: argparse.Namespace,
@@ -275,25 +312,28 @@ def _coarse(
     if not requests:
         raise ConfigError("no request comes in that time")
     longest = max(one.prompt_tokens + one.output_tokens for one in requests)
+    profile = layout.decode
     if longest > profile.kv_tokens:
         raise ConfigError(
             f"a request of {longest:,} tokens has no room in a worker's {profile.kv_tokens:,} (--kv-tokens)"
         )
     one = slo.default_class
-    fleet = Fleet(profile, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=LiveRouter(slo))
+    router = LiveRouter(slo, decodes_alone=layout.mode != "disaggregated")
+    fleet = Fleet(layout.decode, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=router)
+    counts = layout.num_prefill, layout.num_decode
     memory = Memory()
 
     def scaler(fleet: Fleet) -> tuple[int, int]:
         nonlocal memory
         if not autoscaling.enabled:
-            return prefill, decode
+            return counts
         decision, memory = decide(fleet.signals(), memory, autoscaling)
         return decision.prefill, decision.decode
 
     look_s = autoscaling.interval_s if autoscaling.enabled else 1.0
     ends_s = requests[-1].at_s
-    run_coarse(fleet, requests, scaler, (prefill, decode), ends_s, look_s, progress)
-    return requests, scaling_of(fleet, (prefill, decode), ends_s)
+    run_coarse(fleet, requests, scaler, counts, ends_s, look_s, progress)
+    return requests, scaling_of(fleet, counts, ends_s)
 
 
 def _coarse_records(requests: Sequence[Request]) -> Iterator[Record]:

@@ -48,8 +48,8 @@ class PathConfig(Section):
     have told of it."""
 
 
-_FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
-_ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
+FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
+ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
 _LEAST_S = 1e-3  # until a first token, when paths are compared
 
 
@@ -78,7 +78,7 @@ class PathChooser:
             self._cached = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
         self._trials = Trials()
         self._turn = 0
-        self._answer_tokens = _FIRST_ANSWER_TOKENS
+        self._answer_tokens = FIRST_ANSWER_TOKENS
         channels.listener.told = self._view.told
         channels.listener.changed = self._view.changed
         if self._cached is not None:
@@ -170,7 +170,7 @@ class PathChooser:
 
     def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
         """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
-        self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
+        self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
         self._expect(path.decode, request, sent[:-1])
 
     def _need(self, request: GenerateRequest, sent: Sequence[int]) -> Need:

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 import torch
 
-from twostroke.benchmarks.hardware import row_of
 from twostroke.cluster.cli import main
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.operations import Limits
 from twostroke.model.published.hardware import hardware_of
+from twostroke.model.this_machine import row_of
 from twostroke.planning.search import Terms, machine_of, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError

@@ -1,15 +1,15 @@
 """The part `pull` of `bench transfer`, on the CPU: all of it but for the device's own calls."""
 
 import json
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from twostroke.benchmarks import pull
-from twostroke.benchmarks.pull import DRY, Device, PullSizes, measure_pulls
+from twostroke.benchmarks.pull import DRY, Order, PullSizes, Source, measure_pulls
+from twostroke.benchmarks.worker_process import _Manager
 from twostroke.cluster.cli import main
-from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.errors import TransferFailed, WorkerLost
 
 
 def test_a_dry_run_has_all_of_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,13 +43,15 @@ def test_parts_that_can_not_be_had_there_are_refused(
     assert fault in capsys.readouterr().err
 
 
-def _end_at_once(pipe: Connection, device: Device, sizes: PullSizes) -> None:
-    """A source that does not come to serve."""
+class _Ending(Source):
+    def send(self, order: Order) -> float:
+        raise TransferFailed("no KV today")
 
 
-async def test_a_source_that_ends_fails_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "run_source", _end_at_once)
-    with pytest.raises(TransferFailed, match="ended at its start"):
+async def test_a_source_that_fails_fails_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Manager, "_registry", {}, raising=False)  # which is pickled by its classes' names
+    monkeypatch.setattr(pull, "Source", _Ending)
+    with pytest.raises(WorkerLost, match="no KV today"):
         await measure_pulls("cpu", DRY)
 
 

@@ -21,13 +21,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.clients import MODEL, Answer, SteadyLoad, answers_of_all, draw_requests
 from tests.chaos.faults import Chaos, Injected, Injector, NotBack, wreak
 from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
 from tests.chaos.models import NAMES, WITH_EXPERTS, model_path
+from tests.chaos.requests import draw_requests
 from tests.chaos.stalled_clients import StalledClients
 from tests.chaos.ties import unsteady
 from tests.chaos.verdict import Verdict, judge
+from twostroke.benchmarks.faults.load import MODEL, Answer, SteadyLoad, answers_of_all
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.protocol.errors import ConfigError
 
@@ -98,9 +99,9 @@ async def run(arguments: argparse.Namespace, model: str, keys_file: Path, consol
             )
             requests = [request for request in requests if request.key not in left_out]
             console.print(f"Left out, since rounding decides which expert computes a token: {sorted(left_out)}")
-        load = SteadyLoad(server.target, requests, arguments.clients, arguments.seed)
+        load = SteadyLoad(server.target, requests, arguments.seed, clients=arguments.clients)
         chaos = Chaos()
-        load.start()
+        await load.start()
         stalled = StalledClients(server.target)
         injector = Injector(server, load, stalled, random.Random(arguments.seed))
         await wreak(injector, chaos, 60 * arguments.minutes, arguments.seed, tell)

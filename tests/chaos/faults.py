@@ -17,12 +17,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.chaos.clients import SteadyLoad, Target
 from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_api_key, revoke_api_key
 from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.stalled_clients import Part, StalledClients
-from tests.chaos.verdict import Injected
 from tests.rigs.processes import comes, process_state
+from twostroke.benchmarks.faults.load import PATIENCE_S, SteadyLoad, Target
+from twostroke.benchmarks.faults.verdict import Injected
 
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""
@@ -258,12 +258,26 @@ async def _told(guest: Target, status: int) -> None:
     """Return when all of several requests for the list of models get this status. Raises NotBack."""
     deadline = time.monotonic() + BACK_MOST_S
     while True:
-        found = await asyncio.gather(*(guest.status_of_models() for _ in range(4 * REPLICAS)))
+        found = await asyncio.gather(*(_status_of_models(guest) for _ in range(4 * REPLICAS)))
         if set(found) == {status}:
             return
         if time.monotonic() > deadline:
             raise NotBack(f"a guest's key gets {found}, not {status}, {BACK_MOST_S:g} s after it was changed")
         await asyncio.sleep(POLL_S)
+
+
+async def _status_of_models(guest: Target) -> int:
+    """Return the status of GET /v1/models; 0 where the connection breaks, as at a router that is killed."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            reader, writer = await guest.connect()
+            try:
+                writer.write(guest.head(0).replace(b"POST /v1/completions", b"GET /v1/models"))
+                return int((await reader.readline()).split()[1])
+            finally:
+                writer.close()
+    except (OSError, IndexError, TimeoutError):
+        return 0
 
 
 Strike = Callable[[], Awaitable[Injected | None]]

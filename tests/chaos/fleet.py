@@ -11,8 +11,8 @@ from typing import IO, Any
 
 import msgspec
 
-from tests.chaos.clients import Target
 from tests.chaos.orders import Control
+from twostroke.benchmarks.faults.load import Target
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.local.asking import fetch_status

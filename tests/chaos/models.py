@@ -18,66 +18,17 @@ from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.sizes import expected_shapes
 from twostroke.protocol.errors import ConfigError
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 4096,  # the bundled model's, whose tokenizer they borrow
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
 _BLOCK = 128  # rows and columns of FP8 weights that share a scale
-_SHAPES: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "sliding_window": 128,
-        "query_pre_attn_scalar": 64,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    },
-    "qwen3-fp8": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [_BLOCK, _BLOCK],
-            "modules_to_not_convert": ["lm_head"],
-        },
-    },
-    "deepseek": {  # latents, and experts in groups beside a shared one, the first layer without
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "kv_lora_rank": 128,
-        "q_lora_rank": 96,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 128,
-    },
-    "gpt-oss": {  # windows and sinks in turns with full layers, experts everywhere
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "intermediate_size": 128,
-        "sliding_window": 128,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
+_READ = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
+_COMMON: dict[str, Any] = _READ["common"]
+_SHAPES: dict[str, dict[str, Any]] = _READ["shapes"]
+"""What all shapes have in common (the bundled model's vocabulary, whose tokenizer they borrow), under `common`, and:
+
+gemma3     windows in turns with a full layer
+qwen3-fp8  weights in FP8 by blocks
+deepseek   latents, and experts in groups beside a shared one, the first layer without
+gpt-oss    windows and sinks in turns with full layers, experts everywhere
+"""
 NAMES = ("bundled", "smollm2", *_SHAPES)
 WITH_EXPERTS = [name for name, shape in _SHAPES.items() if "num_experts_per_tok" in shape]
 
@@ -92,7 +43,7 @@ def model_path(name: str, folder: Path) -> str:
         return str(found)
     for source in BUNDLED_MODEL_DIR.glob("*token*.json"):
         shutil.copy(source, folder)
-    raw = {**_SIZES, **_SHAPES[name]}
+    raw = {**_COMMON, **_SHAPES[name]}
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}

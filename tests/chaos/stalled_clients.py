@@ -10,7 +10,7 @@ import socket
 from typing import Literal
 from urllib.parse import urlsplit
 
-from tests.chaos.clients import MODEL, Target
+from twostroke.benchmarks.faults.load import MODEL, Target
 from twostroke.cluster.deployments.haproxy import REQUEST_S
 
 Part = Literal["head", "body", "large body"]

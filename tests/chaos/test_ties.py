@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from tests.chaos.clients import draw_requests
 from tests.chaos.models import model_path
+from tests.chaos.requests import draw_requests
 from tests.chaos.ties import unsteady
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.chaos.clients import Answer, Choice, ClientRequest
-from tests.chaos.verdict import Family, Injected, Normal, check, has_repeats, judge, normal_of, stalls_by_fault
+from tests.chaos.verdict import Normal, check_schema, judge, normal_of, stalls_by_fault
+from twostroke.benchmarks.faults.load import Answer, Choice, Request
+from twostroke.benchmarks.faults.verdict import Family, Injected, check, has_repeats
 
-TWO_CHOICES = ClientRequest(7, {"n": 2})
+TWO_CHOICES = Request(7, {"n": 2})
 
 
 def whole() -> Answer:
@@ -95,25 +96,25 @@ def test_tokens_beyond_the_end_are_a_mismatch() -> None:
 
 
 def test_an_answer_that_ends_must_be_of_its_schema() -> None:
-    request = ClientRequest(3, {"n": 1, "guided_json": {"type": "integer"}})
+    request = Request(3, {"n": 1, "guided_json": {"type": "integer"}})
     for text, reason, flaws in [("12", "stop", []), ('"1', "length", []), ('"1"', "stop", ["invalid"])]:
         answer = Answer(
             request, 0.0, 1.0, 200, None, [Choice([(0.5, [1])], text, [reason])], {"completion_tokens": 1}, True
         )
-        assert [finding.flaw for finding in check(answer, answer)] == flaws
+        assert [finding.flaw for finding in check_schema(answer)] == flaws
 
 
 def test_what_is_constrained_and_was_cut_by_a_kill_is_counted() -> None:
     schema = {"guided_json": {"type": "integer"}}
     for times, body, count in [((99.5, 100.5), schema, 1), ((100.5, 101.0), schema, 0), ((99.5, 100.5), {}, 0)]:
         answer = run_answer(99.0, *times)
-        answer = dataclasses.replace(answer, request=ClientRequest(0, {"n": 1, **body}))
+        answer = dataclasses.replace(answer, request=Request(0, {"n": 1, **body}))
         answer.choices[0].text = "12"
         verdict = judge([answer], {0: answer}, [KILL], minutes=0.04, leaked_blocks=0, deaths=0)
         assert verdict.summary["constrained_through_kills"] == count
 
 
-REQUEST = ClientRequest(0, {"n": 1})
+REQUEST = Request(0, {"n": 1})
 KILL = Injected("kill decode", "kill", 100.0, 104.0, "gone", back_s=4.0)
 ROUTER_KILL = Injected("kill router", "load", 100.0, 104.0, "gone")
 

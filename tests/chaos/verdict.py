@@ -9,121 +9,30 @@ may stall longest among them, but to none for longer than since it struck.
 Answers and faults go in, findings and figures come out; nothing here does I/O.
 """
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from tests.chaos.clients import Answer, Choice
 from tests.integration.schemas import takes
+from twostroke.benchmarks.faults.load import Answer
+from twostroke.benchmarks.faults.verdict import Family, Finding, Flaw, Injected, Wait, check, waits
 from twostroke.loadtests.report.estimates import percentile
 
-LOGPROB_TOLERANCE = 5e-4  # fp32 sums differ in the last bits with the shape of a batch
-
-Flaw = Literal["lost", "mismatched", "duplicates", "invalid"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that must not be. `at` is when the answer ended, of `time.monotonic`."""
-
-    flaw: Flaw
-    key: int
-    at: float
-    text: str
-
-
-def check(answer: Answer, expected: Answer) -> list[Finding]:
-    """`expected` is the answer to the same request without faults, whole. A client that left saw a beginning of it."""
-    if not answer.is_accepted:
-        return []
-    key = answer.request.key
-    if not answer.left and not (answer.has_end and answer.error is None):
-        return [Finding("lost", key, answer.ended_at, answer.error or "the stream has no end")]
-    findings = []
-    for index, (choice, wanted) in enumerate(zip(answer.choices, expected.choices, strict=True)):
-        findings += [
-            Finding(flaw, key, answer.ended_at, f"choice {index}: {text}")
-            for flaw, text in _check_choice(choice, wanted, is_whole=not answer.left)
-        ]
-    if not answer.left:
-        told = (answer.usage or {}).get("completion_tokens")
-        received = sum(len(choice.tokens) for choice in answer.choices)
-        if told != (expected.usage or {}).get("completion_tokens") or told != received:
-            findings.append(Finding("mismatched", key, answer.ended_at, f"usage tells {told} tokens, {received} came"))
-    if (schema := answer.request.schema) is not None:
-        findings += [
-            Finding("invalid", key, answer.ended_at, f"choice {index}: is not of its schema")
-            for index, choice in enumerate(answer.choices)
-            if choice.finish_reasons == ["stop"] and not takes(schema, choice.text)
-        ]
-    return findings
-
-
-def _check_choice(choice: Choice, wanted: Choice, *, is_whole: bool) -> list[tuple[Flaw, str]]:
-    if has_repeats(choice.tokens, wanted.tokens) or choice.offsets != sorted(choice.offsets):
-        return [("duplicates", "tokens came again")]
-    if choice.tokens != (wanted.tokens if is_whole else wanted.tokens[: len(choice.tokens)]):
-        return [("mismatched", f"tokens differ from {first_difference(choice.tokens, wanted.tokens)} on")]
-    found: list[tuple[Flaw, str]] = []
-    if not (choice.text == wanted.text if is_whole else wanted.text.startswith(choice.text)):
-        found.append(("mismatched", "the text differs, its tokens don't"))
-    if is_whole and choice.finish_reasons != wanted.finish_reasons:
-        found.append(("mismatched", f"finished by {choice.finish_reasons}, not by {wanted.finish_reasons}"))
-    pairs = zip(choice.logprobs, wanted.logprobs, strict=False)
-    if (is_whole and len(choice.logprobs) != len(wanted.logprobs)) or any(
-        abs(one - other) > LOGPROB_TOLERANCE for one, other in pairs
-    ):
-        found.append(("mismatched", "logprobs differ"))
-    return found
-
-
-def first_difference(tokens: Sequence[int], wanted: Sequence[int]) -> int:
-    """Where two sequences begin to differ; the shorter one's length where it never happens."""
-    pairs = enumerate(zip(tokens, wanted, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(tokens), len(wanted)))
-
-
-def has_repeats(tokens: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether `tokens` are `wanted` but for some in a row that came a second time."""
-    at = first_difference(tokens, wanted)
-    extra = len(tokens) - len(wanted)
-    if not 0 < extra <= at:
-        return False
-    came_again, before = tokens[at : at + extra], tokens[at - extra : at]
-    return list(came_again) == list(before) and list(tokens[at + extra :]) == list(wanted[at:])
-
-
-Family = Literal["kill", "stop", "partition", "network", "load"]
 BOUNDS_S: dict[Family, float] = {"kill": 2.0, "stop": 5.0, "partition": 5.0, "network": 2.0, "load": math.inf}
 """Of the stall that 99 of 100 streams see, at most. More load than there is room for may make clients wait."""
 
 
-@dataclass(frozen=True)
-class Injected:
-    """A fault that has fired, and how that is known: felt from when it struck to when all was whole again."""
-
-    name: str
-    family: Family
-    begin: float  # of `time.monotonic`
-    end: float
-    proof: str
-    back_s: float | None = None  # from the kill to the new replica's being reached
-
-
-@dataclass(frozen=True)
-class Wait:
-    """One wait of one choice."""
-
-    begin: float
-    end: float
-    is_first: bool  # for the first token
-
-    @property
-    def length_s(self) -> float:
-        return self.end - self.begin
+def check_schema(answer: Answer) -> list[Finding]:
+    """Find choices that ended by themselves and are not of the schema that was asked for."""
+    if not answer.is_accepted or (schema := answer.request.schema) is None:
+        return []
+    return [
+        Finding("invalid", answer.request.key, answer.ended_at, f"choice {index}: is not of its schema")
+        for index, choice in enumerate(answer.choices)
+        if choice.finish_reasons == ["stop"] and not takes(schema, choice.text)
+    ]
 
 
 @dataclass(frozen=True)
@@ -132,14 +41,6 @@ class Normal:
 
     first_s: float
     between_s: float
-
-
-def waits(answer: Answer) -> Iterable[Wait]:
-    """All waits of an answer, the one that its end cut off included."""
-    for choice in answer.choices:
-        times = [answer.sent_at, *(at for at, _ in choice.pieces)]
-        for index, (begin, end) in enumerate(itertools.pairwise(times)):
-            yield Wait(begin, end, index == 0)
 
 
 def normal_of(answer: Answer) -> Normal:
@@ -227,6 +128,7 @@ def judge(
     cut = [answer for answer in answers if not _is_whole_or_left(answer) and _died_with(answer, kills)]
     judged = [answer for answer in answers if answer not in cut]
     findings = [finding for answer in judged for finding in check(answer, expected[answer.request.key])]
+    findings += [finding for answer in judged for finding in check_schema(answer)]
     findings += [
         Finding("lost", answer.request.key, answer.ended_at, f"refused: {answer.status} {answer.error}")
         for answer in judged

@@ -29,10 +29,11 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.deploy.moments import send_at_moments
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
 from tests.rigs.processes import comes
-from twostroke.benchmarks.clients import send_at_moments, stream_completion
+from twostroke.benchmarks.clients import stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import processes_named, twostroke_server
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream

@@ -4,6 +4,7 @@ two of them, KV between nodes, nodes that die.
 In network namespaces where they can be had (root), else on the loopback interface.
 """
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,16 +14,21 @@ from typing import Any, Literal
 import pytest
 
 from tests.e2e.conftest import MODEL, log_lines
+from twostroke.benchmarks.faults import load
+from twostroke.benchmarks.faults.demo import ISOLATED_PORT, choose_machines
+from twostroke.benchmarks.faults.load import Answer
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.local.asking import fetch_status
+from twostroke.cluster.local.nodes.ray_nodes import Node, NodeSpec, RayNodes
+from twostroke.cluster.local.nodes.site import Site, Worker, WorkerRole, node_for, settings
 from twostroke.cluster.local.ray import free_ports
-from twostroke.tools.nodes.demo import ISOLATED_PORT, choose_machines
-from twostroke.tools.nodes.load import Answer, Request, ask
-from twostroke.tools.nodes.ray_nodes import Node, NodeSpec, RayNodes
-from twostroke.tools.nodes.site import Site, Worker, WorkerRole, node_for, settings
 
-SHORT = Request(MODEL, max_tokens=16)
-LONG = Request(MODEL, max_tokens=1000)  # some seconds: a worker tells twice a second that it is busy
+SHORT = 16  # tokens
+LONG = 1000  # some seconds: a worker tells twice a second that it is busy
+
+
+def ask(url: str, max_tokens: int, prompt: int) -> Answer:
+    return asyncio.run(load.ask(load.Target(url), load.plain_request(MODEL, prompt, max_tokens=max_tokens)))
 
 
 @dataclass
@@ -61,8 +67,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def whole(answer: Answer) -> str:
+    assert answer.has_end, answer
     assert answer.error is None, answer
-    return answer.text
+    return answer.choices[0].text
 
 
 def test_each_role_runs_on_the_nodes_of_its_label_as_the_serve_file_says(cluster: Cluster) -> None:
@@ -150,8 +157,7 @@ def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cl
     cluster.site.await_workers(1, 2)
     assert sorted(worker.node for worker in cluster.workers("decode")) == cluster.of("decode")
     for prompt in range(4):
-        request = replace(SHORT, max_tokens=8)
-        assert whole(ask(cluster.site.url, request, prompt)) == whole(ask(cluster.site.url, request, prompt))
+        assert whole(ask(cluster.site.url, 8, prompt)) == whole(ask(cluster.site.url, 8, prompt))
 
 
 def follow_retried(cluster: Cluster, victim: str) -> None:

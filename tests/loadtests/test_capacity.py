@@ -20,6 +20,7 @@ from twostroke.loadtests.capacity import (
     SweepEnded,
     SweepPoint,
     bracket,
+    capacity_of,
     crossing,
     geometric_mean,
     interval,
@@ -272,3 +273,11 @@ def test_a_server_that_fails_some_requests_at_any_rate_has_no_capacity_at_99_per
 def test_arrivals_without_a_rate_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(LoadTestError, match="use poisson, gamma or constant"):
         Sweep(msgspec.structs.replace(PLAN, arrivals=Closed(1)), tmp_path, FakeServer(curve(1.0)).run_at, print, 1e9)
+
+
+def test_the_search_finds_an_edge_wherever_it_lies() -> None:
+    for edge in (0.003, 0.9, 1.0, 77.0):
+        search = Search(1.0, precision=0.01, least=1e-6)
+        found = capacity_of(lambda rate, edge=edge: float(rate <= edge), 0.5, search)  # type: ignore[misc]
+        assert found == pytest.approx(edge, rel=0.01)
+    assert capacity_of(lambda rate: 0.0, 0.5, Search(1.0)) == 0.0

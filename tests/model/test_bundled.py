@@ -1,4 +1,4 @@
-"""The bundled model's folder is complete and consistent, and its training reads what it says."""
+"""The bundled model's folder is complete and consistent, and it says what it was made of."""
 
 import json
 from typing import Any
@@ -11,9 +11,6 @@ from tokenizers import Tokenizer
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.tools.bundled.corpus import Document, Turn
-from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream
-from twostroke.tools.bundled.vocabulary import encode_documents
 
 
 @pytest.fixture(scope="module")
@@ -93,33 +90,5 @@ def test_the_chat_template_puts_each_turn_between_its_role_and_the_end_token(tok
 
 def test_the_card_says_what_the_model_learned_from_and_how_well() -> None:
     card = (BUNDLED_MODEL_DIR / "MODEL_CARD.md").read_text()
-    for word in ("PSF-2.0", "Apache-2.0", "Held-out loss", "Perplexity", "python -m twostroke.tools.bundled.train"):
+    for word in ("PSF-2.0", "Apache-2.0", "Held-out loss", "Perplexity", "python tools/train_bundled/train.py"):
         assert word in card
-
-
-def test_conversations_are_trained_on_exactly_as_the_template_renders_them(tokenizer: Tokenizer) -> None:
-    turns = (Turn("user", "Document `f`."), Turn("assistant", "Return x.\n\n    >>> f()\n"))
-    template = jinja2.Environment().from_string((BUNDLED_MODEL_DIR / "chat_template.jinja").read_text())
-    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
-    text = template.render(messages=messages, bos_token="<|begin|>", eos_token="<|end|>")
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert list(encode_documents(tokenizer, [Document("f", False, turns)])) == [ids]
-
-
-def test_an_epoch_reads_every_document_once_and_passes_over_what_fills_no_batch() -> None:
-    documents = [[index] * (index + 1) for index in range(15)]
-    stream = TokenStream(documents, seed=3)
-    first = stream.batch(7, 17)  # all but the last of 120 tokens, which is only a target
-    read = [*first[:, :-1].flatten().tolist(), int(first[-1, -1])]
-    assert sorted(read) == sorted(token for document in documents for token in document)
-    stream.batch(1, 8)
-    assert stream.position == 120 + 8
-
-
-def test_a_replayed_schedule_is_the_recorded_one() -> None:
-    recorded: list[float] = []
-    planned = Schedule(minutes=None, steps=3 * BLOCK_STEPS, recorded=recorded, replay=False)
-    first = [planned.progress(step) for step in range(3 * BLOCK_STEPS + 1)]
-    replayed = Schedule(minutes=None, steps=None, recorded=list(recorded), replay=True)
-    assert [replayed.progress(step) for step in range(3 * BLOCK_STEPS + 1)] == first
-    assert first[-1] == 1.0

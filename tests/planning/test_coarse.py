@@ -7,12 +7,13 @@ from functools import cache
 import pytest
 
 from twostroke.loadtests.report.estimates import percentile
-from twostroke.planning.coarse.fleet import CALL_S, Fleet, run
+from twostroke.planning.coarse.fleet import Fleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import Request
 from twostroke.planning.profiles import SMALL
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import TracedRequest, serve
+from twostroke.worker.profile import CALL_S
 
 WARM = 50  # requests: until then a live router does not know what steps cost, and chooses by load
 COUNT = 250

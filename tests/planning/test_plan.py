@@ -13,7 +13,6 @@ from twostroke.cluster.cli import main
 from twostroke.planning.answer import settings_of
 from twostroke.planning.commands.plan import add_arguments, run
 from twostroke.planning.layouts import Layout
-from twostroke.planning.published import rows
 from twostroke.planning.workload import promise_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
@@ -123,8 +122,3 @@ def test_what_cannot_be_planned_is_told_in_one_line(arguments: list[str], told: 
     with pytest.raises(ConfigError, match=told) as failure:
         run(parser.parse_args([*arguments, "--formulas", *FIXED]))
     assert "\n" not in str(failure.value)
-
-
-def test_the_check_ends_in_rows_and_wrong_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--check"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"rows": len(rows()), "wrong": 0}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from twostroke.planning.layouts import Layout, highest_rate
-from twostroke.planning.queueing import WorkerProfile, batch_of, erlang_c, late_s, rows_s, wait_of
+from twostroke.planning.layouts import Layout
+from twostroke.planning.queueing import batch_of, erlang_c, late_s, rows_s, wait_of
 from twostroke.planning.workload import Promise, Workload, promise_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.profile import WorkerProfile
 
 COSTS = StepCosts(base_s=2.9e-3, token_s=1.83e-4, pair_s=4.0e-8, row_s=2.0e-4, context_s=4.5e-7)
 KIND = WorkerProfile("cpu", COSTS, 12_288.0, 200_000, 1e9, 2048, 256, "", num_layers=12, hardware="cpu")
@@ -85,12 +86,6 @@ def test_what_binds_is_what_was_made_scarce() -> None:
     assert binds(quick) == "bandwidth"
     assert binds(structs.replace(quick, kv_tokens=4000)) == "KV memory"
     assert binds(quick, link_bytes_per_s=2e7) == "link"
-
-
-def test_the_highest_rate_is_found_wherever_it_lies() -> None:
-    for edge in (0.003, 0.9, 1.0, 77.0):
-        assert highest_rate(lambda rate, edge=edge: rate <= edge) == pytest.approx(edge, rel=0.01)  # type: ignore[misc]
-    assert highest_rate(lambda rate: False) == 0.0
 
 
 def test_a_workloads_few_requests_stand_for_all() -> None:

@@ -4,17 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.model.operations import Limits, decode_work, prefill_work
+from twostroke.model.operations import Limits, decode_work, prefill_operations, prefill_work
 from twostroke.model.published.hardware import HARDWARE, Efficiency
 from twostroke.model.published.models import published_model
+from twostroke.model.sizes import weight_bytes
 from twostroke.planning.queueing import HANDOVER_S, late_s
 from twostroke.planning.roofline import (
+    Interference,
     Machine,
+    as_mha,
+    batch_limits,
+    cached_flops,
+    flops_of,
+    knee,
+    kv_bytes,
     largest_batch,
+    request_usd,
     step_costs,
     tpot_floor_s,
     transfer_s,
     ttft_floor_s,
+    uncached_flops,
     usd_per_million,
 )
 from twostroke.planning.search import Terms, profiles_of
@@ -99,3 +109,52 @@ def test_kv_and_money_are_counted_in_bytes_seconds_and_dollars() -> None:
     assert usd_per_million(3.6, 1000.0) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match="efficiency"):
         Efficiency(compute=1.2, read=0.5)
+
+
+def test_the_limit_of_a_batch_that_binds_is_the_smallest() -> None:
+    shape, machine = published_model("Llama-3.1-70B"), Machine(HARDWARE["a100-80gb"], 8).at_peak()
+    weights = weight_bytes(shape, 2, "none")
+    long, short = (batch_limits(machine, shape, weights, context, 0.05) for context in (4096, 512))
+    assert (long.binds, long.batch) == ("memory", int(long.memory))
+    assert (short.binds, short.batch) == ("compute", int(short.compute))
+    assert long.memory == pytest.approx((8 * 80 * 2**30 - weights) / (1.25 * 2**30))
+    hurried = batch_limits(machine, shape, weights, 4096, 0.011)
+    assert (hurried.binds, hurried.memory) == ("bandwidth", long.memory)
+    assert batch_limits(replace(machine, ranks=1), shape, weights, 4096, 0.05).batch == 0
+
+
+def test_the_knee_is_the_last_batch_whose_doubling_paid() -> None:
+    assert knee([1, 2, 4, 8, 16], [10, 19, 36, 66, 70]) == 8
+    assert knee([1, 2, 4], [10, 11, 12]) == 1
+    assert knee([1, 2, 4], [10, 20, 40]) == 4
+    assert knee([1, 2, 4, 8, 16], [10, 13, 18, 30, 32]) == 8  # as of experts, of which more rows read more
+
+
+def test_without_a_cache_a_request_computes_each_of_its_prefixes() -> None:
+    shape = published_model("Llama-3.1-8B")
+    each = [flops_of(prefill_operations(shape, 1000 + written)) for written in range(10)]
+    assert uncached_flops(shape, 1000, 10) == pytest.approx(sum(each))
+    assert uncached_flops(shape, 1000, 1) == cached_flops(shape, 1000, 1) == each[0]
+    assert cached_flops(shape, 1000, 10) < 1.02 * each[0]
+    mha = as_mha(shape)
+    assert kv_bytes(mha) == 4 * kv_bytes(shape)
+    assert uncached_flops(mha, 1000, 10) > uncached_flops(shape, 1000, 10)
+
+
+def test_layers_with_windows_keep_the_last_tokens_alone() -> None:
+    mistral, gpt_oss = published_model("Mistral-7B-v0.1"), published_model("gpt-oss-20b")
+    assert kv_bytes(mistral, 100_000) == kv_bytes(mistral, 4096)
+    assert kv_bytes(gpt_oss, 100_000) == pytest.approx(kv_bytes(gpt_oss, 1) * (100_000 + 128) / 2)
+
+
+def test_a_transfer_that_takes_what_others_prompts_would_is_at_the_border() -> None:
+    found = Interference(prefill_s=0.2, answer=256, step_s=0.01, batch=8, kv_bytes=2**28)
+    assert found.waits_s == pytest.approx(8 * 0.2)
+    assert found.rate * (256 * 0.01 + found.waits_s) == pytest.approx(8)
+    assert transfer_s(found.kv_bytes, found.slowest_link) == pytest.approx(found.waits_s)
+    assert found.shortest_answer(found.slowest_link) == pytest.approx(256)
+    assert found.shortest_answer(10 * found.slowest_link) == pytest.approx(25.6)
+
+
+def test_a_request_pays_for_its_prompt_and_its_part_of_the_steps() -> None:
+    assert request_usd(3600.0, 0.5, 8.0, 16) == pytest.approx(1.0)

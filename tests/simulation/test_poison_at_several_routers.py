@@ -80,7 +80,8 @@ def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WOR
             decode=DecodeConfig(token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S)),
         )
         fabric = MemoryFabric(seed=1)
-        fleet = SimFleet(scenario, FakeEngine, fabric, LinkFabric(bytes_per_s=1e6), lambda line: None)
+        links = LinkFabric(bytes_per_s=1e6)
+        fleet = SimFleet(scenario, lambda role, *parts: FakeEngine(*parts), fabric, links, lambda line: None)
         for _ in range(num_decode):
             await fleet.start("decode")
         site = Site(scenario, fabric, fleet, [])

@@ -57,9 +57,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
 def test_servers_that_run_are_named_with_their_addresses() -> None:
     assert target_of("a=http://127.0.0.1:1/v1/") == Target("a", "http://127.0.0.1:1")
     assert target_of("vllm") is None
-    plan = peers.plan_of(parsed("m", "--vocab-size", "7", "--rounds", "2", "--servers", "a=http://127.0.0.1:1/v1"))
+    plan = peers.comparison_of(
+        parsed("m", "--vocab-size", "7", "--rounds", "2", "--servers", "a=http://127.0.0.1:1/v1")
+    )
     assert (plan.model, plan.vocab_size, plan.rounds) == ("m", 7, 2)
-    assert peers.plan_of(parsed("1b")).output_tokens == 64
+    assert peers.comparison_of(parsed("1b")).output_tokens == 64
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_servers_that_run_are_named_with_their_addresses() -> None:
 )
 def test_what_can_be_neither_started_nor_asked_is_refused(arguments: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
-        peers.plan_of(parsed(*arguments))
+        peers.comparison_of(parsed(*arguments))
 
 
 def test_the_models_tokenizer_has_a_text_for_every_id() -> None:

@@ -26,6 +26,7 @@ from twostroke.loadtests.plan import (
     SharedPrompt,
     Synthetic,
     TraceFile,
+    Uniform,
     Workload,
 )
 from twostroke.loadtests.workloads.prompts import WORDS, text, token_ids
@@ -38,6 +39,7 @@ WORKLOADS: list[Workload] = [
     Chat(),
     SharedPrompt(shared_tokens=300, shared_prompts=3, input_tokens=50, output_tokens=10),
     LongPrompts(50, 100, 2000, 10, long_share=0.1),
+    Uniform((10, 900), (5, 90)),
 ]
 
 
@@ -92,6 +94,20 @@ def test_fixed_requests_are_alike_and_share_nothing() -> None:
     every = list(sessions(plan_of(Fixed(100, 10))))
     assert {(input_tokens(session), session.turns[0].output_tokens) for session in every} == {(100, 10)}
     assert hit_rate(session.turns[0].prompt for session in every) == 0
+
+
+def test_fixed_requests_may_be_of_several_classes_each_with_its_part() -> None:
+    plan = plan_of(Fixed(8, 4, tiers={"chat": 0.3, "batch": 0.7}), arrivals=Closed(1, requests=1000))
+    turns = [turn for session in sessions(plan) for turn in session.turns]
+    assert sum(turn.kind == turn.service_tier == "chat" for turn in turns) == pytest.approx(300, rel=0.15)
+    assert len(turns) == 1000
+
+
+def test_uniform_lengths_are_within_their_bounds_and_reach_them() -> None:
+    plan = plan_of(Uniform((3, 9), (1, 4)), arrivals=Closed(1, requests=300))
+    turns = [session.turns[0] for session in sessions(plan)]
+    assert {turn.output_tokens for turn in turns} == {1, 2, 3, 4}
+    assert {turn.prompt[0].tokens for turn in turns} == set(range(3, 10))
 
 
 def test_conversations_have_their_mean_of_turns_and_time_to_think() -> None:

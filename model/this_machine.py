@@ -1,0 +1,96 @@
+"""Limits of this machine's CPU: the rates of torch's own products, and of reads of its memory.
+
+A row of the table of hardware has products in the numbers that an engine computes bf16 checkpoints in here. A shared
+machine's bandwidth jumps (docs/performance-log.md), so that the medians of some rounds are the row.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional
+
+from twostroke.model.cache.memory import available_bytes
+from twostroke.model.engine_config import resolve_dtype
+from twostroke.model.limits import published_gpu
+from twostroke.model.operations import Limits
+from twostroke.model.published.hardware import Hardware, Number
+
+CPU = torch.device("cpu")
+NUMBERS: dict[torch.dtype, Number] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+ROUNDS = 7
+GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
+READ_BYTES = 512 * 2**20  # far more than any cache holds
+
+
+class Machine:
+    """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]] = (), dtype: torch.dtype = torch.bfloat16):
+        """`shapes`: (rows, columns in, columns out) of the products that the GEMM rate is measured with."""
+        self._products = [
+            (torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype))
+            for rows, inner, outer in shapes or [(1024, GEMM_SIZE, GEMM_SIZE)]
+        ]
+        self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
+        self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        self.measured: list[Limits] = []
+        self.measure()
+
+    def measure(self) -> Limits:
+        """Return the limits of now; the best of a few passes each."""
+        gemm_s = min(timed(self._multiply) for _ in range(3))
+        read_s = min(timed(lambda: self._memory.sum()) for _ in range(2))
+        self.measured.append(Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s))
+        return self.measured[-1]
+
+    def median(self) -> Limits:
+        """Return the medians of all that was measured, after the first time."""
+        gemm, read = ([getattr(one, name) for one in self.measured[1:]] for name in ("gemm", "read"))
+        return Limits(statistics.median(gemm), statistics.median(read))
+
+    def _multiply(self) -> None:
+        for left, right in self._products:
+            functional.linear(left, right)
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def gpu_here() -> Hardware | None:
+    """Return the table's row of this machine's first GPU; None where it has none that the table has."""
+    if not torch.cuda.is_available():
+        return None
+    return published_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+
+
+def measure_rounds(rounds: int, say: Callable[[str], None]) -> tuple[list[Limits], torch.dtype]:
+    """This machine's limits, round by round, and the numbers that they were measured in."""
+    dtype = resolve_dtype("auto", torch.bfloat16, CPU)
+    machine, measured = Machine(dtype=dtype), list[Limits]()
+    for number in range(rounds):
+        measured.append(now := machine.measure())
+        say(f"round {number + 1} of {rounds}: {now.gemm / 1e9:.0f} GFLOP/s, {now.read / 1e9:.1f} GB/s")
+    return measured, dtype
+
+
+def row_of(measured: Sequence[Limits], dtype: torch.dtype, name: str, usd_per_hour: float, cpu: str = "") -> Hardware:
+    """Medians; ranks of one host sum up through its memory, where each byte is written and read."""
+    read = statistics.median(one.read for one in measured)
+    return Hardware(
+        name=name,
+        title=f"{cpu or platform.machine()}, {torch.get_num_threads()} threads",
+        memory_bytes=available_bytes(CPU),
+        read_bytes_per_s=read,
+        flops_per_s={NUMBERS[dtype]: statistics.median(one.gemm for one in measured)},
+        link_bytes_per_s=read / 2,
+        usd_per_hour=usd_per_hour,
+        source=f"twostroke bench hardware, medians of {len(measured)} rounds",
+        is_gpu=False,
+    )

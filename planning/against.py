@@ -1,0 +1,218 @@
+"""A running server beside its simulation: `twostroke simulate --against URL`.
+
+Workers tell what their steps cost, as they have learnt it from steps under load (worker/step_costs.py). So a load that
+is not judged goes to the server first; its requests' stages tell what HTTP and calls take. Then each cell's plan, one
+workload at one rate, goes to the server and into the exact simulation. Ratios are simulated over measured.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from twostroke.cluster.local.asking import fetch_status
+from twostroke.loadtests.capacity import at_rate
+from twostroke.loadtests.generator.run_facts import served_model
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
+from twostroke.loadtests.report.figures import read_observations
+from twostroke.loadtests.run_folder import Record
+from twostroke.planning.exact import simulate_plan
+from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.profiles import write_profile
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role, StepCosts, typical
+from twostroke.worker.profile import WorkerProfile
+
+ALONE = Closed(1), LongPrompts(80, 28, 300, 16, 0.4)
+"""One request at a time: no worker computes while another does."""
+PAIRED = Closed(2), LongPrompts(80, 28, 300, 16, 0.4)
+"""The load where there is one worker alone: prompts come while it decodes."""
+BESIDE = Closed(7), LongPrompts(80, 60, 300, 2, 0.6)
+"""Streams that never end and prompts that always wait: all workers compute all the time."""
+LINK_BYTES_PER_S = 1e9  # transfers wait for prefill, so their seconds do not tell the link's speed
+WARM_REQUESTS = 36  # of a simulated server, before a plan begins: its router learns what the real one knows
+WARM_UP_S = 3.0  # of a cell
+NEAR = 0.1  # a figure within this share of what was measured is near
+FIGURES = ("ttft_mean_s", "ttft_p90_s", "tpot_mean_s", "tpot_p90_s")
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One workload at one rate: figures in seconds by their names."""
+
+    workload: str
+    rate: float
+    answers: int
+    failed: int  # or refused
+    measured: dict[str, float]
+    simulated: dict[str, float]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {name: self.simulated[name] / self.measured[name] for name in FIGURES if self.measured.get(name)}
+
+    @property
+    def near(self) -> list[str]:
+        return [name for name, ratio in self.ratios.items() if abs(ratio - 1) <= NEAR]
+
+    def row(self) -> str:
+        """Return a row of a Markdown table: milliseconds measured, and the ratio, in bold where it is not near."""
+        ratios = {name: f"{ratio:.2f}" for name, ratio in self.ratios.items()}
+        shown = [
+            f"{self.measured.get(name, 0.0) * 1e3:.4g}: "
+            + (ratios[name] if name in self.near else f"**{ratios.get(name, '-')}**")
+            for name in FIGURES
+        ]
+        return f"| {self.workload} | {self.rate:g} | {self.answers} | {' | '.join(shown)} |"
+
+
+HEAD = (
+    "| workload | requests/s | answers | TTFT mean | TTFT P90 | TPOT mean | TPOT P90 |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def figures_of(records: Iterable[Record], warm_up_s: float) -> tuple[dict[str, float], int, int]:
+    """Return the figures of the answers after the warm-up, their number, and the number of requests without one."""
+    seen = read_observations(records)
+    inside = seen.scheduled_s >= warm_up_s
+    whole = inside & seen.is_status("ok")
+    found: dict[str, float] = {}
+    for name, values in (("ttft", seen.ttft_s[whole]), ("tpot", seen.tpot_s[whole])):
+        known = values[~np.isnan(values)]
+        if len(known):
+            found |= {f"{name}_mean_s": float(known.mean()), f"{name}_p90_s": float(np.percentile(known, 90))}
+    return found, int(whole.sum()), int(inside.sum() - whole.sum())
+
+
+def plan_for(url: str, workload: Workload, seconds: float, seed: int, longest: int | None) -> Plan:
+    """Return a plan of one request a second for the model that the server has. Raises LoadTestError."""
+    model = served_model(url, None)
+    return Plan(
+        url=url,
+        model=model.name,
+        max_context=min(model.max_context or 4096, longest or 1 << 30),
+        arrivals=Poisson(1.0),
+        workload=workload,
+        slo=SLO(),
+        seconds=seconds,
+        seed=seed,
+        warm_up_s=WARM_UP_S,
+        vocabulary=model.vocabulary or 0,
+    )
+
+
+def learn(url: str, folder: Path, *, seconds: float, seed: int = 0) -> dict[Role, WorkerProfile]:
+    """Put the learning loads of so many seconds on the server, and return what a worker of each role costs.
+
+    Raises ConfigError where a worker has not learnt yet, and LoadTestError where a load can't be sent.
+    """
+    found: list[dict[Role, WorkerProfile]] = []
+    loads = (ALONE, BESIDE) if len(fetch_status(url)["workers"]) > 1 else (PAIRED,)
+    for number, (arrivals, workload) in enumerate(loads):
+        plan = plan_for(url, workload, seconds, seed + 1000 + number, None)
+        plan = msgspec.structs.replace(plan, arrivals=arrivals)
+        records = list(run_plan(plan, folder / str(number), show=False).records())
+        found.append(profiles_of(fetch_status(url), records))
+    first, *more = found
+    return {
+        role: msgspec.structs.replace(one, beside=more[0][role].costs) if more else one for role, one in first.items()
+    }
+
+
+def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role, WorkerProfile]:
+    """Return a profile of each role from what `/status` and the stages of requests tell."""
+    stages = [one.stages | {"e2e_s": one.ttft_s} for one in records if one.stages and one.ttft_s is not None]
+    told = [one for one in stages if "prefill_s" in one and "ttft_s" in one]
+    if not told:
+        raise ConfigError("--against: no request of the learning load told its stages; is it a server of ours?")
+    http_s = statistics.fmean(one["e2e_s"] - one["ttft_s"] + one.get("admit_s", 0.0) for one in told)
+    call_s = statistics.fmean(
+        max(0.0, one["ttft_s"] - one.get("admit_s", 0.0) - one.get("prefill_queue_s", 0.0) - one["prefill_s"])
+        for one in told
+    )
+    senders = [one["stats"] for one in status["workers"] if one["role"] == "prefill"]
+    computed, sent = (sum(one[name] for one in senders) for name in ("computed_tokens", "transfer_bytes"))
+    kv_bytes = sent / computed if computed and sent else 1.0
+    found: dict[Role, WorkerProfile] = {}
+    for role in ("prefill", "decode"):
+        workers = [one for one in status["workers"] if one["role"] == role]
+        if not workers:
+            continue
+        # Decode workers may have read all prompts: then prefill workers, on the same machine, cost what those cost.
+        costs = _typical(workers) or _typical(status["workers"])
+        if costs is None:
+            raise ConfigError(f"--against: no {role} worker has learnt its costs yet; give a longer --learn")
+        found[role] = WorkerProfile(
+            name=f"{status['model']}-{role}",
+            costs=costs,
+            kv_bytes=kv_bytes,
+            kv_tokens=min(one["num_blocks"] * one["block_size"] for one in workers),
+            link_bytes_per_s=LINK_BYTES_PER_S,
+            step_tokens=2048,
+            max_batch=256,
+            source=f"learnt under load by a server of {len(status['workers'])} workers",
+            num_layers=12,
+            http_s=http_s,
+            call_s=call_s,
+        )
+    return found
+
+
+def _typical(workers: Sequence[dict[str, Any]]) -> StepCosts | None:
+    told = [one["stats"]["costs"] for one in workers]
+    return typical(None if one is None else StepCosts(*one) for one in told)
+
+
+def layout_of(profiles: dict[Role, WorkerProfile], prefill: int, decode: int, mode: Mode) -> Layout:
+    return Layout(mode, profiles["decode"], decode, profiles.get("prefill") if prefill else None, prefill)
+
+
+def simulated(plan: Plan, layout: Layout) -> list[Record]:
+    """Return the records that the load test would have left of this plan."""
+    return simulate_plan(plan, layout, warm=WARM_REQUESTS)
+
+
+def compare(plan: Plan, name: str, rate: float, layout: Layout, folder: Path) -> Cell:
+    """Put the plan on the server, and into the simulation. Raises LoadTestError."""
+    asked = at_rate(plan, rate)
+    measured, answers, failed = figures_of(run_plan(asked, folder, show=False).records(), plan.warm_up_s)
+    expected, _, _ = figures_of(simulated(asked, layout), plan.warm_up_s)
+    return Cell(name, rate, answers, failed, measured, expected)
+
+
+def against(
+    url: str,
+    workload: tuple[str, Workload],
+    rates: Sequence[float],
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    seconds: float,
+    learn_s: float,
+    seed: int,
+    longest: int | None,
+    is_hybrid: bool = True,
+) -> list[Cell]:
+    """Return a cell for each rate; `folder` keeps profiles and cells. Raises ConfigError and LoadTestError."""
+    profiles = learn(url, folder / "learning", seconds=learn_s, seed=seed)
+    for role, profile in profiles.items():
+        write_profile(profile, folder / f"{role}.json")
+        say(f"{role}: {msgspec.json.encode(profile).decode()}")
+    roles = [one["role"] for one in fetch_status(url)["workers"]]
+    prefill, decode = roles.count("prefill"), roles.count("decode")
+    mode: Mode = "aggregated" if not prefill else "hybrid" if is_hybrid else "disaggregated"
+    layout, cells = layout_of(profiles, prefill, decode, mode), list[Cell]()
+    plan = plan_for(url, workload[1], seconds, seed + 1, longest)
+    for line in HEAD:
+        say(line)
+    for number, rate in enumerate(rates):
+        asked = msgspec.structs.replace(plan, seed=plan.seed + number)
+        cells.append(compare(asked, workload[0], rate, layout, folder / f"{number}-{rate:g}"))
+        say(cells[-1].row())
+        (folder / "cells.json").write_text(json.dumps([msgspec.to_builtins(one) for one in cells], indent=1) + "\n")
+    return cells

@@ -1,0 +1,201 @@
+"""`twostroke capacity`: figures of one model on given GPUs; the last line is one JSON object."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count
+from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
+from twostroke.model.operations import Held
+from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
+from twostroke.model.published.models import MODELS, known_as, published_model
+from twostroke.planning.capacity import Case, batching, border, capacity, lines, model_of_numbers, sizes
+from twostroke.planning.commands.plan import model_of, workload_for
+from twostroke.planning.literature import check_lines
+from twostroke.planning.roofline import Machine, as_mha
+from twostroke.planning.search import Terms
+from twostroke.planning.tables import tables
+from twostroke.protocol.errors import ConfigError
+
+CONTEXTS = (2048, 4096, 8192, 32_768, 131_072)
+DTYPES = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
+NUMBERS = ("layers", "kv_heads", "head_dim", "heads", "hidden", "ffn", "vocabulary")
+_UNITS: dict[str, float] = {"": 1, **{letter: 10 ** (3 * power) for power, letter in enumerate("kMGTP", 1)}}
+_UNITS |= {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)}
+
+
+def amount(text: str) -> float:
+    """An argument's type: 80GB, 80GiB, 2TB, 312T, 2e12."""
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKMGTP]?i?)(?:B|B/s|FLOP/s)?", text)
+    if found is None or (unit := _UNITS.get(found[2])) is None:
+        raise argparse.ArgumentTypeError(f"{text}: write a number, as in 80GB, 80GiB, 2TB or 2e12")
+    return above_zero(found[1]) * unit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `twostroke capacity`."""
+    model = parser.add_argument_group("the model")
+    known = f"a folder, a GGUF file, a hub id, or one of {', '.join(MODELS)}"
+    model.add_argument("model", metavar="MODEL", nargs="?", help=f"{known}; or bare numbers:")
+    for name in NUMBERS:
+        model.add_argument(f"--{name.replace('_', '-')}", type=positive_count, metavar="N")
+    model.add_argument("--parameters", type=amount, metavar="N", help="as in 7e9: what is not given follows from it")
+    model.add_argument("--mha", action="store_true", help="with keys and values of every query head")
+    model.add_argument("--dtype", choices=tuple(DTYPES), help="of weights, activations and KV (default: the GPU's)")
+    model.add_argument("--quantization", choices=get_args(Quantization), default="auto", help="of weights")
+    model.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
+    gpus = parser.add_argument_group("the GPUs (default: this machine's, or its CPU, which is measured)")
+    gpus.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(HARDWARE)}, or a file of `bench hardware`")
+    gpus.add_argument("--memory", type=amount, metavar="BYTES", help="of a GPU that the table lacks: 80GB, 80GiB")
+    gpus.add_argument("--bandwidth", type=amount, metavar="BYTES", help="a second, of its memory: 2TB")
+    gpus.add_argument(
+        "--flops",
+        type=amount,
+        metavar="FLOPS",
+        help="a second, dense: 312T; without it some is left out",
+    )
+    gpus.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1, help="that share the model")
+    parts = f"parts of the peaks that are expected (default: {EFFICIENCY.compute},{EFFICIENCY.read})"
+    gpus.add_argument("--efficiency", metavar="COMPUTE,READ", help=parts)
+    gpus.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of one GPU, instead of what is assumed")
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument("--context", type=_contexts, metavar="N[,N]", help="tokens of requests, prompt and answer")
+    asked.add_argument("--tpot", type=above_zero, default=0.05, metavar="S", help="promised (default: %(default)s)")
+    asked.add_argument("--prompt", type=positive_count, default=512, metavar="N", help="default: %(default)s")
+    asked.add_argument("--answer", type=positive_count, default=256, metavar="N", help="default: %(default)s")
+    asked.add_argument("--max-context", type=context_tokens, default=8192, metavar="N", help="of --workload's requests")
+    add_workload(asked)
+    said = parser.add_argument_group("what is said")
+    said.add_argument("--formulas", action="store_true", help="simulate nothing")
+    said.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures there")
+    said.add_argument("--json", action="store_true", help="nothing but the last line")
+    said.add_argument("--check", action="store_true", help="hold the calculators against the literature, instead")
+    said.add_argument("--tables", action="store_true", help="print the tables of docs/planning.md, instead")
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    """An argument's type."""
+    return tuple(context_tokens(part) for part in text.split(","))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0; 1 where a number of the literature is not ours. Raises ConfigError for what can't be computed."""
+    if arguments.tables:
+        print(tables(), end="")
+        return 0
+    if arguments.check:
+        found, rows, wrong = check_lines()
+        _tell(arguments, found, {"rows": rows, "wrong": wrong})
+        return 1 if wrong else 0
+    shape, is_whole = _model(arguments)
+    if not is_whole:
+        told = sizes(shape, _held(arguments, None).kv_itemsize, arguments.context or CONTEXTS)
+        more = "for weights, batches and costs give --parameters, or --heads (or --hidden) and --ffn"
+        _tell(arguments, [*lines(told), more], told)
+        return 0
+    case = _case(arguments, shape)
+    if case.room.rows == 0:
+        raise ConfigError(
+            f"capacity: {case.weights / case.machine.ranks / GIB:.1f} GiB of weights on each GPU leave no room for KV: "
+            "take more --gpus, GPUs with more memory, or --quantization"
+        )
+    told = {"model": case.name, "hardware": case.hardware.title, **capacity(case)}
+    if not arguments.formulas and case.knows_compute:
+        try:
+            told |= {"transfer_border": border(case), **batching(case, workload_for(arguments, shape))}
+        except LoadTestError as error:
+            raise ConfigError(str(error)) from error
+    if arguments.report is not None:
+        if not case.knows_compute:
+            raise ConfigError("--report: give --flops, too: pictures show what computing takes")
+        from twostroke.planning.pictures import pictures_of, write_pictures
+
+        write_pictures(arguments.report, pictures_of(case))
+    _tell(arguments, list(lines(told)), told)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _tell(arguments: argparse.Namespace, text: Sequence[str], told: dict[str, Any]) -> None:
+    if not arguments.json:
+        print("\n".join(text), end="\n\n")
+    print(json.dumps(told))
+
+
+def _model(arguments: argparse.Namespace) -> tuple[ModelConfig, bool]:
+    """The model, and whether more than its KV is known."""
+    numbers = {name: value for name in (*NUMBERS, "parameters") if (value := getattr(arguments, name)) is not None}
+    if arguments.model is not None:
+        if numbers:
+            raise ConfigError(f"--{next(iter(numbers)).replace('_', '-')}: beside MODEL: give one of them")
+        known = known_as(arguments.model, is_served=False)
+        shape, is_whole = model_of(arguments.model) if known is None else published_model(known), True
+    elif not {"layers", "kv_heads", "head_dim"} <= numbers.keys():
+        raise ConfigError("capacity: name a MODEL, or give --layers, --kv-heads and --head-dim; or --check or --tables")
+    else:
+        is_whole = "parameters" in numbers or ("ffn" in numbers and bool({"heads", "hidden"} & numbers.keys()))
+        shape = model_of_numbers(**numbers)
+    return as_mha(shape) if arguments.mha else shape, is_whole
+
+
+def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> Held:
+    itemsize = 2.0 if hardware is None else hardware.itemsize
+    if arguments.dtype is not None:
+        itemsize = DTYPES[arguments.dtype]
+    return Held(arguments.quantization, itemsize, itemsize if arguments.kv_cache_dtype == "auto" else 1.0)
+
+
+def _case(arguments: argparse.Namespace, shape: ModelConfig) -> Case:
+    hardware = _hardware(arguments)
+    held = _held(arguments, hardware)
+    terms = Terms(kv_itemsize=held.kv_itemsize, efficiency=efficiency_of(arguments.efficiency))
+    contexts = arguments.context or [one for one in CONTEXTS if one <= shape.max_position] or [shape.max_position]
+    return Case(
+        name=f"{arguments.model or 'the numbers given'}{' as MHA' if arguments.mha else ''}",
+        shape=shape,
+        machine=Machine(hardware, arguments.gpus, held, terms.efficiency),
+        terms=terms,
+        contexts=contexts,
+        tpot_s=arguments.tpot,
+        prompt=arguments.prompt,
+        answer=arguments.answer,
+    )
+
+
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    given = {"--memory": arguments.memory, "--bandwidth": arguments.bandwidth}
+    if arguments.gpu is not None:
+        if beside := [name for name, value in {**given, "--flops": arguments.flops}.items() if value is not None]:
+            raise ConfigError(f"{beside[0]}: beside --gpu: give one of them")
+        hardware = hardware_of(arguments.gpu)
+    elif None not in given.values():
+        hardware = Hardware(
+            name="given",
+            title=f"a GPU of {arguments.memory / 1e9:.4g} GB at {arguments.bandwidth / 1e12:.4g} TB/s",
+            memory_bytes=int(arguments.memory),
+            read_bytes_per_s=arguments.bandwidth,
+            flops_per_s={"bf16": arguments.flops or float("inf")},
+            link_bytes_per_s=25e9,
+            usd_per_hour=1.0,
+            source="as given",
+        )
+    elif any(given.values()) or arguments.flops is not None:
+        raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
+    else:
+        from twostroke.loadtests.generator.run_facts import machine_facts
+        from twostroke.model.this_machine import ROUNDS, gpu_here, measure_rounds, row_of
+
+        cpu = machine_facts()["cpu"]
+        hardware = gpu_here() or row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, cpu)
+    if arguments.gpus > 1 and not hardware.is_gpu:
+        raise ConfigError(f"--gpus {arguments.gpus}: {hardware.title} is one machine's all")
+    return replace(hardware, usd_per_hour=arguments.usd_per_hour or hardware.usd_per_hour)
