@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from twostroke.loadtests.plan import SLO, Plan, Poisson, Synthetic
 from twostroke.planning.baselines import CHUNKED, WAYS, Memory, Result, Tokens, Way, compare_baselines, serve_way
 from twostroke.planning.exact import VOCABULARY, simulate_plan
+from twostroke.planning.layouts import Layout
 from twostroke.planning.profiles import SMALL
 from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.queue_order import QueuePolicy
@@ -76,11 +77,11 @@ def test_short_answers_first_shorten_the_mean_wait_where_memory_is_short(order: 
 def test_the_server_itself_makes_the_mean_wait_shorter_by_short_answers_first_where_memory_is_short() -> None:
     azure = Synthetic(shape="azure-conv")
     plan = Plan("simulated", "", 8192, Poisson(7.0), azure, SLO(), 1e9, seed=2, vocabulary=VOCABULARY)
-    profile = replace(SMALL, kv_tokens=12_000)
+    layout = Layout("aggregated", replace(SMALL, kv_tokens=12_000), 2)
     means_s: list[float] = []
     order: tuple[QueuePolicy, ...] = ("fcfs", "sjf")
     for queue in order:
-        records = simulate_plan(plan, profile, 0, 2, most=150, queue=queue)
+        records = simulate_plan(plan, layout, most=150, queue=queue)
         means_s.append(sum(one.ttft_s or 0.0 for one in records))
     assert means_s[1] < 0.9 * means_s[0]
 
