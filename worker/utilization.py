@@ -5,6 +5,7 @@ computed in that time, idle time included. MBU is the same of the bytes of weigh
 """
 
 from collections import deque
+from typing import Any
 
 from twostroke.model.operations import Limits
 from twostroke.model.step_work import StepWork
@@ -32,6 +33,18 @@ class Utilization:
         if self._work is not None:
             self.flops += self._work.flops(*content)
             self.read_bytes += self._work.read_bytes(content.prompt_tokens, content.rows, content.context_tokens)
+
+    def told(self) -> dict[str, Any]:
+        """What WorkerStats tells of it, by the names there."""
+        limits, (mfu, mbu) = self._limits, self.shares() or (None, None)
+        return {
+            "flops": self.flops,
+            "read_bytes": self.read_bytes,
+            "peak_flops_per_s": 0.0 if limits is None else limits.gemm,
+            "peak_bytes_per_s": 0.0 if limits is None else limits.read,
+            "mfu": mfu,
+            "mbu": mbu,
+        }
 
     def shares(self) -> tuple[float, float] | None:
         """MFU and MBU, 0 to 1; None where they are not known."""

@@ -251,8 +251,6 @@ class Worker(ABC, Generic[JobT, CallT]):
         self._costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
         costs = self._costs.costs()
         balance = self._equipment.expert_balance
-        used, limits = self._utilization, self._equipment.limits
-        mfu, mbu = used.shares() or (None, None)
         return WorkerStats(
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
@@ -278,17 +276,12 @@ class Worker(ABC, Generic[JobT, CallT]):
             tightest_tpot_s=_tightest_tpot_s(contexts, costs),
             costs=costs,
             is_draining=self._life.is_draining,
-            flops=used.flops,
-            read_bytes=used.read_bytes,
-            peak_flops_per_s=0.0 if limits is None else limits.gemm,
-            peak_bytes_per_s=0.0 if limits is None else limits.read,
-            mfu=mfu,
-            mbu=mbu,
             gpu=self._equipment.gpu_use(),
             expert_skews=() if self._expert_load is None else self._expert_load.skews(),
             expert_copies=0 if balance is None else balance.num_copies,
             expert_imbalances=() if balance is None else balance.imbalances(),
             **asdict(self._counters),
+            **self._utilization.told(),
         )
 
     def check_health(self) -> None:
