@@ -175,6 +175,20 @@ def test_ranks_that_share_the_tokens_of_latents_draw_the_tokens_that_one_draws(
         assert tokens(together) == expected
 
 
+@pytest.mark.parametrize(("shape", "shares_context"), [("mha", False), ("experts and latents", True)])
+def test_every_rank_copies_its_part_of_a_prompts_end(shape: str, shares_context: bool, write_checkpoint: Any) -> None:
+    folder = write_checkpoint(seed=3, **SHAPES[shape])
+    prompt = [5 + position for position in range(BLOCK_SIZE + 6)]
+    draw = Draw(SamplingParams(temperature=0.0), prompt, len(prompt))
+    with ranks(folder, 2, shares_context, shares_context=shares_context) as together:
+        (alone,) = together.run([SequenceStep(prompt, 0, [0, 1], draw)])
+        (copied,) = together.run([SequenceStep(prompt[-1:], len(prompt) - 1, [0, 2], draw, copied_from=1)])
+        assert copied == alone
+        for one in together.runners:
+            cache = one._kv_cache.tensors[0]
+            assert torch.equal(cache[1], cache[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_over_parts_of_a_context_are_merged_at_the_ranks_that_have_the_heads(dtype: torch.dtype) -> None:
     size, tokens, heads, rank = 4, 3, 2, 6
