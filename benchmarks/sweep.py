@@ -30,10 +30,9 @@ async def measure_sweep(loaded: LoadedEngine, args: argparse.Namespace) -> dict[
     for (batch, result), rate, floor in zip(results.items(), rates, floors, strict=True):
         as_told = f"{result.tokens_per_s:>12.1f}{result.over_floor:>10.2f}{rate:>12.1f}{floor:>10.1f}"
         print(f"{batch:>5}{as_told}{1e3 * batch / rate:>12.2f}{1e3 * batch / floor:>8.2f}")
-    measured_s, model_s = ([batch / rate for batch, rate in zip(SWEPT, of, strict=True)] for of in (rates, floors))
-    knees = knee(SWEPT, measured_s), knee(SWEPT, model_s)
+    knees = knee(SWEPT, rates), knee(SWEPT, floors)
     try:
-        args.sweep.write_bytes(batch_sweep(SWEPT, model_s, knee=knees[0], measured_s=measured_s).png)
+        args.sweep.write_bytes(batch_sweep(SWEPT, {"measured": rates, "model": floors}, {"knee": knees[0]}).png)
     except OSError as error:
         raise ConfigError(f"--sweep {args.sweep}: {error.strerror}") from error
     print(f"knee at batch {knees[0]}, by the model at {knees[1]}; {args.sweep} shows it")

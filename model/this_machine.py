@@ -1,4 +1,4 @@
-"""What this machine's CPU can do: the rates of torch's own products, and of reads of its memory.
+"""Limits of this machine's CPU: the rates of torch's own products, and of reads of its memory.
 
 A row of the table of hardware has products in the numbers that an engine computes bf16 checkpoints in here. A shared
 machine's bandwidth jumps (docs/performance-log.md), so that the medians of some rounds are the row.
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from twostroke.model.cache.memory import available_bytes
 from twostroke.model.engine_config import resolve_dtype
+from twostroke.model.limits import published_gpu
 from twostroke.model.operations import Limits
 from twostroke.model.published.hardware import Hardware, Number
 
@@ -60,6 +61,13 @@ def timed(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+def gpu_here() -> Hardware | None:
+    """Return the table's row of this machine's first GPU; None where it has none that the table has."""
+    if not torch.cuda.is_available():
+        return None
+    return published_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
 
 
 def measure_rounds(rounds: int, say: Callable[[str], None]) -> tuple[list[Limits], torch.dtype]:

@@ -1,4 +1,4 @@
-"""What a model takes and can do on given GPUs, by formulas alone: `twostroke capacity`.
+"""Figures of one model on given GPUs, by formulas and by simulated batches: `twostroke capacity`.
 
 Each section is a list of rows, or an object, in bytes and seconds, as the command's JSON has them; `lines` shows the
 same to people. Floors and limits are at the peaks; what is expected is at the efficiency that plans assume.
@@ -118,6 +118,11 @@ class Case:
         return fit_of(self.shape, self.machine, self.terms)
 
     @property
+    def knows_compute(self) -> bool:
+        """Return whether anybody has said how fast the GPUs compute."""
+        return math.isfinite(self.hardware.peak())
+
+    @property
     def context(self) -> float:
         """Tokens of a request in the middle of its answer."""
         return self.prompt + self.answer / 2
@@ -153,11 +158,13 @@ def sizes(shape: ModelConfig, kv_itemsize: float, contexts: Sequence[int]) -> di
 
 
 def capacity(case: Case) -> dict[str, Any]:
-    """All that formulas say. Raises ConfigError where so many GPUs can't share the model."""
+    """All that formulas say, or what needs bandwidth alone where nobody has said how fast the GPUs compute.
+
+    Raises ConfigError where so many GPUs can't share the model.
+    """
     shape, machine, hardware = case.shape, case.machine, case.hardware
-    flops_per_s = hardware.peak(machine.number(shape)) * machine.ranks
     active, read = num_active_parameters(shape), hardware.read_bytes_per_s * machine.ranks
-    return {
+    told = {
         "parameters": num_parameters(shape),
         "active_parameters": active,
         "gpus": machine.ranks,
@@ -167,7 +174,12 @@ def capacity(case: Case) -> dict[str, Any]:
         **sizes(shape, machine.held.kv_itemsize, case.contexts),
         "requests": [_requests(case, context) for context in case.contexts],
         "floors": [_floors(case, context) for context in case.contexts],
-        "without_kv_cache": without_cache(case, flops_per_s),
+    }
+    if not case.knows_compute:
+        return told
+    return {
+        **told,
+        "without_kv_cache": without_cache(case),
         "ridges": [
             {"number": number, "dense": hardware.ridge(number), "sparse": hardware.ridge(number, is_sparse=True)}
             for number in hardware.flops_per_s
@@ -179,8 +191,9 @@ def capacity(case: Case) -> dict[str, Any]:
     }
 
 
-def without_cache(case: Case, flops_per_s: float) -> Rows:
-    """What a context's next token, and a whole request, take where every token computes all before it again."""
+def without_cache(case: Case) -> Rows:
+    """Cost of a context's next token, and of a whole request, where every token computes all before it again."""
+    flops_per_s = case.hardware.peak(case.machine.number(case.shape)) * case.machine.ranks
     rows = []
     for heads, shape in {"MHA": as_mha(case.shape), "as they are": case.shape}.items():
         if heads == "MHA" and shape == case.shape:
@@ -205,7 +218,7 @@ def without_cache(case: Case, flops_per_s: float) -> Rows:
 
 
 def _requests(case: Case, context: int) -> dict[str, Any]:
-    """How many requests a worker holds at once, by textbook limits and by what an engine leaves for KV."""
+    """Count the requests that a worker holds at once, by textbook limits and by what an engine leaves for KV."""
     limits = batch_limits(case.machine.at_peak(), case.shape, case.weights, context, case.tpot_s)
     fitting = case.room.requests_of(case.shape, context, case.terms.bounds)
     in_time = largest_batch(case.machine, case.shape, context, case.tpot_s)
@@ -213,7 +226,7 @@ def _requests(case: Case, context: int) -> dict[str, Any]:
         "context": context,
         "by_memory": int(limits.memory),
         "by_bandwidth": int(limits.bandwidth),
-        "by_compute": int(limits.compute) if math.isfinite(limits.compute) else None,
+        "by_compute": int(limits.compute) if case.knows_compute else None,
         "largest": limits.batch,
         "binds": limits.binds,
         "expected_to_fit": fitting,
@@ -225,11 +238,10 @@ def _requests(case: Case, context: int) -> dict[str, Any]:
 
 def _floors(case: Case, context: int) -> dict[str, Any]:
     shape, machine = case.shape, case.machine
-    knows = math.isfinite(case.hardware.peak())
     return {
         "context": context,
-        "ttft_floor_s": ttft_floor_s(machine, shape, context) if knows else None,
-        "ttft_expected_s": machine.prefill_s(shape, context) if knows else None,
+        "ttft_floor_s": ttft_floor_s(machine, shape, context) if case.knows_compute else None,
+        "ttft_expected_s": machine.prefill_s(shape, context) if case.knows_compute else None,
         "tpot_floor_s": (floor_s := tpot_floor_s(machine, shape, context)),
         "tpot_expected_s": machine.decode_s(shape, 1, context),
         "most_tokens_per_s": 1 / floor_s,
@@ -259,7 +271,7 @@ def sweep(case: Case) -> dict[str, Any]:
         {"batch": batch, "tokens_per_s": batch / seconds, "tpot_s": seconds, "has_room": batch <= case.fitting}
         for batch, seconds in zip(SWEEP, step_s, strict=True)
     ]
-    return {"sweep": rows, "knee": knee(SWEEP, step_s)}
+    return {"sweep": rows, "knee": knee(SWEEP, [row["tokens_per_s"] for row in rows])}
 
 
 def costs(case: Case) -> Rows:
@@ -283,14 +295,14 @@ def costs(case: Case) -> Rows:
 
 
 def interference(case: Case, batch: int) -> Interference:
-    """Return what other prompts cost an answer on a worker of so many rows."""
+    """Return the terms of the inequality for a worker of so many rows."""
     step_s = case.machine.decode_s(case.shape, batch, case.context)
     kv = kv_bytes(case.shape, case.prompt, case.machine.held.kv_itemsize)
     return Interference(case.machine.prefill_s(case.shape, case.prompt), case.answer, step_s, batch, kv)
 
 
 def transfer(case: Case) -> Rows:
-    """Up to which link, and down to which answer, a transfer takes longer than other prompts make an answer wait."""
+    """Compare transfers on some links with how long other prompts make an answer wait, and tell the border."""
     rows = []
     for batch in sorted({1, 8, max(1, case.best_batch)}):
         found = interference(case, batch)
@@ -421,7 +433,8 @@ def shown(name: str, value: Any) -> str:
     if name.startswith("weight_bytes"):
         return f"{value / 1e9:.4g} GB"
     if name.endswith(("_bytes", "bytes_per_token")):
-        return f"{value / GIB:.4g} GiB" if value >= GIB / 16 else f"{value / 1024:.4g} KiB"
+        unit, size = next((one for one in (("GiB", GIB), ("MiB", 2**20)) if value >= one[1]), ("KiB", 1024))
+        return f"{value / size:.4g} {unit}"
     if name.endswith("bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"
     if name.endswith("_s") and not name.endswith("_per_s"):

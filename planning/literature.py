@@ -128,6 +128,15 @@ def _tables(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
 
 
+def _square(model: ModelShape, prompt: int) -> float:
+    """FLOPs of a prompt whose attention computes all pairs of tokens, as without a causal mask."""
+    return flops_of(_step(model, prompt)) + flops_of(_step(model, prompt), "attention")
+
+
+def _bytes(model: ModelConfig, context: int) -> float:
+    return weight_bytes(model, 2, "none") + kv_bytes(model, context)
+
+
 def _training(model: ModelConfig, tokens: int) -> float:
     """FLOPs a token: forward, and twice that backward."""
     return 3 * (flops_of(_step(model, tokens)) / tokens + 2 * model.hidden_size * model.vocab_size)
@@ -140,8 +149,7 @@ def _limit(model: ModelConfig, gpu: Hardware, context: int, of: str, gpus: int =
 
 def _gpus(model: ModelConfig, gpu: Hardware, context: int) -> int:
     """The fewest that share a model, in a power of two, with room for one request."""
-    needed = weight_bytes(model, 2, "none") + kv_bytes(model, context)
-    return 1 << max(0, ceil(log2(needed / gpu.memory_bytes)))
+    return 1 << max(0, ceil(log2(_bytes(model, context) / gpu.memory_bytes)))
 
 
 def _intensity(operation: str, **step: Any) -> float:
@@ -194,6 +202,8 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "ridge": lambda gpu, number=None, is_sparse=False: gpu.ridge(number, is_sparse=is_sparse),
     "peak": lambda gpu, number=None, is_sparse=False: gpu.peak(number, is_sparse=is_sparse),
     "bandwidth": lambda gpu: gpu.read_bytes_per_s,
+    "memory": lambda gpu: gpu.memory_bytes,
+    "most tokens of one sequence": lambda model, read_bytes_per_s: read_bytes_per_s / weight_bytes(model, 2, "none"),
     "quotient": lambda of, by: of / by,
     "share of compute": lambda gpu, intensity: intensity / gpu.ridge(),
     "intensity of a product": product_intensity,
@@ -206,11 +216,11 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "products": lambda **step: flops_of(_step(**step), "product"),
     "attention": lambda **step: flops_of(_step(**step), "attention"),
     "attention of the square": lambda **step: 2 * flops_of(_step(**step), "attention"),
-    "prefill of the square": lambda model, prompt: (
-        flops_of(_step(model, prompt)) + flops_of(_step(model, prompt), "attention")
-    ),
+    "prefill of the square": _square,
     "FLOPs": lambda **step: flops_of(_step(**step)),
-    "bytes": lambda model, context: weight_bytes(model, 2, "none") + kv_bytes(model, context),
+    "bytes": _bytes,
+    "prefill of the square over bytes": lambda model, prompt: _square(model, prompt) / _bytes(model, prompt),
+    "FLOPs over bytes": lambda model, context: flops_of(_step(model, 0, context)) / _bytes(model, context),
     "FLOPs of training": _training,
     "FLOPs without a cache": lambda model, prompt, answer: uncached_flops(model, prompt, answer),
     "growth": lambda formula, of, by: _ours(formula, of) / _ours(formula, by),

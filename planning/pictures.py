@@ -84,35 +84,24 @@ def _neighbours(operations: Sequence[Operation]) -> dict[int, list[str]]:
 
 
 @in_our_style
-def batch_sweep(
-    batches: Sequence[int],
-    step_s: Sequence[float],
-    most: int | None = None,
-    knee: int | None = None,
-    measured_s: Sequence[float] = (),
-) -> Plot:
-    """Throughput and time per token against batch.
-
-    `most`: where the cache is full, or the promise is spent. `knee`: up to there more rows are worth their time.
-    `measured_s` are steps as they were measured, beside those of the model.
-    """
+def batch_sweep(batches: Sequence[int], rates: Mapping[str, Sequence[float]], marks: Mapping[str, int]) -> Plot:
+    """Throughput and time a token against batch, a curve for each of `rates`, and what batches are marked as."""
     figure, axes = panels(2)
-    curves = [("model", step_s, BLUE), *([("measured", measured_s, ORANGE)] if measured_s else [])]
-    for chart, label in ((axes[0, 0], "tokens a second"), (axes[0, 1], "ms a token")):
-        for name, times, colour in curves:
-            rates = [batch / seconds for batch, seconds in zip(batches, times, strict=True)]
-            values = rates if chart is axes[0, 0] else [seconds * 1000 for seconds in times]
-            chart.plot(batches, values, marker="o", color=colour, label=name)
-        if measured_s:
-            chart.legend()
+    for index, label in enumerate(("tokens a second", "ms a token")):
+        chart = axes[0, index]
+        for number, (name, of_one) in enumerate(rates.items()):
+            values = [1e3 * batch / rate if index else rate for batch, rate in zip(batches, of_one, strict=True)]
+            chart.plot(batches, values, marker="o", color=series_colour(number), label=name)
+        for said, batch in marks.items():
+            chart.axvline(batch, color=GREY, linestyle="--", linewidth=0.8)
+            chart.annotate(said, (batch, 0), color=GREY, rotation=90, ha="right", va="bottom")
         chart.set_xscale("log", base=2)
+        chart.set_xticks(batches, [str(batch) for batch in batches])
         chart.set_xlabel("batch")
         chart.set_ylabel(label)
         chart.set_ylim(bottom=0)
-        for batch, said in ((most, "saturated"), (knee, "knee")):
-            if batch is not None:
-                chart.axvline(batch, color=GREY, linestyle="--", linewidth=0.8)
-                chart.annotate(said, (batch, 0), color=GREY, rotation=90, ha="right", va="bottom")
+    if len(rates) > 1:
+        legend_below(figure, axes[0, 0], 2)
     return plot_of("batch_sweep", "A decode worker by batch", "One step's tokens, and how long each waits.", figure)
 
 
@@ -160,19 +149,25 @@ def intensity_by_phase(case: Case) -> Plot:
     return plot_of("intensity_by_phase", f"Intensity of {case.name}'s operations", caption, figure)
 
 
-def write_pictures(folder: Path, case: Case) -> None:
-    """Raises ConfigError where the folder can't be written."""
+def pictures_of(case: Case) -> list[Plot]:
+    """Draw a case's roofline, its sweep of batches, KV and intensities."""
     swept = sweep(case)
-    of_phases = phases(case.shape, case.machine.held, case.prompt, max(1, case.best_batch), int(case.context))
-    drawn = (
+    batch = max(1, case.best_batch)
+    of_phases = phases(case.shape, case.machine.held, case.prompt, batch, int(case.context))
+    marks = {"knee": swept["knee"], "saturated": batch}
+    return [
         roofline(case.machine, case.shape, of_phases),
-        batch_sweep(SWEEP, [row["tpot_s"] for row in swept["sweep"]], case.best_batch or None, swept["knee"]),
+        batch_sweep(SWEEP, {case.name: [row["tokens_per_s"] for row in swept["sweep"]]}, marks),
         kv_by_context(case),
         intensity_by_phase(case),
-    )
+    ]
+
+
+def write_pictures(folder: Path, pictures: Sequence[Plot]) -> None:
+    """Raises ConfigError where the folder can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for picture in drawn:
+        for picture in pictures:
             (folder / f"{picture.name}.png").write_bytes(picture.png)
     except OSError as error:
         raise ConfigError(f"--report {folder}: {error.strerror}") from error

@@ -7,6 +7,7 @@ et al., Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes ove
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.model.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
@@ -158,18 +159,21 @@ def batch_limits(machine: Machine, shape: ModelShape, weights: float, context: f
     )
 
 
-def knee(batches: Sequence[int], step_s: Sequence[float]) -> int:
-    """The batch up to which batches are worth their time: each doubling before it has raised the throughput by half or
-    more. A step's reads are then shared by as many rows as they can be."""
-    rates = [batch / seconds for batch, seconds in zip(batches, step_s, strict=True)]
-    for index in range(1, len(batches)):
-        grown = (rates[index] / rates[index - 1] - 1) / (batches[index] / batches[index - 1] - 1)
-        if grown < 0.5:
-            return batches[index - 1]
-    return batches[-1]
+def knee(batches: Sequence[int], rates: Sequence[float]) -> int:
+    """Return the last batch to which rows were worth adding: throughput rose at least half as much as their number.
+
+    Beyond it a step's reads are shared by as many rows as they can be. With experts, whose number that a step reads
+    grows with its rows, throughput may rise slowly before it, too.
+    """
+    worth = [
+        more
+        for (rate, later), (batch, more) in zip(pairwise(rates), pairwise(batches), strict=True)
+        if later / rate - 1 >= (more / batch - 1) / 2
+    ]
+    return max(worth, default=batches[0])
 
 
-# --- what one model needs, whatever machine it is on ---
+# --- needs of one model, whatever machine it is on ---
 
 
 def kv_bytes(shape: ModelShape, tokens: float = 1, itemsize: float = 2.0) -> float:
@@ -212,15 +216,15 @@ def transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
 
 @dataclass(frozen=True)
 class Interference:
-    """What other prompts cost an answer on a worker that does both, beside what a transfer would cost instead.
+    """Terms of the inequality that says when a transfer negates disaggregation.
 
-    At `rate` requests a second prompts take `share` = rate x prefill of a worker's time, and an answer, whose own steps
-    take answer x step, waits share / (1 - share) times as long for others' prompts. Disaggregation saves that, and
-    costs a transfer, which negates it where
+    On a worker that does both, prompts take share = rate x prefill of its time at `rate` requests a second. An answer's
+    own steps take answer x step, and it waits share / (1 - share) times as long for others' prompts. Disaggregation
+    saves that and costs a transfer, which negates it where
 
         KV(prompt) / link  >=  share / (1 - share) x answer x step.
 
-    A worker of B rows on average serves B requests in the time of an answer, by Little's law, so that there
+    By Little's law a worker of B rows on average serves B requests in the time of an answer. There
     rate = B / (answer x step + B x prefill), and the right side is B x prefill.
     """
 
@@ -252,7 +256,7 @@ class Interference:
 
 
 def request_usd(usd_per_hour: float, prefill_s: float, answer_s: float, batch: float = 1) -> float:
-    """What a request pays: the machine while its prompt is computed, and its part of a batch's steps after that."""
+    """Price of a request: the machine while its prompt is computed, and its part of a batch's steps after that."""
     return usd_per_hour / 3600.0 * (prefill_s + answer_s / batch)
 
 

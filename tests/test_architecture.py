@@ -91,7 +91,7 @@ INNER_ORDER = {
         {"cpu", "cuda"},
         {"captured_steps", "pipeline"},
         {"sampling"},
-        {"fit"},
+        {"fit", "limits", "step_work"},
         {"served"},
         {"published"},
         {"checkpoint"},

@@ -180,8 +180,8 @@ def imported(room: str) -> set[str]:
     return found - sys.stdlib_module_names - {"twostroke"}
 
 
-ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum"}
-"""An extra of its own, and what `bench peers` finds with other servers."""
+ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum", "pynvml"}
+"""An extra of its own, what `bench peers` finds with other servers, and what tells of GPUs where their hosts have it."""
 
 
 def test_all_that_modules_import_is_there_after_make_serve() -> None:

@@ -77,7 +77,8 @@ class KVCache:
         device = self.tensors[0].device
         from_, to = place(np.array(sources, np.int64), device), place(np.array(targets, np.int64), device)
         for tensor in self.tensors:
-            tensor.index_copy_(0, to, tensor.index_select(0, from_))
+            content = tensor.view(torch.uint8)  # torch has no such copies of FP8 on CPUs
+            content.index_copy_(0, to, content.index_select(0, from_))
 
 
 class HostKVCache(KVCache):

@@ -77,6 +77,17 @@ EFFICIENCY = Efficiency(compute=0.55, read=0.72)
 that its own kernels reach. No GPU has confirmed it."""
 
 
+def efficiency_of(text: str | None) -> Efficiency:
+    """Return what `--efficiency COMPUTE,READ` says; None: the default. Raises ConfigError."""
+    if text is None:
+        return EFFICIENCY
+    try:
+        compute, read = map(float, text.split(","))
+    except ValueError:
+        raise ConfigError(f"--efficiency {text}: write COMPUTE,READ, as in 0.55,0.72") from None
+    return Efficiency(compute, read)
+
+
 def read_hardware(content: bytes, source: str) -> dict[str, Hardware]:
     """Return a file's rows by name, or the one that it has. Raises ConfigError, which names the field that is wrong."""
     try:

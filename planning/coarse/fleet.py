@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import AggregatedWorker, DecodeWorker, PrefillWorker, Request, SteppingWorker
+from twostroke.planning.coarse.workers import DecodeWorker, PrefillWorker, Request
 from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
 from twostroke.worker.profile import WorkerProfile
 
@@ -37,6 +37,7 @@ class Fleet:
     startup_s: float
     ttft_s: float
     tpot_s: float
+    router: LiveRouter
     prefill: list[PrefillWorker] = field(default_factory=list)
     decode: list[DecodeWorker] = field(default_factory=list)
     is_aggregated: bool = False
@@ -51,7 +52,6 @@ class Fleet:
     prefilled_tokens: int = 0
     ended: int = 0
     changes: list[Change] = field(default_factory=list)
-    router: LiveRouter | None = None  # None: whoever is free first reads, whoever has the shortest step writes
     gone_worker_s: float = 0.0
     prefill_profile: WorkerProfile | None = None  # None: as decode workers
 
@@ -106,11 +106,10 @@ class Fleet:
         self.changes.append(Change(self.now_s, prefill, decode))
         ready_s = self.now_s + startup_s
         while self.prefill_target < prefill:
-            make = PrefillWorker if self.router is None else SteppingWorker
-            self.prefill.append(make(self.reader_profile, self.now_s, ready_s))
+            self.prefill.append(PrefillWorker(self.reader_profile, self.now_s, ready_s))
             self.prefill_target += 1
         while self.decode_target < decode:
-            self.decode.append(self._decode_worker(ready_s))
+            self.decode.append(DecodeWorker(self.profile, self.now_s, ready_s, self.tpot_s))
             self.decode_target += 1
         while self.prefill_target > prefill:
             kept_p = [one for one in self.prefill if one.gone_s is None]
@@ -122,11 +121,6 @@ class Fleet:
             least = max(kept_d, key=lambda one: (max(one.ready_s, self.now_s), -one.num_requests))
             least.gone_s = math.inf if least.num_requests else self.now_s
             self.decode_target -= 1
-
-    def _decode_worker(self, ready_s: float) -> DecodeWorker:
-        if self.is_aggregated or self.router is not None:
-            return AggregatedWorker(self.profile, self.now_s, ready_s, self.tpot_s)
-        return DecodeWorker(self.profile, self.now_s, ready_s)
 
     def clean(self) -> None:
         """Forgets workers that have gone; a draining one goes when it is empty."""
@@ -174,8 +168,7 @@ class _Run:
         self.requests = requests
         self.scaler = scaler
         self.progress = progress
-        self.prefilled: list[tuple[float, int, Request]] = []  # heap, by when
-        self.steps: list[tuple[float, int, SteppingWorker]] = []  # heap: when a prefill worker's step ends
+        self.steps: list[tuple[float, int, PrefillWorker]] = []  # heap: when a prefill worker's step ends
         self.arriving: list[tuple[float, int, Request]] = []  # heap: KV under way to a decode worker
         self.ends: list[tuple[float, int, DecodeWorker]] = []  # heap: when a worker's next row, or prompt, ends
         self.number = 0
@@ -185,13 +178,12 @@ class _Run:
         next_request, next_look_s = 0, 0.0
         while True:
             request_s = requests[next_request].at_s if next_request < len(requests) else math.inf
-            prefilled_s = self.prefilled[0][0] if self.prefilled else math.inf
             arriving_s = self.arriving[0][0] if self.arriving else math.inf
             step_s = self.steps[0][0] if self.steps else math.inf
             while self.ends and self.ends[0][1] != self.ends[0][2].event:
                 heapq.heappop(self.ends)
             ending_s = self.ends[0][0] if self.ends else math.inf
-            event_s = min(request_s, prefilled_s, arriving_s, ending_s, step_s)
+            event_s = min(request_s, arriving_s, ending_s, step_s)
             now_s = min(event_s, next_look_s)
             if now_s > until_s and event_s == math.inf:
                 fleet.now_s = until_s
@@ -207,8 +199,6 @@ class _Run:
             elif now_s == request_s:
                 self._arrive(requests[next_request])
                 next_request += 1
-            elif now_s == prefilled_s:
-                self._first_token(heapq.heappop(self.prefilled)[2])
             else:
                 self._decode(heapq.heappop(self.arriving)[2])
 
@@ -219,15 +209,13 @@ class _Run:
         end_s = worker.next_end_s()
         if end_s < math.inf:
             heapq.heappush(self.ends, (end_s, self.number, worker))
-        if self.fleet.router is not None:
-            self.fleet.router.changed(worker)
+        self.fleet.router.changed(worker)
 
     def _look(self) -> None:
         fleet = self.fleet
         fleet.clean()
         fleet.scale(*self.scaler(fleet), startup_s=fleet.startup_s)
-        if fleet.router is not None:
-            fleet.router.follow(fleet.running_prefill(), fleet.running_decode())
+        fleet.router.follow(fleet.running_prefill(), fleet.running_decode())
         for worker in fleet.decode:  # a signal's time may have passed there: pace and rounding are new
             self._changed(worker)
         if self.progress is not None:
@@ -236,47 +224,34 @@ class _Run:
     def _arrive(self, request: Request) -> None:
         fleet = self.fleet
         tokens = request.prompt_tokens
-        reader: PrefillWorker | AggregatedWorker
-        if fleet.router is not None:
-            path = fleet.router.choose(request, fleet.now_s)
-            if path is None:
-                request.is_refused = True
-                return
-            reader, request.target = path
-        elif fleet.is_aggregated:
-            readers = [one for one in fleet.running_decode() if isinstance(one, AggregatedWorker)]
-            reader = min(readers, key=lambda one: one.predicted_s(tokens))
-        else:
-            reader = min(fleet.running_prefill(), key=lambda one: one.free_s)
+        path = fleet.router.choose(request, fleet.now_s)
+        if path is None:
+            request.is_refused = True
+            return
+        reader, request.target = path
         fleet.requests += 1
         fleet.prompt_tokens += tokens
         fleet.prompt_pairs += tokens * tokens / 2
-        if isinstance(reader, AggregatedWorker):
+        if isinstance(reader, DecodeWorker):
+            request.target = None
             reader.read(request, fleet.now_s)
             self._changed(reader)
             return
-        if isinstance(reader, SteppingWorker):
-            was_idle = reader.ends_s == math.inf
-            reader.add(request, fleet.now_s)
-            if was_idle:
-                self._expect_step(reader)
-        else:
-            reader.free_s = reader.end_of(tokens, fleet.now_s)
-            self.number += 1
-            heapq.heappush(self.prefilled, (reader.free_s, self.number, request))
-        if request.target is not None:
-            request.target.coming += 1
-            request.target.coming_tokens += tokens
-            self._changed(request.target)
+        was_idle = reader.ends_s == math.inf
+        reader.add(request, fleet.now_s)
+        if was_idle:
+            self._expect_step(reader)
+        request.target.coming += 1
+        request.target.coming_tokens += tokens
+        self._changed(request.target)
 
-    def _expect_step(self, worker: SteppingWorker) -> None:
+    def _expect_step(self, worker: PrefillWorker) -> None:
         if worker.ends_s < math.inf:
             self.number += 1
             heapq.heappush(self.steps, (worker.ends_s, self.number, worker))
-        if self.fleet.router is not None:
-            self.fleet.router.reads(worker)
+        self.fleet.router.reads(worker)
 
-    def _end_step(self, worker: SteppingWorker) -> None:
+    def _end_step(self, worker: PrefillWorker) -> None:
         for request in worker.end_step(self.fleet.now_s):
             self._first_token(request)
         self._expect_step(worker)
@@ -290,18 +265,17 @@ class _Run:
         whole_s = request.prompt_tokens * profile.kv_bytes / profile.link_bytes_per_s
         hidden_s = profile.costs.prompt_s(request.prompt_tokens)
         late_s = HANDOVER_S + max(whole_s - hidden_s, whole_s / profile.num_layers)
-        if request.target is not None:
-            late_s += JOIN_STEPS * request.target.step_s if request.target.rows else 0.0
+        if request.target is not None and request.target.rows:
+            late_s += JOIN_STEPS * request.target.step_s
         self.number += 1
         heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
 
     def _decode(self, request: Request) -> None:
         fleet, target = self.fleet, request.target
         if target is None:
-            target = min(fleet.running_decode(), key=lambda one: one.predicted_step_s(request.prompt_tokens))
-        else:
-            target.coming -= 1
-            target.coming_tokens -= request.prompt_tokens
+            raise RuntimeError("KV travels to no worker")
+        target.coming -= 1
+        target.coming_tokens -= request.prompt_tokens
         if request.output_tokens > 1:
             target.join(request, fleet.now_s)
         else:
@@ -322,5 +296,4 @@ class _Run:
         request.target = None
         self.fleet.ended += 1
         self.fleet.output_tokens += request.output_tokens
-        if self.fleet.router is not None:
-            self.fleet.router.ended(request)
+        self.fleet.router.ended(request)

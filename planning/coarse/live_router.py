@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from twostroke.planning.coarse.workers import AggregatedWorker, DecodeWorker, PrefillWorker, Request
+from twostroke.planning.coarse.workers import DecodeWorker, PrefillWorker, Request
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Path
@@ -25,7 +25,7 @@ CANDIDATES = 4
 """Of each role: with so many and with 32, latencies of a fleet of 64 differ by less than those of two seeds."""
 _NO_LOAD = Load()
 
-W = TypeVar("W", PrefillWorker, AggregatedWorker)
+W = TypeVar("W", PrefillWorker, DecodeWorker)
 
 
 class Shortlist(Generic[W]):
@@ -77,29 +77,28 @@ class LiveRouter:
         self._promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
         self._classes: Classes = {one.name: (one.priority, one.share)}
         self._prefill = Shortlist[PrefillWorker]()
-        self._decode = Shortlist[AggregatedWorker]()
+        self._decode = Shortlist[DecodeWorker]()
         self._known: dict[int, KnownWorker] = {}
-        self._workers: dict[Peer, PrefillWorker | AggregatedWorker] = {}
+        self._workers: dict[Peer, PrefillWorker | DecodeWorker] = {}
         self._num_known = 0
 
     def follow(self, prefill: Sequence[PrefillWorker], decode: Sequence[DecodeWorker]) -> None:
         """These workers take requests now."""
         self._prefill.drop_all_but(prefill)
-        writers = [one for one in decode if isinstance(one, AggregatedWorker)]
-        self._decode.drop_all_but(writers)
+        self._decode.drop_all_but(decode)
         for reader in prefill:
             if not self._prefill.has(reader):
                 self._meet(reader)
                 self._prefill.put(reader, reader.free_s)
-        for writer in writers:
+        for writer in decode:
             if not self._decode.has(writer):
                 self._meet(writer)
                 self._decode.put(writer, writer.num_requests)
-        there = {id(worker) for worker in (*prefill, *writers)}
+        there = {id(worker) for worker in (*prefill, *decode)}
         self._workers = {peer: worker for peer, worker in self._workers.items() if id(worker) in there}
         self._known = {key: known for key, known in self._known.items() if key in there}
 
-    def choose(self, request: Request, now_s: float) -> tuple[PrefillWorker | AggregatedWorker, DecodeWorker] | None:
+    def choose(self, request: Request, now_s: float) -> tuple[PrefillWorker | DecodeWorker, DecodeWorker] | None:
         """Who reads and who writes; None where the request is refused. Raises NoPath without a decode worker."""
         self._now_s = now_s
         self._turn += 1
@@ -120,7 +119,7 @@ class LiveRouter:
         if not self._is_admitted(request, path):
             return None
         writer = self._workers[path.decode.peer]
-        if not isinstance(writer, AggregatedWorker):
+        if not isinstance(writer, DecodeWorker):
             raise TypeError("a prefill worker can't write answers")
         return (writer if path.prefill is None else self._workers[path.prefill.peer]), writer
 
@@ -131,7 +130,7 @@ class LiveRouter:
 
     def changed(self, worker: DecodeWorker) -> None:
         """Requests have come, or ended, there."""
-        if isinstance(worker, AggregatedWorker) and self._decode.has(worker):
+        if self._decode.has(worker):
             self._decode.put(worker, worker.num_requests)
 
     def ended(self, request: Request) -> None:
@@ -157,7 +156,7 @@ class LiveRouter:
             promise=self._promise,
         )
 
-    def _meet(self, worker: PrefillWorker | AggregatedWorker) -> None:
+    def _meet(self, worker: PrefillWorker | DecodeWorker) -> None:
         profile = worker.profile
         self._num_known += 1
         peer = Peer(f"simulated-{self._num_known}", 1)
@@ -185,7 +184,7 @@ class LiveRouter:
         known.queued = {self._promise.class_name: wait_s / known.queue_token_s} if wait_s > 0 else {}
         return known
 
-    def _of_writer(self, worker: AggregatedWorker) -> KnownWorker:
+    def _of_writer(self, worker: DecodeWorker) -> KnownWorker:
         known, promise = self._known[id(worker)], self._promise
         worker.advance(self._now_s)
         queued: tuple[QueuedWork, ...] = ()

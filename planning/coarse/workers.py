@@ -1,9 +1,8 @@
 """One prefill and one decode worker whose time goes by in closed form: nothing happens between two changes.
 
-Simpler than the real ones in four ways, all of them on the slow side or small: prompts are computed one after another
-and not in shared steps (a step's constant is shared where others wait); a decode worker reserves a request's whole
-answer in its KV cache at once instead of preempting; a draining worker ends what it has begun however long that takes;
-and nothing is refused.
+Simpler than the real ones in two ways, both on the slow side or small: a decode worker reserves a request's whole
+answer in its KV cache at once instead of preempting, and a draining worker ends what it has begun however long that
+takes.
 """
 
 import heapq
@@ -38,35 +37,27 @@ class Request:
         return (self.last_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-@dataclass
 class PrefillWorker:
-    """First come, first served. A prompt's end is known when it comes, as nothing overtakes it."""
-
-    profile: WorkerProfile
-    ordered_s: float
-    ready_s: float
-    free_s: float = 0.0
-    gone_s: float | None = None
-
-    def end_of(self, tokens: int, now_s: float) -> float:
-        """When a prompt that comes now would be done."""
-        begin_s = max(now_s, self.free_s)
-        costs, step_tokens = self.profile.costs, self.profile.step_tokens
-        steps, constant_s = -(-tokens // step_tokens), costs.base_s
-        alone_s = costs.prefill_s(tokens, 0, step_tokens)
-        if begin_s == now_s:
-            return begin_s + alone_s
-        return begin_s + alone_s - constant_s * (steps - tokens / step_tokens)  # in steps that others are in, too
-
-
-class SteppingWorker(PrefillWorker):
     """Prompts share steps, first come first served, as in the live scheduler; each waits for its last one's end."""
 
     def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float) -> None:
-        super().__init__(profile, ordered_s, ready_s)
+        self.profile = profile
+        self.ordered_s = ordered_s
+        self.ready_s = ready_s
+        self.free_s = 0.0
+        self.gone_s: float | None = None
         self.ends_s = math.inf  # of the step that runs
         self._queue: deque[tuple[Request, int]] = deque()  # and how much of it is computed
         self._step: list[tuple[Request, int]] = []  # and how much of it will be
+
+    def end_of(self, tokens: int, now_s: float) -> float:
+        """When a prompt that comes now would be done, about."""
+        begin_s = max(now_s, self.free_s)
+        costs, step_tokens = self.profile.costs, self.profile.step_tokens
+        alone_s = costs.prefill_s(tokens, 0, step_tokens)
+        if begin_s == now_s:
+            return begin_s + alone_s
+        return begin_s + alone_s - costs.base_s * (-(-tokens // step_tokens) - tokens / step_tokens)  # in shared steps
 
     def add(self, request: Request, now_s: float) -> None:
         """A prompt comes; where nothing runs, a step begins with it."""
@@ -105,10 +96,25 @@ class Row:
     end_step: float = 0.0
 
 
-class DecodeWorker:
-    """Continuous batching: t = base + B row + K context a step, K growing by B each; steps are real numbers here."""
+SETTINGS = DecodeConfig()
+"""The share of a promised time a token, and the smallest chunk of a prompt, that the live scheduler plans with."""
 
-    def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float) -> None:
+
+@dataclass(slots=True)
+class Prompt:
+    """One that waits, or is read."""
+
+    request: Request
+    left: float = 1.0  # the share of it that is unread
+
+
+class DecodeWorker:
+    """Continuous batching: t = base + B row + K context a step, K growing by B each; steps are real numbers here.
+
+    `read` is told of requests whose prompts are to be computed here, `join` of those whose KV has come.
+    """
+
+    def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float, tpot_s: float = math.inf) -> None:
         self.profile = profile
         self.ordered_s = ordered_s
         self.ready_s = ready_s
@@ -123,6 +129,8 @@ class DecodeWorker:
         self.rows: list[tuple[float, int, Row]] = []  # heap, by the step at which they end
         self.waiting: deque[Row] = deque()
         self.waiting_tokens = 0  # of their prompts
+        self.pace_s = tpot_s * SETTINGS.tpot_safety
+        self.prompts: deque[Prompt] = deque()
         self._number = 0
 
     @property
@@ -135,7 +143,7 @@ class DecodeWorker:
     @property
     def num_requests(self) -> int:
         """All that are here, or on their way."""
-        return len(self.rows) + len(self.waiting) + self.coming
+        return len(self.rows) + len(self.waiting) + self.coming + len(self.prompts)
 
     def join(self, request: Request, now_s: float) -> None:
         """A request whose KV has come."""
@@ -144,15 +152,34 @@ class DecodeWorker:
         self.waiting_tokens += request.prompt_tokens
         self._admit()
 
+    def read(self, request: Request, now_s: float) -> None:
+        """A request that has come, and whose prompt is computed here."""
+        self.advance(now_s)
+        self.prompts.append(Prompt(request))
+
     def next_end_s(self) -> float:
-        """When the next row ends; infinity without any."""
-        if not self.rows:
-            return math.inf
-        return self.now_s + self._seconds(max(0.0, self.rows[0][0] - self.step))
+        """When the next row or prompt ends; infinity without any."""
+        left = max(0.0, self.rows[0][0] - self.step) if self.rows else math.inf
+        if not self.prompts:
+            return self.now_s + self._seconds(left) if self.rows else math.inf
+        steps_a_second, share_a_second = self._pace()
+        ends_s = self.now_s + max(0.0, self.prompts[0].left) / share_a_second
+        return min(ends_s, self.now_s + left / steps_a_second) if self.rows else ends_s
 
     def end_one(self, now_s: float) -> Request:
-        """Takes out the row whose end has come."""
+        """The request whose prompt, or whose answer, has ended; `last_s` tells which."""
         self.advance(now_s)
+        if not self.prompts or (self.rows and self.rows[0][0] - self.step < 1e-6 < self.prompts[0].left):
+            return self._end_row(now_s)
+        request = self.prompts.popleft().request
+        request.first_s = now_s
+        if request.output_tokens <= 1:
+            request.last_s = now_s
+        else:
+            self.join(request, now_s)
+        return request
+
+    def _end_row(self, now_s: float) -> Request:
         end_step, _, row = heapq.heappop(self.rows)
         self.step = end_step
         request = row.request
@@ -165,23 +192,19 @@ class DecodeWorker:
         return request
 
     def advance(self, now_s: float) -> None:
-        """Steps go on until `now_s`."""
+        """Steps go on until `now_s`, at the pace of the last change where prompts are computed beside them."""
         seconds = now_s - self.now_s
-        if seconds > 0:
-            if self.rows:
-                steps = self._steps(seconds)
-                self.step += steps
-                self.context += steps * len(self.rows)
-            self.now_s = now_s
-
-    def predicted_step_s(self, prompt_tokens: int) -> float:
-        """Of the step with one request more, waiting ones included, as it was at the last change."""
-        costs, rows = self.profile.costs, len(self.rows) + len(self.waiting)
-        return (
-            costs.reading_s(rows + 1)
-            + (rows + 1) * costs.row_s
-            + (self.context + self.waiting_tokens + prompt_tokens) * costs.context_s
-        )
+        if seconds <= 0:
+            return
+        if self.prompts:
+            steps_a_second, share_a_second = self._pace()
+            steps = steps_a_second * seconds
+            self.prompts[0].left -= share_a_second * seconds
+        else:
+            steps = self._steps(seconds) if self.rows else 0.0
+        self.step += steps
+        self.context += steps * len(self.rows)
+        self.now_s = now_s
 
     def _admit(self) -> None:
         while self.waiting and len(self.rows) < self.profile.max_batch:
@@ -204,93 +227,11 @@ class DecodeWorker:
         first_s, growth_s = self.step_s, self.profile.costs.context_s * len(self.rows)
         return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
 
-
-# --- a worker that reads prompts beside the answers that it writes ---
-
-
-SETTINGS = DecodeConfig()
-"""The share of a promised time a token, and the smallest chunk of a prompt, that the live scheduler plans with."""
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One that waits, or is read."""
-
-    request: Request
-    left: float = 1.0  # the share of it that is unread
-
-
-class AggregatedWorker(DecodeWorker):
-    """`join` is told of requests as they come; those whose prompts are read have KV, and `first_s`."""
-
-    def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float, tpot_s: float) -> None:
-        super().__init__(profile, ordered_s, ready_s)
-        self.pace_s = tpot_s * SETTINGS.tpot_safety
-        self.prompts: deque[Prompt] = deque()
-        self.unread_s = 0.0  # what they take without rows beside them
-
-    @property
-    def num_requests(self) -> int:
-        """All that are here, or on their way."""
-        return super().num_requests + len(self.prompts)
-
-    def predicted_s(self, prompt_tokens: int) -> float:
-        """Until a prompt that comes now is read, as it was at the last change."""
-        costs, step_tokens = self.profile.costs, self.profile.step_tokens
-        read_s = costs.prefill_s(prompt_tokens, 0, step_tokens) + self.unread_s
-        rows_s = self.step_s if self.rows else 0.0
-        return read_s / max(1 - rows_s / self.pace_s, 0.05)
-
-    def read(self, request: Request, now_s: float) -> None:
-        """A request that has come."""
-        self.advance(now_s)
-        self.prompts.append(Prompt(request))
-        self.unread_s += self._alone_s(request)
-
-    def advance(self, now_s: float) -> None:
-        """Steps go on until `now_s`, at the pace of the last change."""
-        seconds = now_s - self.now_s
-        if seconds <= 0 or not self.prompts:
-            super().advance(now_s)
-            return
-        steps_a_second, share_a_second = self._pace()
-        self.step += steps_a_second * seconds
-        self.context += steps_a_second * seconds * len(self.rows)
-        self.prompts[0].left -= share_a_second * seconds
-        self.now_s = now_s
-
-    def next_end_s(self) -> float:
-        """When the next row or prompt ends."""
-        if not self.prompts:
-            return super().next_end_s()
-        steps_a_second, share_a_second = self._pace()
-        ends_s = self.now_s + max(0.0, self.prompts[0].left) / share_a_second
-        if self.rows:
-            ends_s = min(ends_s, self.now_s + max(0.0, self.rows[0][0] - self.step) / steps_a_second)
-        return ends_s
-
-    def end_one(self, now_s: float) -> Request:
-        """The request whose prompt, or whose answer, has ended; `last_s` tells which."""
-        self.advance(now_s)
-        if not self.prompts or (self.rows and self.rows[0][0] - self.step < 1e-6 < self.prompts[0].left):
-            return super().end_one(now_s)
-        request = self.prompts.popleft().request
-        request.first_s = now_s
-        self.unread_s -= self._alone_s(request)
-        if request.output_tokens <= 1:
-            request.last_s = now_s
-        else:
-            self.join(request, now_s)
-        return request
-
-    def _alone_s(self, request: Request) -> float:
-        return self.profile.costs.prefill_s(request.prompt_tokens, 0, self.profile.step_tokens)
-
     def _pace(self) -> tuple[float, float]:
         """Steps a second, and how much of the first prompt is read in a second."""
         costs, profile, request = self.profile.costs, self.profile, self.prompts[0].request
         if not self.rows:
-            return 0.0, 1 / self._alone_s(request)
+            return 0.0, 1 / costs.prefill_s(request.prompt_tokens, 0, profile.step_tokens)
         token_s = costs.prompt_s(request.prompt_tokens) / request.prompt_tokens
         rows_s = self.step_s
         longest_s = rows_s + (profile.step_tokens - len(self.rows)) * token_s

@@ -1,4 +1,4 @@
-"""`twostroke capacity`: what a model takes and can do on given GPUs, by formulas; the last line is one JSON object."""
+"""`twostroke capacity`: figures of one model on given GPUs; the last line is one JSON object."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.operations import Held
-from twostroke.model.published.hardware import GIB, HARDWARE, Hardware, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.capacity import Case, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.commands.plan import model_of, workload_for
@@ -50,12 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=tuple(DTYPES), help="of weights, activations and KV (default: the GPU's)")
     model.add_argument("--quantization", choices=get_args(Quantization), default="auto", help="of weights")
     model.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
-    gpus = parser.add_argument_group("the GPUs (default: this machine's CPU, which is measured)")
+    gpus = parser.add_argument_group("the GPUs (default: this machine's, or its CPU, which is measured)")
     gpus.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(HARDWARE)}, or a file of `bench hardware`")
     gpus.add_argument("--memory", type=amount, metavar="BYTES", help="of a GPU that the table lacks: 80GB, 80GiB")
     gpus.add_argument("--bandwidth", type=amount, metavar="BYTES", help="a second, of its memory: 2TB")
-    gpus.add_argument("--flops", type=amount, metavar="FLOPS", help="a second, dense: 312T")
+    gpus.add_argument(
+        "--flops",
+        type=amount,
+        metavar="FLOPS",
+        help="a second, dense: 312T; without it some is left out",
+    )
     gpus.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1, help="that share the model")
+    parts = f"parts of the peaks that are expected (default: {EFFICIENCY.compute},{EFFICIENCY.read})"
+    gpus.add_argument("--efficiency", metavar="COMPUTE,READ", help=parts)
     gpus.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of one GPU, instead of what is assumed")
     asked = parser.add_argument_group("what is asked")
     asked.add_argument("--context", type=_contexts, metavar="N[,N]", help="tokens of requests, prompt and answer")
@@ -99,15 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
             "take more --gpus, GPUs with more memory, or --quantization"
         )
     told = {"model": case.name, "hardware": case.hardware.title, **capacity(case)}
-    if not arguments.formulas:
+    if not arguments.formulas and case.knows_compute:
         try:
             told |= {"transfer_border": border(case), **batching(case, workload_for(arguments, shape))}
         except LoadTestError as error:
             raise ConfigError(str(error)) from error
     if arguments.report is not None:
-        from twostroke.planning.pictures import write_pictures
+        if not case.knows_compute:
+            raise ConfigError("--report: give --flops, too: pictures show what computing takes")
+        from twostroke.planning.pictures import pictures_of, write_pictures
 
-        write_pictures(arguments.report, case)
+        write_pictures(arguments.report, pictures_of(case))
     _tell(arguments, list(lines(told)), told)
     return 0
 
@@ -148,7 +157,7 @@ def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> Held:
 def _case(arguments: argparse.Namespace, shape: ModelConfig) -> Case:
     hardware = _hardware(arguments)
     held = _held(arguments, hardware)
-    terms = Terms(kv_itemsize=held.kv_itemsize)
+    terms = Terms(kv_itemsize=held.kv_itemsize, efficiency=efficiency_of(arguments.efficiency))
     contexts = arguments.context or [one for one in CONTEXTS if one <= shape.max_position] or [shape.max_position]
     return Case(
         name=f"{arguments.model or 'the numbers given'}{' as MHA' if arguments.mha else ''}",
@@ -179,13 +188,14 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
             usd_per_hour=1.0,
             source="as given",
         )
-    elif any(given.values()):
+    elif any(given.values()) or arguments.flops is not None:
         raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
     else:
         from twostroke.loadtests.generator.run_facts import machine_facts
-        from twostroke.model.this_machine import ROUNDS, measure_rounds, row_of
+        from twostroke.model.this_machine import ROUNDS, gpu_here, measure_rounds, row_of
 
-        hardware = row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, machine_facts()["cpu"])
+        cpu = machine_facts()["cpu"]
+        hardware = gpu_here() or row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, cpu)
     if arguments.gpus > 1 and not hardware.is_gpu:
         raise ConfigError(f"--gpus {arguments.gpus}: {hardware.title} is one machine's all")
     return replace(hardware, usd_per_hour=arguments.usd_per_hour or hardware.usd_per_hour)

@@ -21,7 +21,7 @@ from twostroke.loadtests.commands.arguments import above_zero, add_workload, con
 from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
-from twostroke.model.published.hardware import EFFICIENCY, Efficiency, Hardware, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
 from twostroke.planning.profiles import among_busy, profile_of
@@ -172,15 +172,8 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
 
 
 def _terms(arguments: argparse.Namespace) -> Terms:
-    efficiency = EFFICIENCY
-    if arguments.efficiency is not None:
-        try:
-            compute, read = map(float, arguments.efficiency.split(","))
-        except ValueError:
-            raise ConfigError(f"--efficiency {arguments.efficiency}: write COMPUTE,READ, as in 0.55,0.72") from None
-        efficiency = Efficiency(compute, read)
     kv = None if arguments.kv_cache_dtype == "auto" else 1.0
-    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency)
+    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency_of(arguments.efficiency))
 
 
 def _prices(text: str | None) -> dict[str, float]:
@@ -278,21 +271,16 @@ def _print(
 
 
 def _draw(folder: Path, best: Answer, asked: Asked) -> None:
-    from twostroke.planning.pictures import batch_sweep, phases, roofline
+    from twostroke.planning.pictures import batch_sweep, phases, roofline, write_pictures
     from twostroke.planning.queueing import rows_s
 
     decode, workload = best.layout.decode, asked.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
-    step_s = [rows_s(decode, batch, workload.mean_context) for batch in batches]
-    pictures = [batch_sweep(batches, step_s, full)]
+    rates = [batch / rows_s(decode, batch, workload.mean_context) for batch in batches]
+    pictures = [batch_sweep(batches, {decode.name: rates}, {"saturated": full})]
     if decode.hardware in asked.hardware:
         machine, prompt = asked.machine(decode), int(workload.mean_prompt)
         of_phases = phases(asked.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
         pictures.append(roofline(machine, asked.shape, of_phases))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            (folder / f"{picture.name}.png").write_bytes(picture.png)
-    except OSError as error:
-        raise ConfigError(f"--report {folder}: {error.strerror}") from error
+    write_pictures(folder, pictures)

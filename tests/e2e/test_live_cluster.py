@@ -111,6 +111,25 @@ def test_two_choices_are_seeded_apart_and_repeat(server: Server) -> None:
     assert draw() == first
 
 
+def test_eight_choices_compute_the_end_of_their_prompt_once_and_are_told_with_what_use_that_makes(
+    server: Server,
+) -> None:
+    def total(name: str) -> float:
+        lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"twostroke:{name}{{"))
+
+    eventually("nothing is under way", lambda: total("num_requests_running") == 0)
+    computed = total("worker_prompt_tokens_total")
+    asked: dict[str, Any] = {"max_tokens": 8, "n": 8, "seed": 3, "extra_body": {"ignore_eos": True}}
+    answer = server.client.completions.create(model=MODEL, prompt=[300 + i for i in range(31)], **asked)
+    assert len({choice.text for choice in answer.choices}) > 1
+    eventually("the workers tell", lambda: total("worker_prompt_tokens_total") - computed >= 31)
+    # A prefill worker computes each other's last token, to draw after it; a decode worker's row is none of a prompt's.
+    assert total("worker_prompt_tokens_total") - computed in range(31, 31 + 8)
+    assert total("worker_flops_total") > 0
+    assert 0 < total("model_bandwidth_utilization") < 2
+
+
 def test_logprobs_are_told_for_every_token_with_its_alternatives(server: Server) -> None:
     answer = server.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=3)
     logprobs = answer.choices[0].logprobs

@@ -79,6 +79,20 @@ def test_results_come_in_the_callers_order(model: tuple[ModelRunner, ArgmaxSampl
     assert together == [runner.run([step])[0] for step in steps]
 
 
+def test_a_prompt_whose_end_is_copied_from_another_block_draws_the_same(
+    model: tuple[ModelRunner, ArgmaxSampler],
+) -> None:
+    runner, _ = model
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    (alone,) = runner.run([SequenceStep(prompt, 0, [0, 1], draw())])
+    runner.run([SequenceStep([3, 4], 7, [0, 1, 4], None)])  # its owner goes on behind the prompt
+    runner.run([SequenceStep([1, 2, 3, 4], 0, [2], None)])
+    (copied,) = runner.run([SequenceStep([11], 6, [0, 2], draw(), copied_from=1)])
+    assert copied == alone
+    (garbage,) = runner.run([SequenceStep([11], 6, [0, 3], draw())])
+    assert garbage != alone, "else the block made no difference"
+
+
 def test_a_step_asks_nothing_of_the_one_before_that_nobody_follows(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
     class Unfinished:
         is_done = False

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--dtype", 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, simulates: bool = False) -> dict[str, Any]:
     assert main(["capacity", *arguments, "--json", *([] if simulates else ["--formulas"])]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    found: dict[str, Any] = json.loads(line)
+    found: dict[str, Any] = json.loads(line, parse_constant=pytest.fail)
     return found
 
 
@@ -45,6 +46,7 @@ def test_of_7b_at_2_terabytes_a_second_one_sequence_has_at_most_143_tokens_a_sec
     assert found["most_tokens_per_s_of_one_sequence"] == pytest.approx(142.9, rel=0.01)
     assert found["floors"][0]["ttft_floor_s"] is None  # nobody said how fast it computes
     assert found["requests"][0]["by_compute"] is None
+    assert not {"costs", "ridges", "hours"} & found.keys()
 
 
 def test_the_floors_of_llama_2_7b_on_an_a100_are_below_what_is_told_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +54,9 @@ def test_the_floors_of_llama_2_7b_on_an_a100_are_below_what_is_told_of_it(capsys
     assert floors["ttft_floor_s"] == pytest.approx(0.0888, rel=0.01)
     assert floors["tpot_floor_s"] == pytest.approx(0.0070, rel=0.01)
     assert floors["tpot_floor_s"] < floors["tpot_expected_s"] < 0.012
+    asked = ("Llama-2-7b", "--gpu", "a100-80gb", "--context", "2048", "--efficiency", "1,1")
+    at_peak = told(capsys, *asked)["floors"][0]
+    assert at_peak["tpot_expected_s"] == pytest.approx(floors["tpot_floor_s"] + 0.001)  # and the host's
 
 
 def test_405b_without_a_cache_is_told_with_its_heads_and_as_mha(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +67,7 @@ def test_405b_without_a_cache_is_told_with_its_heads_and_as_mha(capsys: pytest.C
     assert mha["flops"] > 1.1 * as_it_is["flops"]
     assert as_it_is["hours"] == pytest.approx(as_it_is["flops"] / (8 * 989.5e12) / 3600)
     assert as_it_is["with_cache_flops"] == pytest.approx(1.635e12, rel=0.01)
-    alone = ("--mha", "--memory", "8TB", "--bandwidth", "27TB", "--context", "100000")
+    alone = ("--mha", "--memory", "8TB", "--bandwidth", "27TB", "--flops", "8e15", "--context", "100000")
     found = told(capsys, "Llama-3.1-405B", *alone)
     assert found["kv_bytes_per_token"] == 8064 * 1024
     assert {row["heads"] for row in found["without_kv_cache"]} == {"as they are"}
@@ -109,7 +114,9 @@ def test_what_is_simulated_stands_beside_what_formulas_say(capsys: pytest.Captur
     assert 1 < batching["simulated_gain"] < batching["longest_over_mean"]
     wastes = [row["waste"] for row in found["allocation"]]
     assert wastes == sorted(wastes, reverse=True)
-    assert found["allocation"][-1]["requests_over_largest"] > 2
+    largest, *_, blocks = found["allocation"]
+    assert blocks["requests_over_largest"] > 2
+    assert blocks["tokens_per_s"] > 1.2 * largest["tokens_per_s"]  # memory is short, and so this matters
     border = found["transfer_border"]
     assert 1 < border["simulated_bytes_per_s"] / border["border_bytes_per_s"] < 3
 
@@ -125,6 +132,12 @@ def test_this_machine_is_measured_where_no_gpu_is_named(
     assert found["hardware"] == row.title
     (tmp_path / "cpu.json").write_bytes(msgspec.json.encode(row))
     assert told(capsys, "Qwen3-8B", "--gpu", str(tmp_path / "cpu.json")) == found
+    cuda = this_machine.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85 * 10**9))
+    assert told(capsys, "Qwen3-8B")["hardware"] == HARDWARE["h100-80gb"].title
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert main(["capacity", "Qwen3-8B", "--gpus", "2"]) == 2
     assert "one machine's all" in capsys.readouterr().err
 
@@ -138,6 +151,9 @@ def test_this_machine_is_measured_where_no_gpu_is_named(
         (["Llama-3.1-8B", "--gpu", "h100"], "--gpu h100: no such GPU"),
         (["Llama-3.1-8B", "--gpu", "h200", "--memory", "80GB"], "--memory: beside --gpu"),
         (["Llama-3.1-8B", "--memory", "80GB"], "--memory and --bandwidth: give both"),
+        (["Llama-3.1-8B", "--memory", "80GB", "--bandwidth", "2TB", "--report", "x"], "--report: give --flops"),
+        (["Llama-3.1-8B", "--flops", "312T"], "--memory and --bandwidth: give both"),
+        (["Llama-3.1-8B", "--gpu", "l4", "--efficiency", "half"], "--efficiency half: write COMPUTE,READ"),
         (["Llama-3.1-70B", "--gpu", "l4"], "leave no room for KV"),
         (["gemma-3-1b", "--gpu", "h200", "--gpus", "8"], "tensor_parallel: 8 ranks"),
     ],
@@ -159,7 +175,7 @@ def test_amounts_are_read_and_shown_with_their_units() -> None:
         main(["capacity", "Llama-3.1-8B", "--memory", "80 cats", "--bandwidth", "2TB"])
     assert shown("weight_bytes", HARDWARE["h200"].memory_bytes) == "151.4 GB"
     assert (shown("kv_bytes", 2**29), shown("tpot_s", 0.0125), shown("link_bytes_per_s", 25e9)) == (
-        *("0.5 GiB", "12.5 ms", "25 GB/s"),
+        *("512 MiB", "12.5 ms", "25 GB/s"),
     )
 
 

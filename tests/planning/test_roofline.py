@@ -124,9 +124,10 @@ def test_the_limit_of_a_batch_that_binds_is_the_smallest() -> None:
 
 
 def test_the_knee_is_the_last_batch_whose_doubling_paid() -> None:
-    assert knee([1, 2, 4, 8, 16], [1.0, 1.05, 1.1, 1.2, 2.3]) == 8
-    assert knee([1, 2, 4], [1.0, 1.9, 3.7]) == 1
-    assert knee([1, 2, 4], [1.0, 1.0, 1.0]) == 4
+    assert knee([1, 2, 4, 8, 16], [10, 19, 36, 66, 70]) == 8
+    assert knee([1, 2, 4], [10, 11, 12]) == 1
+    assert knee([1, 2, 4], [10, 20, 40]) == 4
+    assert knee([1, 2, 4, 8, 16], [10, 13, 18, 30, 32]) == 8  # as of experts, of which more rows read more
 
 
 def test_without_a_cache_a_request_computes_each_of_its_prefixes() -> None:

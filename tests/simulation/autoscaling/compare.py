@@ -22,7 +22,9 @@ from twostroke.cluster.autoscaling.readings import Decision
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import Change, Fleet, Scaler, run
+from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import Request
+from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import WorkerProfile
 
 HOUR_S = 3600.0
@@ -188,7 +190,8 @@ def serve_with_fleet(
     trace: Trace, setting: Setting, scaler: Scaler, start: tuple[int, int], after_s: float = 0.0
 ) -> tuple[Outcome, Fleet]:
     """The same, and the fleet as it is then."""
-    fleet = Fleet(setting.kind, setting.startup_s, setting.ttft_s, setting.tpot_s)
+    router = LiveRouter(SLOConfig(admission=False), decodes_alone=setting.is_aggregated)
+    fleet = Fleet(setting.kind, setting.startup_s, setting.ttft_s, setting.tpot_s, router)
     requests = trace.fresh()
     ends_s = trace.ends_s + after_s
     run(fleet, requests, scaler, start, ends_s)

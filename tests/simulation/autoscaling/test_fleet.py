@@ -12,23 +12,25 @@ from tests.simulation.autoscaling.compare import Fixed, Setting, serve_with_flee
 from tests.simulation.autoscaling.traffic import bursts, steps
 from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import Fleet, run
+from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import DecodeWorker, Request
 from twostroke.planning.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
+from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import WorkerProfile
 
 TOKEN_S = 1e-5
 
 
 def prompts_only(costs: StepCosts) -> WorkerProfile:
-    """Whose prompts take their tokens' time and nothing else, in one step."""
-    return WorkerProfile("theory", costs, 1.0, 10**9, 1e12, 10**9, 256, "queueing theory")
+    """Return a worker whose prompts take their tokens' time and nothing else, a twentieth of a mean one a step."""
+    return WorkerProfile("theory", costs, 1.0, 10**9, 1e12, 5_000, 256, "queueing theory")
 
 
 def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> float:
     """Of prompts that only wait and are computed."""
     kind = prompts_only(StepCosts(0.0, TOKEN_S, 0.0, 0.0, 0.0))
-    fleet = Fleet(kind, 0.0, 1.0, 1.0)
+    fleet = Fleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False))
     at_s, requests = 0.0, []
     for gap, tokens in zip(gaps, lengths, strict=True):
         at_s += gap
@@ -40,7 +42,7 @@ def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> 
 @pytest.mark.parametrize(("workers", "load"), [(1, 0.6), (4, 0.8)])
 def test_exponential_prompts_wait_as_erlangs_formula_says(workers: int, load: float) -> None:
     rng = random.Random(1)
-    count, mean_s = 30_000, 1.0
+    count, mean_s = 15_000, 1.0
     lengths = [1 + round(rng.expovariate(TOKEN_S / mean_s)) for _ in range(count)]
     gaps = [rng.expovariate(workers * load / mean_s) for _ in range(count)]
     offered = workers * load
@@ -51,7 +53,7 @@ def test_exponential_prompts_wait_as_erlangs_formula_says(workers: int, load: fl
 
 def test_equal_prompts_wait_half_as_long_as_exponential_ones() -> None:
     rng = random.Random(2)
-    count, load = 30_000, 0.7
+    count, load = 15_000, 0.7
     gaps = [rng.expovariate(load) for _ in range(count)]
     expected = load / (2 * (1 - load))  # M/D/1
     assert mean_wait_s([round(1 / TOKEN_S)] * count, gaps, 1) == pytest.approx(expected, rel=0.12)
