@@ -87,7 +87,7 @@ INNER_ORDER = {
     "model": (
         {"load", "this_machine"},
         {"engine"},
-        {"runner", "engine_config"},
+        {"runner", "engine_config", "limits"},
         {"cpu", "cuda"},
         {"captured_steps", "pipeline"},
         {"sampling"},
@@ -101,6 +101,7 @@ INNER_ORDER = {
         {"reference"},
         {"backend"},
         {"batch", "launched_work"},
+        {"step_work"},
         {"operations"},
         {"sizes"},
         {"config", "step", "bundled"},

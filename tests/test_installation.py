@@ -181,7 +181,7 @@ def imported(room: str) -> set[str]:
 
 
 ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum", "pynvml"}
-"""An extra of its own, what `bench peers` finds with other servers, and what tells of GPUs where hosts have it."""
+"""Extras of their own, what `bench peers` finds with other servers, and what tells of GPUs where hosts have it."""
 
 
 def test_all_that_modules_import_is_there_after_make_serve() -> None:

@@ -98,12 +98,19 @@ def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_rates_are_those_between_the_last_two_answers(is_terminal):
     steps = [
-        worker(generated_tokens=tokens, steps=tokens, step_seconds=tokens * 0.002, costs=StepCosts(0.0015, 0, 0, 0, 0))
+        worker(
+            generated_tokens=tokens,
+            steps=tokens,
+            step_seconds=tokens * 0.002,
+            costs=StepCosts(0.0015, 0, 0, 0, 0),
+            flops=tokens * 1e9,
+            peak_flops_per_s=4e11,
+        )
         for tokens in (0, 50, 250)
     ]
     shown = row(run_watch([status(one) for one in steps], is_terminal=is_terminal))
     assert shown[2] == "serving"
-    assert shown[8:12] == ["2.0", "1.50", "0.0", "100.0"]
+    assert shown[8:14] == ["2.0", "1.50", "25.0%", "-", "0.0", "100.0"], "the memory's limit is not known"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -137,6 +137,8 @@ twostroke:num_requests_running{role="decode",worker="d1"} 12.0
 twostroke:num_requests_waiting{role="prefill",worker="p1"} 3.0
 twostroke:num_waiting_tokens{role="prefill",worker="p1"} 4096.0
 twostroke:kv_cache_usage_perc{role="decode",worker="d1"} 0.25
+twostroke:model_flops_utilization{role="decode",worker="d1"} 0.02
+twostroke:model_bandwidth_utilization{role="decode",worker="d1"} 0.5
 twostroke:router_requests_in_flight{model_name="m"} 13.0
 """
 VLLM = """\
@@ -148,7 +150,7 @@ vllm:gpu_cache_usage_perc{engine="0",model_name="m"} 0.5
 
 def test_each_worker_of_ours_has_a_sample() -> None:
     assert samples_of(OURS, 2.5) == [
-        Sample(2.5, "decode", "d1", running=12, waiting=0, waiting_tokens=0, kv_usage=0.25),
+        Sample(2.5, "decode", "d1", running=12, waiting=0, waiting_tokens=0, kv_usage=0.25, mfu=0.02, mbu=0.5),
         Sample(2.5, "prefill", "p1", running=1, waiting=3, waiting_tokens=4096, kv_usage=0),
     ]
 

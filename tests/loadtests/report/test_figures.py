@@ -26,6 +26,7 @@ from twostroke.loadtests.report.figures import (
     summarise,
     summary_of,
 )
+from twostroke.loadtests.report.words import utilization_words
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample
 
 
@@ -196,6 +197,18 @@ def test_goodput_for_each_worker_takes_the_workers_that_the_server_told_of() -> 
     found = summary(answer(3.0, 0.5), answer(4.0, 0.5), run_facts=facts(server={"workers": workers}))
     assert found.num_workers == {"prefill": 1.0, "decode": 1.0}
     assert found.goodput_per_worker.value == pytest.approx(2 / 8 / 2)
+
+
+def test_utilisation_is_the_mean_of_the_windows_samples_by_role_where_it_is_told() -> None:
+    samples = [
+        msgspec.structs.replace(sample(at_s, "a"), mfu=mfu, mbu=2 * mfu)
+        for at_s, mfu in ((0.5, 0.9), (3.0, 0.1), (4.0, 0.3))
+    ]
+    found = summary(answer(3.0, 0.5), samples=(*samples, sample(5.0, "untold")))
+    assert found.mfu == {"decode": pytest.approx(0.2)}, "the first is of the warm-up"
+    assert found.mbu == {"decode": pytest.approx(0.4)}
+    assert utilization_words(found.mfu, found.mbu) == "decode 20.0% and 40.0%"
+    assert utilization_words({}, {}) == ""
 
 
 def test_workers_that_came_during_the_run_count_for_as_long_as_they_were_seen() -> None:

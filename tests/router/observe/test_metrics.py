@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.protocol.stats import GpuUse, QueuedWork, WorkerStats
 from twostroke.router.fleet import Path
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.metrics import RouterMetrics
@@ -42,6 +42,22 @@ def test_what_workers_tell_is_told_under_its_name_by_role():
         'worker_draining{role="decode",worker="d0"} 0.0',
     ):
         assert f"twostroke:{line}" in text
+
+
+def test_what_a_worker_gets_of_its_machine_is_told_of_those_that_know_it_alone():
+    known = WorkerStats(flops=3e9, peak_flops_per_s=1e12, mfu=0.25, mbu=0.5, gpu=GpuUse(30, 80, 0.75))
+    text = scraped(workers=[(PREFILL, WorkerStats()), (INFO, known)])
+    for line in (
+        'worker_flops_total{role="decode",worker="d0"} 3e+09',
+        'worker_peak_flops_per_second{role="decode",worker="d0"} 1e+12',
+        'model_flops_utilization{role="decode",worker="d0"} 0.25',
+        'model_bandwidth_utilization{role="decode",worker="d0"} 0.5',
+        'gpu_memory_used_bytes{role="decode",worker="d0"} 30.0',
+        'gpu_memory_total_bytes{role="decode",worker="d0"} 80.0',
+        'gpu_utilization{role="decode",worker="d0"} 0.75',
+    ):
+        assert f"twostroke:{line}" in text
+    assert 'utilization{role="prefill"' not in text
 
 
 def test_the_skew_of_a_mixtures_experts_is_told_by_layer_once_there_are_hits():
