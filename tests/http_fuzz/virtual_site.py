@@ -73,7 +73,7 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
             link_bytes_per_s=1e8,
         )
         self._fabric = MemoryFabric(0)
-        self._fleet = _Fleet(scenario, _Engine, self._fabric, LinkFabric(bytes_per_s=1e8), lambda line: None)
+        self._fleet = _Fleet(scenario, _Engine.of_role, self._fabric, LinkFabric(bytes_per_s=1e8), lambda line: None)
 
     async def __aenter__(self) -> Self:
         fleet, clock = self._fleet, self._loop.time

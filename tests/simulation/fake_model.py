@@ -10,6 +10,7 @@ knows which tokens are right.
 import asyncio
 import struct
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import xxhash
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, ScoredRows, SequenceStep, is_penalised, with_drawn_tokens
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
+from twostroke.protocol.stats import Role
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61
@@ -115,6 +117,11 @@ class FakeEngine(Engine):
         self.num_steps = 0
         self.num_steps_ahead = 0  # of them, asked for while another was under way
         self.num_copied = 0  # ends of prompts
+
+    @classmethod
+    def of_role(cls, role: Role, store: FakeStore, swap_space: FakeSwapSpace | None) -> Self:
+        """Return the engine of a worker: the same for either role."""
+        return cls(store, swap_space)
 
     async def step(
         self,

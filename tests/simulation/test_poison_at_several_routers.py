@@ -81,7 +81,7 @@ def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WOR
         )
         fabric = MemoryFabric(seed=1)
         links = LinkFabric(bytes_per_s=1e6)
-        fleet = SimFleet(scenario, lambda role, *parts: FakeEngine(*parts), fabric, links, lambda line: None)
+        fleet = SimFleet(scenario, FakeEngine.of_role, fabric, links, lambda line: None)
         for _ in range(num_decode):
             await fleet.start("decode")
         site = Site(scenario, fabric, fleet, [])

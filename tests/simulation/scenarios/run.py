@@ -119,9 +119,7 @@ class _Simulation:
         self._trace(str(scenario))
         self._fabric = MemoryFabric(scenario.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
-        self._fleet = SimFleet(
-            scenario, lambda role, *parts: FakeEngine(*parts), self._fabric, self._links, self._trace
-        )
+        self._fleet = SimFleet(scenario, FakeEngine.of_role, self._fabric, self._links, self._trace)
         for _ in range(scenario.num_prefill):
             await self._fleet.start("prefill")
         for _ in range(scenario.num_decode):
