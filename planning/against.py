@@ -7,6 +7,7 @@ workload at one rate, goes to the server and into the exact simulation. Ratios a
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def plan_for(url: str, workload: Workload, seconds: float, seed: int, longest: i
     )
 
 
-def learn(url: str, folder: Path, *, seconds: float, seed: int = 0) -> dict[Role, WorkerProfile]:
+def learn(url: str, folder: Path, *, seconds: float, seed: int) -> dict[Role, WorkerProfile]:
     """Put the learning loads of so many seconds on the server, and return what a worker of each role costs.
 
     Raises ConfigError where a worker has not learnt yet, and LoadTestError where a load can't be sent.
@@ -126,18 +127,30 @@ def learn(url: str, folder: Path, *, seconds: float, seed: int = 0) -> dict[Role
 
 def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role, WorkerProfile]:
     """Return a profile of each role from what `/status` and the stages of requests tell."""
-    stages = [one.stages | {"e2e_s": one.ttft_s} for one in records if one.stages and one.ttft_s is not None]
-    told = [one for one in stages if "prefill_s" in one and "ttft_s" in one]
+    of_requests = [(one, one.stages) for one in records if one.stages and one.ttft_s and "ttft_s" in one.stages]
+    told = [stages | {"e2e_s": one.ttft_s or 0.0} for one, stages in of_requests]
     if not told:
         raise ConfigError("--against: no request of the learning load told its stages; is it a server of ours?")
     http_s = statistics.fmean(one["e2e_s"] - one["ttft_s"] + one.get("admit_s", 0.0) for one in told)
-    call_s = statistics.fmean(
+    calls_s = [
         max(0.0, one["ttft_s"] - one.get("admit_s", 0.0) - one.get("prefill_queue_s", 0.0) - one["prefill_s"])
         for one in told
-    )
+        if "prefill_s" in one
+    ]
     senders = [one["stats"] for one in status["workers"] if one["role"] == "prefill"]
     computed, sent = (sum(one[name] for one in senders) for name in ("computed_tokens", "transfer_bytes"))
     kv_bytes = sent / computed if computed and sent else 1.0
+    reads_alone = _typical([one for one in status["workers"] if one["role"] == "decode"])
+    if not calls_s and reads_alone is not None:
+        # Decode workers that compute prompts do not tell a prompt's own time, and their first token comes one way.
+        left_s = [
+            stages["ttft_s"]
+            - stages.get("admit_s", 0.0)
+            - stages.get("decode_queue_s", 0.0)
+            - reads_alone.prefill_s((one.input_tokens or 0) - (one.cached_tokens or 0), one.cached_tokens or 0, 2048)
+            for one, stages in of_requests
+        ]
+        calls_s = [2 * max(0.0, statistics.fmean(left_s))]
     found: dict[Role, WorkerProfile] = {}
     for role in ("prefill", "decode"):
         workers = [one for one in status["workers"] if one["role"] == role]
@@ -158,7 +171,7 @@ def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role,
             source=f"learnt under load by a server of {len(status['workers'])} workers",
             num_layers=12,
             http_s=http_s,
-            call_s=call_s,
+            call_s=statistics.fmean(calls_s) if calls_s else None,
         )
     return found
 
@@ -199,6 +212,7 @@ def against(
     is_hybrid: bool = True,
 ) -> list[Cell]:
     """Return a cell for each rate; `folder` keeps profiles and cells. Raises ConfigError and LoadTestError."""
+    seed += time.time_ns() // 1_000_000 % (1 << 30)  # prompts of its own, or the server would find them cached
     profiles = learn(url, folder / "learning", seconds=learn_s, seed=seed)
     for role, profile in profiles.items():
         write_profile(profile, folder / f"{role}.json")

@@ -146,7 +146,7 @@ def measure(
     """
     say(f"{candidate.name}: starting {candidate.prefill} prefill and {candidate.decode} decode workers")
     with server_of(candidate, settings) as url:
-        profiles = learn(url, folder / f"learning-{time.time_ns()}", seconds=learn_s)
+        profiles = learn(url, folder / f"learning-{time.time_ns()}", seconds=learn_s, seed=0)
         for role, profile in profiles.items():
             write_profile(profile, _file(folder, role))
         plan = plan_of(url)

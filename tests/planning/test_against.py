@@ -41,6 +41,10 @@ def test_profiles_are_what_workers_and_stages_tell() -> None:
     assert profiles_of(lazy, [told])["prefill"].costs.base_s == 0.003, "decode workers read all its prompts"
     with pytest.raises(ConfigError, match="--learn"):
         profiles_of({"model": "m", "workers": [worker("decode", None)]}, [told])
+    alone = {"model": "m", "workers": [worker("decode")]}
+    step_s = 0.003 + 64 * 0.0002
+    read = profiles_of(alone, [record(0.100, ttft_s=0.050 + step_s, decode_queue_s=0.030, decode_s=0.3)])["decode"]
+    assert read.call_s == pytest.approx(2 * 0.020), "a first token comes one way"
     with pytest.raises(ConfigError, match="stages"):
         profiles_of(status, [record(0.2)])
 
