@@ -231,7 +231,7 @@ def _drawn_for(step: ScheduledStep[DecodeJob]) -> dict[DecodeJob, int]:
 
 
 def _kind(job: DecodeJob) -> tuple[str, int]:
-    """What is known of a request that its answer's length may depend on."""
+    """Return the class and the prompt's tokens, on which the answer's length may depend."""
     return job.request.promise.class_name, job.request.num_prompt_tokens
 
 

@@ -1,4 +1,4 @@
-"""What this worker's device can do at most: operations a second of products, and bytes a second of its memory.
+"""Limits of this worker's device: operations a second of products, and bytes a second of its memory.
 
 GPUs that are in the table of published figures (model/published/hardware.py) have these. All others, and CPUs, are
 measured by two products and two sums over memory, which takes about a tenth of a second.

@@ -134,7 +134,7 @@ class LoadedEngine:
         return self.kv_cache.num_blocks
 
     def work(self) -> StepWork:
-        """What the model's steps compute and read, on all ranks together."""
+        """The model's steps' operations and reads, on all ranks together."""
         held = Held(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
         return step_work(self.model_config, held)
 

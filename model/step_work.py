@@ -1,4 +1,4 @@
-"""What a model's steps compute and read: FLOPs and bytes as linear functions of what is in a step. No torch.
+"""FLOPs and bytes of a model's steps, as linear functions of a step's content. No torch.
 
 The coefficients come once from the model's operations (model/operations.py), so a worker adds up a few products a step.
 They never count too much: of layers with windows no attention is counted, nor are norms and activations.

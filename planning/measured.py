@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a candidate after its measurement. Rates are requests a second."""
+    """A candidate's profiles and sweep. Rates are requests a second."""
 
     profiles: Mapping[Role, WorkerProfile]
     sweep: SweepResult

@@ -122,7 +122,7 @@ def simulated_goodput(
 
 @dataclass(frozen=True)
 class Decision:
-    """What a search and its trials end in."""
+    """The result of a search and its trials."""
 
     answers: list[Answer]  # of layouts that were tried, where any was; the best first
     planned: list[Planned]  # all near ones, by formulas and weights

@@ -1,4 +1,4 @@
-"""How long answers become, predicted from those that have ended, so that short ones can go first. Pure.
+"""Predicted lengths of answers, from those that have ended, so that short ones can go first. Pure.
 
 A request's answer is expected to be as long as the mean of its SLO class and of prompts about as long as its own
 (within a factor of two). Where none of these has ended yet, the mean of its class counts, then that of all answers.

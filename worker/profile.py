@@ -1,4 +1,4 @@
-"""What one worker costs: how long its steps take, how much KV it holds and sends, and what it is made of."""
+"""The costs of one worker: how long its steps take, how much KV it holds and sends, and what it is made of."""
 
 from typing import Annotated, Literal
 

@@ -91,7 +91,7 @@ def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> 
 
 
 def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) -> float:
-    """When a request with so many tokens has its turn: the longer it is, the later it counts as arrived."""
+    """Return when a request with so many tokens has its turn: the longer it is, the later it counts as arrived."""
     later_s = prompt_tokens / PROMPT_TOKENS_PER_S + answer_tokens / ANSWER_TOKENS_PER_S
     return arrived_at + min(later_s, MOST_OVERTAKING_S)
 

@@ -121,7 +121,7 @@ class SequenceState:
 
     @property
     def awaits_copy(self) -> bool:
-        """Whether the last of the tokens that count as computed are still to be copied from another's block."""
+        """True while the last of the tokens that count as computed are still to be copied from another's block."""
         return self._copied_from is not None
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> None:
@@ -241,7 +241,7 @@ class SequenceState:
         return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.reading, copied_from)
 
     def _tail_name(self) -> BlockHash | None:
-        """Of the prompt's tokens behind its last full block, the last token aside. None: there are none.
+        """Return the name of the prompt's tokens behind its last full block, the last token aside; None without any.
 
         Where windows move on, blocks are given back before anybody else could copy them.
         """

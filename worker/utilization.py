@@ -1,4 +1,4 @@
-"""How much of its machine's limits a worker gets: model FLOPs and model bandwidth utilisation (MFU, MBU). No torch.
+"""Shares of its machine's limits that a worker gets: model FLOPs and model bandwidth utilisation (MFU, MBU). No torch.
 
 MFU is the FLOPs that a model's tokens take (Chowdhery et al., PaLM, 2022, appendix B), over what the machine could have
 computed in that time, idle time included. MBU is the same of the bytes of weights and KV that steps read.
@@ -35,7 +35,7 @@ class Utilization:
             self.read_bytes += self._work.read_bytes(content.prompt_tokens, content.rows, content.context_tokens)
 
     def told(self) -> dict[str, Any]:
-        """What WorkerStats tells of it, by the names there."""
+        """Return the fields of WorkerStats that tell of it."""
         limits, (mfu, mbu) = self._limits, self.shares() or (None, None)
         return {
             "flops": self.flops,

@@ -1,4 +1,4 @@
-"""What machines can do: peaks that makers publish, and the ridge points that follow. The table is hardware.json.
+"""Peaks of machines as makers publish them, and the ridge points that follow. The table is hardware.json.
 
 A sheet's figures "with sparsity" are those of products whose weights have two zeros in four: dense ones, which are all
 that engines compute, reach half of them. What a step gets of a peak is its efficiency: `EFFICIENCY`, until a machine is
@@ -37,7 +37,7 @@ class Hardware:
 
     @property
     def native(self) -> Number:
-        """What it multiplies unquantised weights in, and holds activations in: CPUs without bf16 widen to fp32."""
+        """The number of unquantised weights and activations: CPUs without bf16 widen to fp32."""
         return "bf16" if "bf16" in self.flops_per_s else "fp32"
 
     @property

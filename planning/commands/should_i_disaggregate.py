@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Found:
-    """What is known so far, by mode in the order of measurement; rates are requests a second."""
+    """Everything known so far, by mode in the order of measurement; rates are requests a second."""
 
     sample: Workload
     promise: Promise
