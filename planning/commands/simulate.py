@@ -113,6 +113,8 @@ def fleet_of(text: str) -> dict[str, int]:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what can't be simulated."""
     began = time.perf_counter()
+    if arguments.rates and arguments.against is None:
+        raise ConfigError("--rates: are of --against; give one --rate")
     try:
         told = _run(arguments) if arguments.against is None else _against(arguments)
     except LoadTestError as error:

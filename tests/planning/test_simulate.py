@@ -88,6 +88,7 @@ class _nothing:
     ("arguments", "told"),
     [
         (("--rate", "0.01", "--seconds", "10"), "no request comes in that time"),
+        (("--requests", "9", "--rates", "1,2"), "--rates: are of --against; give one --rate"),
         (("--requests", "9", "--kv-tokens", "1"), "--kv-tokens 1: less than a block of 16 tokens"),
         (("--requests", "9", "--kv-tokens", "64"), "can't be served: 200 prompt tokens and max_tokens 20 exceed"),
         (
