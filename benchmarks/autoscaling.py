@@ -41,7 +41,7 @@ BACK_S = 180.0  # for the workers to become as few as they were
 
 
 @dataclass(frozen=True)
-class Pace:
+class MachinePace:
     """The pace of this machine with one worker of each kind."""
 
     rate: float  # requests a second, while it is calm
@@ -109,7 +109,7 @@ def _workers() -> dict[str, Any]:
     return {"prefill": dict(one), "decode": dict(one), "slo": {"classes": [{"name": CLASS}]}}
 
 
-def scaled_config(pace: Pace, lengths: Fixed, most: int, cooldown_s: float) -> dict[str, Any]:
+def scaled_config(pace: MachinePace, lengths: Fixed, most: int, cooldown_s: float) -> dict[str, Any]:
     """Return the configuration whose decode workers have room for twice the requests that a calm load has."""
     config = _workers()
     rows = max(LEAST_ROWS, math.ceil(ROOM * pace.rate * lengths.output_tokens * pace.tpot_s))
@@ -130,12 +130,12 @@ def scaled_config(pace: Pace, lengths: Fixed, most: int, cooldown_s: float) -> d
     return config
 
 
-def measure_pace(url: str, lengths: Fixed) -> Pace:
+def measure_pace(url: str, lengths: Fixed) -> MachinePace:
     """Return medians, after some requests that warm everything up. Raises ValueError where an answer is not whole."""
     alone_s, _ = medians_alone(url, lengths, ALONE_REQUESTS)
     rate = CALM / alone_s
     calm = send_whole(plan_at(url, Poisson(rate), lengths, TRY_S, seed=7))
-    return Pace(rate, alone_s, percentile(spread(calm, "tpot_s"), 50) or 0.0)
+    return MachinePace(rate, alone_s, percentile(spread(calm, "tpot_s"), 50) or 0.0)
 
 
 def tell(url: str, lengths: Fixed, rate: float, calm_s: float, step_s: float) -> Story:

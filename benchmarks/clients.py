@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from twostroke.loadtests.generator.alone import Sent, send
-from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of
+from twostroke.loadtests.generator.http_stream import ClientExchange, endpoint_of
 from twostroke.loadtests.generator.run_facts import api_key, served_model
 from twostroke.loadtests.plan import SLO, Arrivals, Closed, Fixed, Plan
 from twostroke.loadtests.report.estimates import percentile
@@ -86,13 +86,13 @@ def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[
     }
 
 
-async def stream_completion(url: str, body: Mapping[str, Any], limit_s: float = PATIENCE_S) -> Exchange:
+async def stream_completion(url: str, body: Mapping[str, Any], limit_s: float = PATIENCE_S) -> ClientExchange:
     """POST `body` to the server at `url`, without /v1, on a connection of its own, streamed, with usage.
 
     Never raises for what the server does: the result then says why it is broken.
     """
     payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    result = Exchange(time.monotonic())
+    result = ClientExchange(time.monotonic())
     try:
         async with asyncio.timeout(limit_s):
             endpoint = endpoint_of(url, api_key())

@@ -40,7 +40,7 @@ class CompareError(Exception):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CommitRatio:
     """A figure of this checkout, divided by the other commit's of the same turn."""
 
     name: str
@@ -93,7 +93,7 @@ def run_bench(checkout: Path, bench: str) -> Figures:
     return dict(figures_of(json.loads(lines[-1])))
 
 
-def in_turns(bench: str, ours: Path, base: Path, turns: int, run: RunBench) -> list[Comparison]:
+def in_turns(bench: str, ours: Path, base: Path, turns: int, run: RunBench) -> list[CommitRatio]:
     """Run a bench of both checkouts so many times; figures that one of them lacks, or that are 0, are left out."""
     pairs: list[tuple[Figures, Figures]] = []
     for turn in range(turns):
@@ -101,7 +101,7 @@ def in_turns(bench: str, ours: Path, base: Path, turns: int, run: RunBench) -> l
         found = {checkout: run(checkout, bench) for checkout in order}
         pairs.append((found[ours], found[base]))
     names = [name for name in pairs[0][0] if all(one.get(name) and other.get(name) for one, other in pairs)]
-    return [Comparison(name, tuple(one[name] / other[name] for one, other in pairs)) for name in names]
+    return [CommitRatio(name, tuple(one[name] / other[name] for one, other in pairs)) for name in names]
 
 
 def checked_out(revision: str) -> Path:

@@ -32,11 +32,11 @@ from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.operations import Limits, Work, decode_work, prefill_work
+from twostroke.model.operations import MachineLimits, OperationWork, decode_work, prefill_work
 from twostroke.model.served import Way
 from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.this_machine import Machine
+from twostroke.model.this_machine import LimitsMeter
 from twostroke.protocol.requests import SamplingParams
 
 SHAPES = Path(__file__).with_name("shapes.json")
@@ -68,13 +68,13 @@ BATCHES = (1, 8, 32)
 SWEPT = (1, 2, 4, 8, 16, 32, 64)
 KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
 GREEDY = SamplingParams(temperature=0.0)
-UNKNOWN = Limits(math.inf, math.inf)
+UNKNOWN = MachineLimits(math.inf, math.inf)
 
-Turns = dict[str, list["Result"]]
+Turns = dict[str, list["EngineFigures"]]
 """Figures of each round, by subject."""
 
 
-class Result(NamedTuple):
+class EngineFigures(NamedTuple):
     """The figures of one turn, or medians over all."""
 
     tokens_per_s: float
@@ -89,7 +89,7 @@ class Subject:
 
     loaded: LoadedEngine
     steps: Sequence[Sequence[SequenceStep]]
-    work: Work
+    work: OperationWork
 
     async def step_s(self) -> float:
         """Run all steps; return the seconds of one."""
@@ -99,7 +99,9 @@ class Subject:
         return (time.perf_counter() - begin) / len(self.steps)
 
 
-async def in_turns(what: str, subjects: Mapping[str, Subject], rounds: int, machine: Machine | None = None) -> Turns:
+async def in_turns(
+    what: str, subjects: Mapping[str, Subject], rounds: int, machine: LimitsMeter | None = None
+) -> Turns:
     """Return each subject's figures of each round, by which they can be divided: all see the same machine.
 
     The limits are measured between the rounds; without a machine shares of them are 0.
@@ -116,12 +118,12 @@ async def in_turns(what: str, subjects: Mapping[str, Subject], rounds: int, mach
         for name, step_s in seconds.items():
             work = subjects[name].work
             shares = work.floor_s(limits), work.operations / limits.gemm, work.bytes / limits.read
-            turns[name].append(Result(work.tokens / step_s, *(share / step_s for share in shares)))
+            turns[name].append(EngineFigures(work.tokens / step_s, *(share / step_s for share in shares)))
     return turns
 
 
-def medians(results: Sequence[Result]) -> Result:
-    return Result(*(statistics.median(figures) for figures in zip(*results, strict=True)))
+def medians(results: Sequence[EngineFigures]) -> EngineFigures:
+    return EngineFigures(*(statistics.median(figures) for figures in zip(*results, strict=True)))
 
 
 def gain(turns: Turns, name: str, over: str) -> float:
@@ -233,7 +235,7 @@ async def _measure_all(load: Callable[..., LoadedEngine], args: argparse.Namespa
     subject = Subject(loaded, [[prompt_step(args.prompt_tokens, config.kv_groups.count)]], work)
     machine = prefill_machine(config, args.prompt_tokens)
     results = {"prefill": medians((await in_turns("prefill", {"": subject}, rounds, machine))[""])}
-    machine = Machine()
+    machine = LimitsMeter()
     for batch in BATCHES:
         turns = await in_turns(f"decode at batch {batch}", {"": decodes(loaded, batch, args)}, rounds, machine)
         results[f"decode_b{batch}"] = medians(turns[""])
@@ -265,7 +267,7 @@ async def _measure_pair(one: LoadedEngine, other: LoadedEngine, args: argparse.N
     """Decode with two shapes: limit, one, the other, limit, ..."""
     print(f"{'':12}" + "".join(f"{name:>18}{'of floor':>10}" for name in (args.model, args.against)) + f"{'ratio':>8}")
     figures: dict[str, float] = {}
-    machine = Machine()
+    machine = LimitsMeter()
     for batch in BATCHES:
         pair = {"": decodes(one, batch, args), "against_": decodes(other, batch, args)}
         turns = await in_turns(f"decode at batch {batch}", pair, args.rounds, machine)

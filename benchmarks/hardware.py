@@ -15,10 +15,10 @@ from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.model.operations import input_sizes
-from twostroke.model.this_machine import ROUNDS, Machine, measure_rounds, row_of
+from twostroke.model.this_machine import ROUNDS, LimitsMeter, measure_rounds, row_of
 
 
-def prefill_machine(config: ModelShape, tokens: int) -> Machine:
+def prefill_machine(config: ModelShape, tokens: int) -> LimitsMeter:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
     hidden = config.hidden_size
     queries, kv, of_pair = input_sizes(config)
@@ -29,7 +29,7 @@ def prefill_machine(config: ModelShape, tokens: int) -> Machine:
     if experts is not None:  # each with its share of the tokens' choices
         size, copies = experts.size, experts.routing.num_experts
         rows = max(1, tokens * experts.routing.top_k // copies)
-    return Machine(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
+    return LimitsMeter(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

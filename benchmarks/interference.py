@@ -21,7 +21,7 @@ from pathlib import Path
 
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.worker_process import Served, Settings, serve_workers
+from twostroke.benchmarks.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.loadtests.report.estimates import percentile
@@ -35,7 +35,7 @@ WARM_UP_TURNS = 1  # the worker learns what its steps take
 
 
 @dataclass(frozen=True)
-class Turn:
+class GapWindow:
     """One stretch of time, and the gaps between the tokens of all streams that ended in it."""
 
     seconds: float
@@ -106,7 +106,7 @@ def bound_s(arguments: argparse.Namespace, costs: StepCosts | None, alone_s: flo
     return bounds.stall_s(costs, alone_s, alone_s + costs.weights_s - costs.reading_s(arguments.streams))
 
 
-def summarise(alone: list[Turn], beside: list[Turn], bound: float | None = None) -> dict[str, float | None]:
+def summarise(alone: list[GapWindow], beside: list[GapWindow], bound: float | None = None) -> dict[str, float | None]:
     """`alone` are the turns around those `beside` a prompt: one more than these. `bound` is the time promised."""
     neighbours = list(itertools.pairwise(alone))
     beside_s = statistics.median(turn.at(99) for turn in beside)
@@ -130,7 +130,9 @@ def _config(arguments: argparse.Namespace) -> DecodeConfig:
     return DecodeConfig(max_stall_s=arguments.max_stall_s, stall_factor=factor)
 
 
-async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn], StepCosts | None]:
+async def _measure(
+    folder: Path, arguments: argparse.Namespace
+) -> tuple[list[GapWindow], list[GapWindow], StepCosts | None]:
     most_tokens = arguments.streams * (arguments.context + STREAM_TOKENS) + 2 * arguments.prompt_tokens
     settings = Settings(
         role="decode",
@@ -146,12 +148,12 @@ async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Tu
         return alone, beside, notes.stats.costs
 
 
-async def _take_turns(served: Served, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+async def _take_turns(served: ProcessFleet, arguments: argparse.Namespace) -> tuple[list[GapWindow], list[GapWindow]]:
     draw = random.Random(0)
     streams = [Stream() for _ in range(arguments.streams)]
     promise = Promise(tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1e3)
-    alone: list[Turn] = []
-    beside: list[Turn] = []
+    alone: list[GapWindow] = []
+    beside: list[GapWindow] = []
     async with asyncio.TaskGroup() as group:
         running = [
             group.create_task(_read(served, _prompt(draw, arguments.context), STREAM_TOKENS, stream, promise))
@@ -171,18 +173,20 @@ async def _take_turns(served: Served, arguments: argparse.Namespace) -> tuple[li
     return alone[WARM_UP_TURNS:], beside[WARM_UP_TURNS:]
 
 
-async def _read(served: Served, prompt: tuple[int, ...], max_tokens: int, answer: Stream, promise: Promise) -> None:
+async def _read(
+    served: ProcessFleet, prompt: tuple[int, ...], max_tokens: int, answer: Stream, promise: Promise
+) -> None:
     """Run one greedy request; notes when each of its tokens came. Raises WorkerLost where it fails."""
     async with aclosing(served.generate(prompt, max_tokens, promise)) as events:
         async for event in events:
             answer.came(len(event.tokens))
 
 
-async def _turn(streams: Sequence[Stream], until: Awaitable[None]) -> Turn:
+async def _turn(streams: Sequence[Stream], until: Awaitable[None]) -> GapWindow:
     begin = time.monotonic()
     await until
     end = time.monotonic()
-    return Turn(end - begin, tuple(gap for stream in streams for gap in stream.gaps(begin, end)))
+    return GapWindow(end - begin, tuple(gap for stream in streams for gap in stream.gaps(begin, end)))
 
 
 def _prompt(draw: random.Random, length: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from twostroke.benchmarks.clients import exact_records, medians_alone, plan_at, 
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.server_process import config_file, twostroke_server
-from twostroke.loadtests.capacity import Search, SweepPoint, bracket, next_rate
+from twostroke.loadtests.capacity import SearchRange, SweepPoint, bracket, next_rate
 from twostroke.loadtests.generator.alone import send
 from twostroke.loadtests.generator.live import met as met_slo
 from twostroke.loadtests.plan import SLO, Closed, Fixed, Plan, Poisson
@@ -135,7 +135,7 @@ def measure(plan: Plan, classes: dict[str, SLOClass], peak: float, step_seconds:
 def find_capacity(at: Callable[[float, int], list[Record]], classes: dict[str, SLOClass], peak: float) -> float:
     """Return the highest rate of the search whose requests attain; half of the lowest where none does."""
     points: list[SweepPoint] = []
-    search = Search(LEAST * peak, FACTOR, PRECISION, least=LEAST * peak / 2)
+    search = SearchRange(LEAST * peak, FACTOR, PRECISION, least=LEAST * peak / 2)
     while (rate := next_rate(points, ATTAINMENT, search)) is not None:
         outcomes = at(rate, 10 + len(points))
         attained = sum(has_met(one, classes) for one in outcomes) / max(1, len(outcomes))

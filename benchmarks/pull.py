@@ -74,7 +74,7 @@ DRY = PullSizes("160m", 3, 2, 64, 16, 64, 64, 2, 32, 3, 0.0, 32)
 
 
 @dataclass(frozen=True)
-class Order:
+class PromptOrder:
     """Prompts that the source is to send, all of one length."""
 
     prompts: Sequence[tuple[Ticket, Sequence[int]]]  # each with its blocks in the source's cache
@@ -116,7 +116,7 @@ class Source(Hosted):
     def peer(self) -> Peer:
         return self._peer
 
-    def send(self, order: Order) -> float:
+    def send(self, order: PromptOrder) -> float:
         """Carry out an order; return when the last layer of its prompts was there, in seconds of CLOCK_MONOTONIC.
 
         Raises TransferFailed.
@@ -143,7 +143,7 @@ class Source(Hosted):
             clock=time.monotonic,
         )
 
-    async def _send(self, order: Order) -> float:
+    async def _send(self, order: PromptOrder) -> float:
         ready = order.num_tokens if order.layer_s is None else 0
         began = time.monotonic()
         sending = [self._sender.open(ticket, order.num_tokens, blocks, ready) for ticket, blocks in order.prompts]
@@ -159,11 +159,16 @@ class Source(Hosted):
         return began
 
 
-class Target:
+class PullTarget:
     """This process's cache and receiver."""
 
     def __init__(
-        self, receiver: KVReceiver, cache: KVCache, address: Address, source: Peer, sending: Callable[[Order], Any]
+        self,
+        receiver: KVReceiver,
+        cache: KVCache,
+        address: Address,
+        source: Peer,
+        sending: Callable[[PromptOrder], Any],
     ):
         self._receiver = receiver
         self._cache = cache
@@ -191,7 +196,7 @@ class Target:
             self._receiver.expect(ticket, table, num_tokens, 0)
             for ticket, table in zip(tickets, tables[1], strict=True)
         ]
-        order = Order(list(zip(tickets, tables[0], strict=True)), num_tokens, layer_s)
+        order = PromptOrder(list(zip(tickets, tables[0], strict=True)), num_tokens, layer_s)
 
         async def verified() -> float:
             await asyncio.gather(*(one.verified() for one in incoming))
@@ -211,7 +216,7 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def _target(device: Device, sizes: PullSizes) -> AsyncIterator[Target]:
+async def _target(device: Device, sizes: PullSizes) -> AsyncIterator[PullTarget]:
     cache = make_cache(device, sizes)
     process = HostProcess(Source, device, sizes)
     transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
@@ -227,14 +232,14 @@ async def _target(device: Device, sizes: PullSizes) -> AsyncIterator[Target]:
     try:
         source = await process.start("peer")
         (address,) = await receiver.start(HOST)
-        yield Target(receiver, cache, address, source, lambda order: process.call("send", order))
+        yield PullTarget(receiver, cache, address, source, lambda order: process.call("send", order))
     finally:
         await receiver.close()
         await transports.close()
         await process.end()
 
 
-class Load:
+class BackgroundLoad:
     """A thread that multiplies matrices on the target's device, without a pause."""
 
     QUEUED = 8  # products that the device has before it, as an engine that runs ahead does
@@ -292,7 +297,7 @@ async def measure_pulls(device: Device, sizes: PullSizes) -> dict[str, float]:
         figures |= await _rate(target, sizes, "pull_gb_s")
         figures |= await _rate(target, sizes, "pull_at_once_gb_s", AT_ONCE)
         figures |= await _handovers(target, sizes, "pulled_alone")
-        load = Load(device, sizes.load_size)
+        load = BackgroundLoad(device, sizes.load_size)
         with load.running():
             mark = load.mark()
             await asyncio.sleep(0.5)
@@ -308,13 +313,13 @@ def _told(figures: dict[str, float]) -> dict[str, float]:
     return figures
 
 
-async def _rate(target: Target, sizes: PullSizes, name: str, at_once: int = 1) -> dict[str, float]:
+async def _rate(target: PullTarget, sizes: PullSizes, name: str, at_once: int = 1) -> dict[str, float]:
     """Pull whole prompts, so many at a time, and return bytes a second."""
     times = [await target.pull(sizes.prompt_tokens, None, at_once) for _ in range(sizes.rounds)]
     return _told({name: at_once * target.bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9})
 
 
-async def _handovers(target: Target, sizes: PullSizes, name: str) -> dict[str, float]:
+async def _handovers(target: PullTarget, sizes: PullSizes, name: str) -> dict[str, float]:
     for _ in range(WARM_UPS):
         await target.pull(sizes.handover_tokens, sizes.layer_s)
     seconds = [await target.pull(sizes.handover_tokens, sizes.layer_s) for _ in range(sizes.handovers)]

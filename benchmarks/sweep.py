@@ -5,7 +5,7 @@ from typing import Any
 
 from twostroke.benchmarks.engine import SWEPT, decodes, in_turns, medians
 from twostroke.model.load import LoadedEngine
-from twostroke.model.this_machine import Machine
+from twostroke.model.this_machine import LimitsMeter
 from twostroke.planning.pictures import batch_sweep
 from twostroke.planning.roofline import knee
 from twostroke.protocol.errors import ConfigError
@@ -17,7 +17,7 @@ async def measure_sweep(loaded: LoadedEngine, args: argparse.Namespace) -> dict[
     A shared machine's limits change from minute to minute. So each batch is held against the limits around it, and both
     curves are drawn for the medians of all limits.
     """
-    machine, subjects = Machine(), {batch: decodes(loaded, batch, args) for batch in SWEPT}
+    machine, subjects = LimitsMeter(), {batch: decodes(loaded, batch, args) for batch in SWEPT}
     results = {}
     for batch, subject in subjects.items():
         turns = await in_turns(f"decode at batch {batch}", {"": subject}, args.rounds, machine)

@@ -33,7 +33,7 @@ import torch
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.pull import DRY, SIZES, Device, measure_pulls
-from twostroke.benchmarks.worker_process import Served, Settings, serve_workers
+from twostroke.benchmarks.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.loadtests.report.estimates import percentile
@@ -155,7 +155,7 @@ def _served(
     transport: TransportChoice,
     max_bytes_per_s: int | None,
     device: Device = "cpu",
-) -> AbstractAsyncContextManager[Served]:
+) -> AbstractAsyncContextManager[ProcessFleet]:
     prefill = Settings(
         role="prefill",
         model=str(folder),
@@ -169,7 +169,7 @@ def _served(
 
 
 async def _send(
-    served: Served, folder: Path, requests: int, concurrency: int, prompt_tokens: int, max_tokens: int
+    served: ProcessFleet, folder: Path, requests: int, concurrency: int, prompt_tokens: int, max_tokens: int
 ) -> list[Handover]:
     """Hand-overs of `requests` requests, `concurrency` at a time, after some that warm everything up.
 

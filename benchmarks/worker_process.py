@@ -47,7 +47,7 @@ from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 HOST = "127.0.0.1"
 SECRET = "a secret of these processes alone"
@@ -239,7 +239,7 @@ class HostProcess:
             raise WorkerLost(f"{type(error).__name__}: {error}") from error
 
 
-class Served:
+class ProcessFleet:
     """Worker processes, and the router's pipeline before them, whose Fleet this implements."""
 
     def __init__(self, settings: Sequence[Settings]):
@@ -307,7 +307,7 @@ class Served:
             max_tokens,
             promise=promise or Promise(),
         )
-        async with contextlib.aclosing(self._pipeline.generate(request, Stages(time.monotonic()))) as events:
+        async with contextlib.aclosing(self._pipeline.generate(request, SequenceStages(time.monotonic()))) as events:
             async for event in events:
                 yield event
 
@@ -318,9 +318,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serve_workers(*settings: Settings) -> AsyncIterator[Served]:
+async def serve_workers(*settings: Settings) -> AsyncIterator[ProcessFleet]:
     """A decode worker, alone or with a prefill worker; they have ended when the context has."""
-    served = Served(settings)
+    served = ProcessFleet(settings)
     try:
         await served.start()
         yield served

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Swapping
-from twostroke.decode_worker.step_budget import Batch, StepBudget
+from twostroke.decode_worker.step_budget import DecodeBatch, StepBudget
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, SampledToken
 from twostroke.worker.answer_lengths import AnswerLengths
@@ -39,7 +39,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         self._watermark_blocks = int(config.watermark * pool.num_blocks)
         self._swapping = swapping
         self._lengths = AnswerLengths()
-        self._batch = Batch(budget)
+        self._batch = DecodeBatch(budget)
         self._swapped_in: list[Swap[DecodeJob]] = []  # in the step that is being decided
         self.swaps = 0  # counter: of the preempted requests, those whose KV went to host memory
 

@@ -110,7 +110,7 @@ class Places:
         self._tightest_s = min(self._tightest_s, _tpot_s(job))
 
 
-class Batch:
+class DecodeBatch:
     """At most `max_batch` requests, and no more than leave each of them the time per token that it was promised."""
 
     def __init__(self, budget: StepBudget):

@@ -33,7 +33,7 @@ from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
+from twostroke.worker.worker import Worker, WorkerCall, WorkerDeps, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DecodeCall(WorkerCall[DecodeJob, DecodeReply]):
 
 
 @dataclass(eq=False, slots=True)
-class ReadCall(DecodeCall):
+class ScoreCall(DecodeCall):
     """A `read` call that has not returned: nothing of it goes out on the token channel."""
 
     read: "asyncio.Future[PrefillReply]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -102,7 +102,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
     role: ClassVar[Role] = "decode"
     _scheduler: DecodeScheduler
 
-    def __init__(self, config: DecodeConfig, equipment: Equipment, swap_space: HostBlocks | None = None):
+    def __init__(self, config: DecodeConfig, equipment: WorkerDeps, swap_space: HostBlocks | None = None):
         costs = StepCostFit(equipment.expert_share)
         self._router_wait_s = config.router_wait_s
         self._swap_space = swap_space
@@ -149,7 +149,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
     async def _read(self, request: GenerateRequest) -> PrefillReply:
         self._check_new(request, None)
         now = self._clock()
-        call = ReadCall(self._scheduler.add(request, now=now, wants_transfer=False), None, ready_at=now)
+        call = ScoreCall(self._scheduler.add(request, now=now, wants_transfer=False), None, ready_at=now)
         return await self._answered(call, call.read, None)
 
     def stats(self) -> WorkerStats:
@@ -183,13 +183,13 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         events: dict[str, list[TokenEvent]] = defaultdict(list)
         for one in drawn:
             call = self._call_of(one.job) if one.finish_reason is not None else None
-            if not isinstance(call, ReadCall):
+            if not isinstance(call, ScoreCall):
                 events[one.job.request.router_id].append(one.event)
             self._counters.generated_tokens += 1
             if call is not None and one.finish_reason is not None:
                 self._counters.finished_requests += 1
                 self._forget(call)
-                if isinstance(call, ReadCall):
+                if isinstance(call, ScoreCall):
                     call.answer_read(one, self._clock())
                 else:
                     call.finish(one.finish_reason)
@@ -198,7 +198,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
 
     def _fail_all(self, reason: str) -> None:
         for call in self._calls.values():
-            if isinstance(call, ReadCall):
+            if isinstance(call, ScoreCall):
                 continue
             request, index = call.request, call.job.sequence.num_output_tokens
             self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))

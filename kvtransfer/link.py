@@ -28,16 +28,16 @@ _EPOCHS = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ChunkPace:
     """How a link is kept busy, by where its side's cache is."""
 
     chunk_bytes: int  # at most, if nothing else is configured
     chunks_under_way: int  # on one link
 
 
-ON_HOSTS = Pace(4 * 2**20, 2)
+ON_HOSTS = ChunkPace(4 * 2**20, 2)
 """While one's bytes move, the next one's call has been made, so that no wire waits for us."""
-ON_GPUS = Pace(32 * 2**20, 3)
+ON_GPUS = ChunkPace(32 * 2**20, 3)
 """A chunk costs the host some 0.2 ms on each side, in which 200 GB/s move 40 MB: so one chunk moves, one waits for that
 on the device, and of one the host learns how it ended. Predicted, not measured."""
 
@@ -123,7 +123,7 @@ class DeviceStore(KVStore, Protocol):
         """The layer's torch tensor, [num_blocks, ...], contiguous."""
 
 
-def pace_of(store: KVStore) -> Pace:
+def pace_of(store: KVStore) -> ChunkPace:
     """Of links that begin or end at this cache."""
     return ON_GPUS if isinstance(store, DeviceStore) else ON_HOSTS
 

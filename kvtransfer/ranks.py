@@ -19,7 +19,7 @@ import msgspec
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.sides import LinkReport
-from twostroke.kvtransfer.transfer import IncomingTransfer, Outcome, OutgoingTransfer, Transfer
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer, Transfer, TransferCompletion
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ProtocolError, TransferFailed
@@ -162,7 +162,7 @@ class RankedReceiver(_RankedSide[KVReceiver]):
         self.ranks.tell(RefuseTransfer(ticket))
 
 
-class _RankedTransfer(Outcome):
+class _RankedTransfer(TransferCompletion):
     """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it.
 
     It is given up by who began it here, not by a part that failed.

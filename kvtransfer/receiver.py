@@ -29,7 +29,7 @@ from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.kvtransfer.sides import RankSide
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer
-from twostroke.kvtransfer.transports.choice import Choice, choose_transport
+from twostroke.kvtransfer.transports.choice import TransportChoice, choose_transport
 from twostroke.protocol.errors import ConfigError, ConnectionLost, EpochMismatch, ProtocolError, TicketRefused
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.messages import (
@@ -377,7 +377,7 @@ class ReceiverConnection:
             f"{ours.num_ranks}"
         )
 
-    def _choose(self, kv: KVHello, without: tuple[str, ...]) -> Choice:
+    def _choose(self, kv: KVHello, without: tuple[str, ...]) -> TransportChoice:
         """Raises ConfigError where the pair has no transport in common."""
         return choose_transport(kv.reach, self._receiver.transports.reach, kv.encoding, without)
 
@@ -456,7 +456,7 @@ class ReceiverConnection:
         logger.warning("lost the %s link from %s: %s", choice.transport, self.source, reason)
         raise ConnectionLost(reason)
 
-    async def _prepare(self, kv: KVHello, cut: Cut) -> tuple[Choice, PendingLink]:
+    async def _prepare(self, kv: KVHello, cut: Cut) -> tuple[TransportChoice, PendingLink]:
         """The best transport that can be prepared here, and is not to be avoided. Raises ConnectionLost."""
         without = kv.without
         while True:

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.link import SendingEnd, chunk_seal, pace_of
-from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, RankPair, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
 from twostroke.kvtransfer.sides import LinkReport, RankSide
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
@@ -121,7 +121,7 @@ class KVSender(RankSide):
         for transfer in tuple(self._transfers):  # those that no connection carries
             transfer.abort("the source is closing")
 
-    def _lanes(self, ticket: Ticket) -> tuple[Lane, ...]:
+    def _lanes(self, ticket: Ticket) -> tuple[RankPair, ...]:
         """Those of the ticket's transfer that begin at this rank. Raises ValueError where it can't be ours."""
         layout = self.store.layout
         if ticket.source != self.peer:
@@ -133,7 +133,7 @@ class KVSender(RankSide):
         lanes = plan_lanes(layout, layout.over(ticket.target_cut))
         return tuple(lane for lane in lanes if lane.source_rank == self.store.rank)
 
-    def _connection(self, ticket: Ticket, lane: Lane) -> "SenderConnection":
+    def _connection(self, ticket: Ticket, lane: RankPair) -> "SenderConnection":
         """The connection to the lane's end at the ticket's target, begun where there is none."""
         key = ticket.target, ticket.target_addresses[lane.target_rank]
         connection = self._connections.get(key)
@@ -172,7 +172,7 @@ class SenderConnection:
     right behind the last chunk's message.
     """
 
-    def __init__(self, sender: KVSender, target: Peer, address: Address, lane: Lane, without: tuple[str, ...]):
+    def __init__(self, sender: KVSender, target: Peer, address: Address, lane: RankPair, without: tuple[str, ...]):
         """`without` names transports to avoid where there are others."""
         self.target = target
         self.address = address

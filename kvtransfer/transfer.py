@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment, first_units
-from twostroke.kvtransfer.rules.lifecycle import ENDS, VERIFIED_BY_PEER, Event, ReceiverState, SenderState, transition
+from twostroke.kvtransfer.rules.lifecycle import (
+    ENDS,
+    VERIFIED_BY_PEER,
+    ReceiverState,
+    SenderState,
+    TransferEvent,
+    transition,
+)
 from twostroke.kvtransfer.timeouts import Deadline
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
@@ -39,7 +46,7 @@ class LaneCarrier(LaneKeeper, Protocol):
         """A chunk or the commit may be sent now."""
 
 
-class Outcome:
+class TransferCompletion:
     """How a transfer ends, once."""
 
     def __init__(self) -> None:
@@ -75,10 +82,10 @@ class Outcome:
         return self.first_token
 
 
-class Transfer(Outcome):
+class Transfer(TransferCompletion):
     """KV of one request, on its way from or into these blocks."""
 
-    lanes: Mapping[int, "Lane[Any]"]  # by the peer's rank
+    lanes: Mapping[int, "LaneTransfer[Any]"]  # by the peer's rank
 
     def __init__(
         self,
@@ -112,7 +119,7 @@ class Transfer(Outcome):
             self.lanes = {}  # they know their transfer: a cycle would be left to the collection of garbage
 
 
-class Lane(Generic[S]):
+class LaneTransfer(Generic[S]):
     """A lane's state, and its ends. Its deadline runs while it is the peer's turn to make a step."""
 
     def __init__(self, transfer: Transfer, state: S, keeper: LaneKeeper, progress_s: float):
@@ -133,16 +140,16 @@ class Lane(Generic[S]):
 
     def abort(self, reason: str) -> None:
         """Give the lane up, and its transfer; the peer is told. Any time, any number of times."""
-        self._end(Event.ABORT, reason, tell_peer=True)
+        self._end(TransferEvent.ABORT, reason, tell_peer=True)
 
     def peer_aborted(self, reason: str) -> None:
         """The peer has given the lane up."""
         self.transfer.is_given_up |= not self._has_failed and not self.ended
-        self._end(Event.ABORT, reason, tell_peer=False)
+        self._end(TransferEvent.ABORT, reason, tell_peer=False)
 
     def peer_lost(self, reason: str) -> None:
         """The connection is gone and its link closed."""
-        self._end(Event.PEER_LOST, reason, tell_peer=False)
+        self._end(TransferEvent.PEER_LOST, reason, tell_peer=False)
 
     def segments(self, chunk: Chunk) -> tuple[Segment, ...]:
         """Where the chunk's units lie."""
@@ -151,22 +158,22 @@ class Lane(Generic[S]):
     def _begin_one(self) -> None:
         """A chunk is under way: its blocks are touched until `_end_one`."""
         if self._num_under_way == 0:
-            self._apply(Event.CHUNK_BEGIN)
+            self._apply(TransferEvent.CHUNK_BEGIN)
         self._num_under_way += 1
 
     def _end_one(self) -> None:
         self._num_under_way -= 1
         if self._num_under_way == 0 and not self.ended:
-            self._apply(Event.CHUNK_END)
+            self._apply(TransferEvent.CHUNK_END)
 
     def _late(self) -> str:
         """Why a lane ends whose deadline has passed."""
         raise NotImplementedError
 
     def _expire(self) -> None:
-        self._end(Event.ABORT, self._late(), tell_peer=True)
+        self._end(TransferEvent.ABORT, self._late(), tell_peer=True)
 
-    def _end(self, event: Event, reason: str, *, tell_peer: bool) -> None:
+    def _end(self, event: TransferEvent, reason: str, *, tell_peer: bool) -> None:
         if self.ended:
             return
         if not self._has_failed and self.state is not SenderState.RELEASING:
@@ -177,7 +184,7 @@ class Lane(Generic[S]):
         if not self.ended:
             self._apply(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: TransferEvent) -> None:
         self.state = transition(self.state, event)
         if self.ended:
             self._deadline.stop()
@@ -279,7 +286,7 @@ class OutgoingTransfer(Transfer):
         )
 
 
-class OutgoingLane(Lane[SenderState]):
+class OutgoingLane(LaneTransfer[SenderState]):
     """What a lane sends next.
 
     Its deadline runs until the peer has granted, or said that its request waits for room, and until it has verified.
@@ -313,7 +320,7 @@ class OutgoingLane(Lane[SenderState]):
 
     def offered(self) -> None:
         """The offer is out."""
-        self._apply(Event.OFFER)
+        self._apply(TransferEvent.OFFER)
 
     def awaited(self) -> None:
         """The peer's request waits for room: the offer stands as long as the connection does. Means nothing later."""
@@ -322,7 +329,7 @@ class OutgoingLane(Lane[SenderState]):
 
     def granted(self, cut: Cut, skip_tokens: int) -> None:
         """The peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""
-        self._apply(Event.GRANT)
+        self._apply(TransferEvent.GRANT)
         self._cut = cut
         self._plan.begin(cut.unit_tokens, skip_tokens, cut.share)
         self._deadline.stop()
@@ -356,13 +363,13 @@ class OutgoingLane(Lane[SenderState]):
             return None
         if not self._is_committed or not self._plan.all_taken:
             return None
-        self._apply(Event.COMMIT)
+        self._apply(TransferEvent.COMMIT)
         self._deadline.restart(self._expire)
         return Commit(self.ticket.transfer_id, self.num_chunks, self._first_token)
 
     def verified(self) -> None:
         """The peer has everything. Raises IllegalTransition before the commit."""
-        self._apply(Event.VERIFIED)
+        self._apply(TransferEvent.VERIFIED)
 
     def _late(self) -> str:
         waited_for = "verify" if self.state in (SenderState.COMMITTED, SenderState.FINISHING) else "grant"
@@ -409,7 +416,7 @@ class IncomingTransfer(Transfer):
         super().look_for_end()
 
 
-class IncomingLane(Lane[ReceiverState]):
+class IncomingLane(LaneTransfer[ReceiverState]):
     """Where a lane's bytes go. A unit's place is taken for good when its chunk is announced."""
 
     transfer: IncomingTransfer
@@ -428,7 +435,7 @@ class IncomingLane(Lane[ReceiverState]):
 
     def granted(self, cut: Cut) -> None:
         """The offer has come, and fits. Raises IllegalTransition for a second one."""
-        self._apply(Event.OFFER)
+        self._apply(TransferEvent.OFFER)
         num_tokens, skip_tokens = self.transfer.num_tokens, self.transfer.skip_tokens
         self._cut = cut
         self._num_units = cut.share.below(-(-num_tokens // cut.unit_tokens))
@@ -499,7 +506,7 @@ class IncomingLane(Lane[ReceiverState]):
             )
             return None
         self.first_token = self._commit.first_token
-        self._apply(Event.COMMIT)
+        self._apply(TransferEvent.COMMIT)
         return Verified(self.ticket.transfer_id)
 
     def _fault(self, chunk: Chunk) -> str | None:

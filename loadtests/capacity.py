@@ -76,7 +76,7 @@ def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchRange:
     """Where to look."""
 
     start: float  # where the capacity is thought to be: the first rate, where nothing is known
@@ -105,7 +105,7 @@ class _Point(Protocol):
 PointT = TypeVar("PointT", bound=_Point)
 
 
-def capacity_of(attainment: Callable[[float], float], target: float, search: Search) -> float:
+def capacity_of(attainment: Callable[[float], float], target: float, search: SearchRange) -> float:
     """Return the highest rate at which `attainment` reaches `target`, and 0 where no rate does.
 
     `attainment` falls as the rate rises, or nearly so.
@@ -117,7 +117,7 @@ def capacity_of(attainment: Callable[[float], float], target: float, search: Sea
     return 0.0 if found is None else found.rate
 
 
-def next_rate(measured: Sequence[_Point], target: float, search: Search) -> float | None:
+def next_rate(measured: Sequence[_Point], target: float, search: SearchRange) -> float | None:
     """The rate to measure next; None: the search is over.
 
     Noise may have a higher rate meet what a lower one has missed: what was missed at the lowest rate counts.
@@ -219,7 +219,7 @@ class Sweep:
         self._measured: list[SweepPoint] = []  # by the search under way, or the last
         self._found: dict[float, list[Crossing]] = {target: [] for target in self.targets}  # by those that ended
 
-    def find(self, search: Search, repeats: int) -> None:
+    def find(self, search: SearchRange, repeats: int) -> None:
         """Search for the capacity at each target, `repeats` times. Raises SweepEnded, or LoadTestError."""
         for _ in range(repeats):
             self._measured = []
@@ -238,7 +238,7 @@ class Sweep:
             if self._invalid is not None and any(self._capacity(target).is_lower_bound for target in self.targets):
                 raise SweepEnded(self._invalid)
 
-    def _search(self, search: Search, target: float) -> None:
+    def _search(self, search: SearchRange, target: float) -> None:
         """What can't be measured at one rate may be below it: a server that is asked too much takes the generator's
         cores, too, where they share a machine."""
         while (rate := next_rate(self._measured, target, replace(search, ceiling=self._ceiling))) is not None:

@@ -36,7 +36,7 @@ class Ramp(msgspec.Struct, frozen=True, tag="ramp", forbid_unknown_fields=True):
     to_rate: float
 
 
-class Step(msgspec.Struct, frozen=True, tag="step", forbid_unknown_fields=True):
+class RateSteps(msgspec.Struct, frozen=True, tag="step", forbid_unknown_fields=True):
     """Poisson arrivals whose rate jumps: (from when on, rate), the first at 0."""
 
     steps: tuple[tuple[float, float], ...]
@@ -56,7 +56,7 @@ class Closed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_fields=Tr
     requests: int = 0  # in all; 0: as many as the run's time allows
 
 
-Arrivals = Poisson | Gamma | Constant | Ramp | Step | Replay | Closed
+Arrivals = Poisson | Gamma | Constant | Ramp | RateSteps | Replay | Closed
 
 
 class Synthetic(msgspec.Struct, frozen=True, tag="synthetic", forbid_unknown_fields=True):
@@ -177,7 +177,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionTurn:
     """One request of a session."""
 
     prompt: tuple[Piece, ...]  # what is new in this turn; what was said before goes before it
@@ -193,4 +193,4 @@ class Session:
 
     index: int  # from 0, in the order of arrivals
     at_s: float  # after the run's beginning; of closed loops 0, since users take the next when they are free
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionTurn, ...]

@@ -29,7 +29,7 @@ from twostroke.loadtests.stub_server import (
     MODEL,
     VOCABULARY,
     Script,
-    Served,
+    StubRequest,
     key_of,
     script_of,
     stub_server,
@@ -38,7 +38,7 @@ from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 
 
-def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> tuple[list[float], list[float]]:
+def timing_errors(records: Iterable[Record], served: Sequence[StubRequest]) -> tuple[list[float], list[float]]:
     """How far the generator's TTFT and ITL are from the stub's, whichever way, of all whole answers; seconds.
 
     TTFT: from the scheduled instant to the first token, against the stub's time from the request's last byte to that
@@ -61,7 +61,7 @@ def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> tuple[
     return ttft_s, itl_s
 
 
-def rate_error(rate: float, served: Sequence[Served]) -> float:
+def rate_error(rate: float, served: Sequence[StubRequest]) -> float:
     """How far the rate at which requests reached the stub is from `rate`, asked as a constant one; a share of it."""
     if len(served) < 2:
         raise LoadTestError(f"the stub got {len(served)} requests: nothing can be said of their rate")
@@ -170,7 +170,7 @@ _PLAN = Plan(
 )
 
 
-def _outcome(plan: Plan, scenario: str, folder: Path) -> tuple[RunFolder, Summary, list[Served]]:
+def _outcome(plan: Plan, scenario: str, folder: Path) -> tuple[RunFolder, Summary, list[StubRequest]]:
     """Run against a stub of this scenario, into a subfolder of its name."""
     with stub_server(scenario) as (url, served):
         run = run_plan(msgspec.structs.replace(plan, url=url, name=f"selfcheck {scenario}"), folder / scenario)

@@ -104,7 +104,7 @@ def script_of(scenario: str, key: int, tokens: int) -> Script:
     return SCENARIOS[scenario](random.Random(key), tokens)
 
 
-class Served(msgspec.Struct):
+class StubRequest(msgspec.Struct):
     """One request, by the machine's monotonic clock, which all processes share."""
 
     key: int
@@ -113,7 +113,7 @@ class Served(msgspec.Struct):
 
 
 @contextmanager
-def stub_server(scenario: str) -> Iterator[tuple[str, list[Served]]]:
+def stub_server(scenario: str) -> Iterator[tuple[str, list[StubRequest]]]:
     """Its URL, and what it served, which is known at the block's end. Raises LoadTestError where it can't be run."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -121,7 +121,7 @@ def stub_server(scenario: str) -> Iterator[tuple[str, list[Served]]]:
     process.start()
     theirs.close()
     try:
-        served: list[Served] = []
+        served: list[StubRequest] = []
         yield f"http://127.0.0.1:{_told(ours)}", served
         ours.send("end")
         served += _told(ours)
@@ -144,9 +144,9 @@ def _stub_process(scenario: str, control: Connection) -> None:
     control.send(asyncio.run(_serve(scenario, control)))
 
 
-async def _serve(scenario: str, control: Connection) -> list[Served]:
+async def _serve(scenario: str, control: Connection) -> list[StubRequest]:
     """Tells its port, and serves until it is told something, or who started it is gone. Returns what was served."""
-    served: list[Served] = []
+    served: list[StubRequest] = []
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(control.fileno(), ended.set)
     server = await asyncio.start_server(partial(_converse, scenario, served), "127.0.0.1", 0, backlog=4096)
@@ -157,7 +157,7 @@ async def _serve(scenario: str, control: Connection) -> list[Served]:
     return served
 
 
-class _Body(msgspec.Struct):
+class _StubBody(msgspec.Struct):
     max_tokens: int
     prompt: list[int] | str = ""
     messages: list[dict[str, str]] = []
@@ -170,7 +170,7 @@ class _Body(msgspec.Struct):
 
 
 async def _converse(
-    scenario: str, served: list[Served], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    scenario: str, served: list[StubRequest], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     """One request and its answer."""
     try:
@@ -182,7 +182,7 @@ async def _converse(
             card = {"id": MODEL, "object": "model", "owned_by": "stub"}
             writer.write(_answer(200, {"object": "list", "data": [card]}))
         elif head.startswith((b"POST /v1/completions ", b"POST /v1/chat/completions ")):
-            await _play(scenario, served, now, msgspec.json.decode(body, type=_Body), reader, writer)
+            await _play(scenario, served, now, msgspec.json.decode(body, type=_StubBody), reader, writer)
         else:
             writer.write(_answer(404, {"error": {"message": "the stub has no such path"}}))
     except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -193,13 +193,13 @@ async def _converse(
 
 async def _play(
     scenario: str,
-    served: list[Served],
+    served: list[StubRequest],
     now: float,
-    body: _Body,
+    body: _StubBody,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    request = Served(key_of(body.tokens), now)
+    request = StubRequest(key_of(body.tokens), now)
     served.append(request)
     script = script_of(scenario, request.key, body.max_tokens)
     if script.status != 200:

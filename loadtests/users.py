@@ -34,14 +34,14 @@ from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator import live
 from twostroke.loadtests.generator.dispatcher import UNANSWERED_S
 from twostroke.loadtests.generator.http_stream import (
+    ClientExchange,
     Endpoint,
-    Exchange,
     StreamedAnswer,
     endpoint_of,
     read_stream,
     stream,
 )
-from twostroke.loadtests.generator.run_facts import DEFAULT_URL, ServedModel, api_key, served_model, server_url
+from twostroke.loadtests.generator.run_facts import DEFAULT_URL, AdvertisedModel, api_key, served_model, server_url
 from twostroke.loadtests.run_folder import Record
 
 NO_SERVER = "twostroke_no_server"  # a worker's message to the master, with the reason
@@ -50,15 +50,15 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Server:
+class TestedServer:
     """Server and model of the requests. Each process looks them up once a test: it costs more than a request."""
 
     endpoint: Endpoint
-    model: ServedModel
+    model: AdvertisedModel
 
 
 # By host and the model's name, as they were given; None: there is no such server.
-_servers: dict[tuple[str, str], Server | None] = {}
+_servers: dict[tuple[str, str], TestedServer | None] = {}
 _looking_up = Semaphore()
 
 
@@ -75,7 +75,7 @@ class LLMUser(User):
     fields: ClassVar[dict[str, Any]] = {}  # sent with each request, also such as other servers have beside OpenAI's
 
     @cached_property
-    def server(self) -> Server:
+    def server(self) -> TestedServer:
         """The server of this test. Where there is none the test ends, with one failed request that says why."""
         key = (self.host, self.model or getattr(self.environment.parsed_options, "model", ""))
         with _looking_up:
@@ -106,7 +106,7 @@ class LLMUser(User):
         a server that is gone is not asked thousands of times a second."""
         body = {"model": self.server.model.name, "stream": True, "stream_options": {"include_usage": True}}
         request = self.server.endpoint.request(path, msgspec.json.encode(body | self.fields | fields))
-        exchange = Exchange(0.0)
+        exchange = ClientExchange(0.0)
         try:
             stream(self.server.endpoint, request, exchange, self.request_limit_s)
         except BaseException:
@@ -121,10 +121,10 @@ class LLMUser(User):
             gevent.sleep(UNANSWERED_S)
         return answer
 
-    def _look_up(self, host: str, model: str) -> Server | None:
+    def _look_up(self, host: str, model: str) -> TestedServer | None:
         url = server_url(host)
         try:
-            return Server(endpoint_of(url, api_key()), served_model(url, model or None))
+            return TestedServer(endpoint_of(url, api_key()), served_model(url, model or None))
         except LoadTestError as error:
             reason = str(error)
         request = {"request_type": "GET", "name": "/v1/models", "response_time": 0, "response_length": 0}
@@ -137,7 +137,7 @@ class LLMUser(User):
         return None
 
 
-def _record_of(exchange: Exchange, answer: StreamedAnswer, end_s: float) -> Record:
+def _record_of(exchange: ClientExchange, answer: StreamedAnswer, end_s: float) -> Record:
     """Make a record whose request was due when it was sent: in a closed loop nothing is scheduled."""
     return Record(
         session=0,

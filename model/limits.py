@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from twostroke.model.operations import Limits
+from twostroke.model.operations import MachineLimits
 from twostroke.model.published.hardware import HARDWARE, Hardware
 
 _READ_BYTES = 128 * 2**20
@@ -24,17 +24,17 @@ _OTHER_BOARDS = {"pcie", "nvl"}
 
 
 @cache
-def machine_limits(device: torch.device, dtype: torch.dtype, threads: int) -> Limits:
+def machine_limits(device: torch.device, dtype: torch.dtype, threads: int) -> MachineLimits:
     """The limits of one rank, whose products are of `dtype`; a CPU's of the `threads` that torch uses here."""
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
         if (found := published_gpu(name, memory)) is not None:
-            return Limits(found.flops_per_s["bf16"], found.read_bytes_per_s)
+            return MachineLimits(found.flops_per_s["bf16"], found.read_bytes_per_s)
     rows, features = _CPU_PRODUCT if device.type == "cpu" else _GPU_PRODUCT
     left, right = (torch.ones(count, features, dtype=dtype, device=device) for count in (rows, features))
     memory_read = torch.ones(_READ_BYTES // 4, device=device)
     product_s = _least_s(device, lambda: functional.linear(left, right))
-    return Limits(2.0 * rows * features**2 / product_s, _READ_BYTES / _least_s(device, memory_read.sum))
+    return MachineLimits(2.0 * rows * features**2 / product_s, _READ_BYTES / _least_s(device, memory_read.sum))
 
 
 def published_gpu(name: str, memory_bytes: int) -> Hardware | None:

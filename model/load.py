@@ -38,7 +38,7 @@ from twostroke.model.engine_config import (
     resolve_num_blocks,
 )
 from twostroke.model.limits import machine_limits
-from twostroke.model.operations import Held, Limits
+from twostroke.model.operations import Held, MachineLimits
 from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import (
@@ -83,7 +83,7 @@ class LoadedEngine:
     swap_space: SwapSpace | None
     expert_hits: ExpertHits | None  # None: the model has no experts, or nobody counts their hits
     expert_slots: ExpertSlots | None  # None: ranks have no room for copies of experts
-    limits: Limits  # of this rank's device
+    limits: MachineLimits  # of this rank's device
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
         """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""

@@ -17,29 +17,29 @@ NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """What a machine can do."""
 
     gemm: float  # bf16 operations a second
     read: float  # bytes a second
 
-    def times(self, count: int) -> "Limits":
+    def times(self, count: int) -> "MachineLimits":
         """The limits of so many machines together."""
-        return Limits(self.gemm * count, self.read * count)
+        return MachineLimits(self.gemm * count, self.read * count)
 
-    def mean(self, other: "Limits") -> "Limits":
-        return Limits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
+    def mean(self, other: "MachineLimits") -> "MachineLimits":
+        return MachineLimits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationWork:
     """What one step can't do without."""
 
     tokens: int  # tokens that count
     operations: float
     bytes: float  # weights and cached KV that must be read
 
-    def floor_s(self, limits: Limits) -> float:
+    def floor_s(self, limits: MachineLimits) -> float:
         """Seconds that the step takes at least."""
         return max(self.operations / limits.gemm, self.bytes / limits.read)
 
@@ -137,19 +137,21 @@ def decode_operations(shape: ModelShape, batch: int, context: float, held: Held 
     return _operations(shape, held, batch, [batch] * shape.num_layers, scores, keys, batch)
 
 
-def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> Work:
+def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
     """A prompt in one chunk that draws one token."""
     return _work(tokens, prefill_operations(shape, tokens, held=Held(quantization)))
 
 
-def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> Work:
+def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> OperationWork:
     """One decode step of `batch` sequences with `context` tokens each."""
     return _work(batch, decode_operations(shape, batch, context, Held(quantization)))
 
 
-def _work(tokens: int, operations: Sequence[Operation]) -> Work:
+def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:
     needed = [one for one in operations if one.kind != "norm"]
-    return Work(tokens, sum(one.flops for one in needed), sum(one.weight_bytes + one.kv_bytes for one in needed))
+    return OperationWork(
+        tokens, sum(one.flops for one in needed), sum(one.weight_bytes + one.kv_bytes for one in needed)
+    )
 
 
 def _operations(

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.protocol.requests import PromptScores, ReadingParams, SampledToken, SamplingParams
+from twostroke.protocol.requests import PromptScores, SampledToken, SamplingParams, ScoringParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -184,7 +184,7 @@ class PromptReading:
     A prompt that gave way is computed again: a chunk at position 0 begins anew.
     """
 
-    def __init__(self, params: ReadingParams, token_ids: Sequence[int]):
+    def __init__(self, params: ScoringParams, token_ids: Sequence[int]):
         """`token_ids` are the whole prompt."""
         self.params = params
         self.fault = RowFault()

@@ -15,7 +15,7 @@ from torch.nn import functional
 from twostroke.model.cache.memory import available_bytes
 from twostroke.model.engine_config import resolve_dtype
 from twostroke.model.limits import published_gpu
-from twostroke.model.operations import Limits
+from twostroke.model.operations import MachineLimits
 from twostroke.model.published.hardware import Hardware, Number
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
 READ_BYTES = 512 * 2**20  # far more than any cache holds
 
 
-class Machine:
+class LimitsMeter:
     """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]] = (), dtype: torch.dtype = torch.bfloat16):
@@ -36,20 +36,20 @@ class Machine:
         ]
         self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
         self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
-        self.measured: list[Limits] = []
+        self.measured: list[MachineLimits] = []
         self.measure()
 
-    def measure(self) -> Limits:
+    def measure(self) -> MachineLimits:
         """Return the limits of now; the best of a few passes each."""
         gemm_s = min(timed(self._multiply) for _ in range(3))
         read_s = min(timed(lambda: self._memory.sum()) for _ in range(2))
-        self.measured.append(Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s))
+        self.measured.append(MachineLimits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s))
         return self.measured[-1]
 
-    def median(self) -> Limits:
+    def median(self) -> MachineLimits:
         """Return the medians of all that was measured, after the first time."""
         gemm, read = ([getattr(one, name) for one in self.measured[1:]] for name in ("gemm", "read"))
-        return Limits(statistics.median(gemm), statistics.median(read))
+        return MachineLimits(statistics.median(gemm), statistics.median(read))
 
     def _multiply(self) -> None:
         for left, right in self._products:
@@ -70,17 +70,19 @@ def gpu_here() -> Hardware | None:
     return published_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
 
 
-def measure_rounds(rounds: int, say: Callable[[str], None]) -> tuple[list[Limits], torch.dtype]:
+def measure_rounds(rounds: int, say: Callable[[str], None]) -> tuple[list[MachineLimits], torch.dtype]:
     """This machine's limits, round by round, and the numbers that they were measured in."""
     dtype = resolve_dtype("auto", torch.bfloat16, CPU)
-    machine, measured = Machine(dtype=dtype), list[Limits]()
+    machine, measured = LimitsMeter(dtype=dtype), list[MachineLimits]()
     for number in range(rounds):
         measured.append(now := machine.measure())
         say(f"round {number + 1} of {rounds}: {now.gemm / 1e9:.0f} GFLOP/s, {now.read / 1e9:.1f} GB/s")
     return measured, dtype
 
 
-def row_of(measured: Sequence[Limits], dtype: torch.dtype, name: str, usd_per_hour: float, cpu: str = "") -> Hardware:
+def row_of(
+    measured: Sequence[MachineLimits], dtype: torch.dtype, name: str, usd_per_hour: float, cpu: str = ""
+) -> Hardware:
     """Medians; ranks of one host sum up through its memory, where each byte is written and read."""
     read = statistics.median(one.read for one in measured)
     return Hardware(

@@ -10,9 +10,9 @@ from twostroke.model.config import ModelConfig
 from twostroke.model.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.planning.layouts import Layout
-from twostroke.planning.roofline import Machine
-from twostroke.planning.search import Budget, Planned, Search
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.roofline import WorkerHardware
+from twostroke.planning.search import Budget, FleetSearch, Planned
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
 
 OVER = 1.03  # of the goodput: there the promise that breaks first is broken
@@ -22,7 +22,7 @@ PRICE_FACTORS = (1.25, 1.6, 2.5)
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlannedLayout:
     """A layout with its figures. Requests a second."""
 
     layout: Layout
@@ -74,17 +74,19 @@ def fleet_words(layout: Layout) -> str:
 
 
 def answer_of(
-    planned: Planned, workload: Workload, promise: Promise, rate: float | None, *, is_simulated: bool
-) -> Answer:
+    planned: Planned, workload: Workload, promise: SLOTargets, rate: float | None, *, is_simulated: bool
+) -> PlannedLayout:
     """`rate`: what is asked of it, where that is less than it serves; cost follows what is served."""
     layout, goodput = planned.layout, planned.goodput
     served = goodput if rate is None else min(rate, goodput)
     binds = layout.met(workload, promise, layout.goodput(workload, promise, goodput) * OVER).binds(promise)
     cost = layout.usd_per_million_tokens(workload, served) if served > 0 else float("inf")
-    return Answer(layout, goodput, is_simulated, binds, cost)
+    return PlannedLayout(layout, goodput, is_simulated, binds, cost)
 
 
-def settings_of(layout: Layout, model: str, promise: Promise, *, kv_cache_dtype: str, on_cpu: bool) -> dict[str, Any]:
+def settings_of(
+    layout: Layout, model: str, promise: SLOTargets, *, kv_cache_dtype: str, on_cpu: bool
+) -> dict[str, Any]:
     """A configuration file's content. Workers of different GPUs find theirs by the node label `gpu`."""
     profiles = [profile for profile in (layout.prefill, layout.decode) if profile is not None]
     differ = len({profile.hardware for profile in profiles}) > 1
@@ -122,7 +124,7 @@ def sensitivities(
     chosen: Layout,
     structures: Sequence[Planned],
     workload: Workload,
-    promise: Promise,
+    promise: SLOTargets,
     budget: Budget,
     rate: float | None,
     weights: dict[tuple[str, str, str], float],
@@ -146,16 +148,16 @@ def sensitivities(
                     yield f"{name} {word} about {value:.3g} {unit}: {fleet_words(planned.layout)}"
                     break
 
-    def best(search: Search, rate: float | None) -> Planned | None:
+    def best(search: FleetSearch, rate: float | None) -> Planned | None:
         """None where nothing keeps the promise at that rate."""
         planned = search.best(rate, weights)
         return planned[0] if planned and planned[0].goodput > 0 and planned[0].goodput >= (rate or 0.0) else None
 
-    def with_promise(changed: Promise) -> Planned | None:
-        return best(Search(prefill, decode, workload, changed, budget), rate)
+    def with_promise(changed: SLOTargets) -> Planned | None:
+        return best(FleetSearch(prefill, decode, workload, changed, budget), rate)
 
     if rate is not None:
-        search = Search(prefill, decode, workload, promise, budget)
+        search = FleetSearch(prefill, decode, workload, promise, budget)
 
         def at_rate(value: float) -> Planned | None:
             return best(search, value)
@@ -181,7 +183,7 @@ def sensitivities(
 
             def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
                 readers, writers = (_at_price(profiles, name, value / price) for profiles in (prefill, decode))
-                return best(Search(readers, writers, workload, promise, budget), rate)
+                return best(FleetSearch(readers, writers, workload, promise, budget), rate)
 
             yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
     if not found:
@@ -208,7 +210,7 @@ def _at_price(profiles: Sequence[WorkerProfile], hardware: str, factor: float) -
 # --- the roofline in words ---
 
 
-def roofline_lines(shape: ModelConfig, machine: Machine, workload: Workload, batch: int) -> Iterator[str]:
+def roofline_lines(shape: ModelConfig, machine: WorkerHardware, workload: Workload, batch: int) -> Iterator[str]:
     """The operations of a prompt and of a decode step of this workload on one worker."""
     hardware = machine.hardware
     roofs = " and ".join(
@@ -226,7 +228,7 @@ def roofline_lines(shape: ModelConfig, machine: Machine, workload: Workload, bat
     yield from _table(f"decode of {batch} rows, {context:.0f} tokens of context each", shape, machine, decode)
 
 
-def _table(title: str, shape: ModelConfig, machine: Machine, operations: Sequence[Operation]) -> Iterator[str]:
+def _table(title: str, shape: ModelConfig, machine: WorkerHardware, operations: Sequence[Operation]) -> Iterator[str]:
     total_s = sum(machine.operation_s(shape, one) for one in operations)
     yield f"{title}: {total_s * 1000:.3g} ms, sums and host aside"
     yield f"  {'':24}{'GFLOP':>12}{'MB':>10}{'FLOP/byte':>11}{'bound by':>12}{'of time':>9}"

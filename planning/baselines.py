@@ -60,7 +60,7 @@ ORDERS = ("fcfs", "edf", "sjf", "sjf oracle")
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class BaselineJob:
     """A request at a simulated worker, and how far it has come. Times in seconds, lengths in tokens."""
 
     at_s: float
@@ -77,7 +77,7 @@ class Job:
     last_s: float = 0.0
 
 
-class Memory:
+class BaselineMemory:
     """A worker's KV memory, in tokens: who holds how much of it, and where, if in one piece."""
 
     def __init__(self, tokens: int) -> None:
@@ -107,7 +107,7 @@ class Memory:
         self._free = joined
 
 
-class Worker:
+class BaselineWorker:
     """One worker under a way. `serve` runs its requests to their ends."""
 
     def __init__(self, profile: WorkerProfile, way: Way, order: str, max_context: int, *, writes: bool) -> None:
@@ -117,13 +117,13 @@ class Worker:
         self._lengths = AnswerLengths()
         self._max_context = max_context
         self._writes = writes
-        self._memory = Memory(profile.kv_tokens)
-        self._waiting: list[tuple[float, int, Job]] = []
-        self._running: list[Job] = []
+        self._memory = BaselineMemory(profile.kv_tokens)
+        self._waiting: list[tuple[float, int, BaselineJob]] = []
+        self._running: list[BaselineJob] = []
         self._number = 0
         self.held_s = self.used_s = 0.0  # tokens of memory reserved, and of them filled, times seconds
 
-    def serve(self, jobs: Sequence[Job]) -> None:
+    def serve(self, jobs: Sequence[BaselineJob]) -> None:
         """`jobs` by `ready_s`; sets when each has had its first and its last token here."""
         now_s, coming = 0.0, 0
         while coming < len(jobs) or self._waiting or self._running:
@@ -136,7 +136,7 @@ class Worker:
             self._admit()
             now_s = self._step(now_s)
 
-    def _turn_of(self, job: Job) -> float:
+    def _turn_of(self, job: BaselineJob) -> float:
         match self._order:
             case "edf":
                 return job.deadline_s
@@ -148,7 +148,7 @@ class Worker:
                 return job.at_s
         return shortest_first(job.at_s, job.prompt, expected)
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: BaselineJob) -> None:
         self._number += 1
         heapq.heappush(self._waiting, (job.turn, self._number, job))
 
@@ -164,7 +164,7 @@ class Worker:
             heapq.heappop(self._waiting)
             self._running.append(job)
 
-    def _reserve(self, job: Job) -> bool:
+    def _reserve(self, job: BaselineJob) -> bool:
         if not self._way.has_cache:
             return True
         if self._way.allocation == "paged":
@@ -180,7 +180,7 @@ class Worker:
         job.place = place or (0, 0)
         return place is not None
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: BaselineJob) -> None:
         if self._way.has_cache:
             if self._way.allocation == "paged":
                 self._memory.reserved -= job.place[1]
@@ -228,7 +228,7 @@ class Worker:
             self._running = []
         return now_s
 
-    def _write(self, job: Job, now_s: float) -> None:
+    def _write(self, job: BaselineJob, now_s: float) -> None:
         if job not in self._running:  # it gave way to one that wrote before it in this step
             return
         if job.written == 0:
@@ -245,7 +245,7 @@ class Worker:
         elif self._way.has_cache and self._way.allocation == "paged":
             self._grow(job)
 
-    def _grow(self, job: Job) -> None:
+    def _grow(self, job: BaselineJob) -> None:
         needed = _blocks(job.prompt + job.written + 1) - job.place[1]
         while needed > 0 and self._memory.reserved + needed > self._memory.tokens:
             youngest = max(self._running, key=lambda one: one.at_s)
@@ -265,7 +265,7 @@ def _blocks(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Result:
+class BaselineResult:
     """What a way made of the trace. Times in seconds."""
 
     way: str
@@ -281,17 +281,18 @@ class Result:
 
 def serve_way(
     requests: Sequence[Tokens], profile: WorkerProfile, way: Way, order: str, slo: SLO, workers: int
-) -> Result:
+) -> BaselineResult:
     """The trace under one way on so many workers, dealt to them in turn."""
     max_context = max(prompt + output for _, prompt, output, _ in requests)
     deadline_s = slo.ttft_s or 0.0
     jobs = [
-        Job(at_s, prompt, output, class_name, at_s, at_s + deadline_s) for at_s, prompt, output, class_name in requests
+        BaselineJob(at_s, prompt, output, class_name, at_s, at_s + deadline_s)
+        for at_s, prompt, output, class_name in requests
     ]
-    groups: list[Worker] = []
+    groups: list[BaselineWorker] = []
     num_readers = max(1, workers // 2) if way.is_disaggregated else workers
     for index in range(num_readers):
-        reader = Worker(profile, way, order, max_context, writes=not way.is_disaggregated)
+        reader = BaselineWorker(profile, way, order, max_context, writes=not way.is_disaggregated)
         reader.serve(jobs[index::num_readers])
         groups.append(reader)
     if way.is_disaggregated:
@@ -300,7 +301,7 @@ def serve_way(
         moved = sorted((job for job in jobs if job.written < job.output), key=lambda job: job.ready_s)
         num_writers = max(1, workers - num_readers)
         for index in range(num_writers):
-            writer = Worker(profile, way, order, max_context, writes=True)
+            writer = BaselineWorker(profile, way, order, max_context, writes=True)
             writer.serve(moved[index::num_writers])
             groups.append(writer)
     held_s, used_s = sum(one.held_s for one in groups), sum(one.used_s for one in groups)
@@ -311,7 +312,7 @@ def serve_way(
         and (slo.tpot_s is None or job.last_s - job.first_s <= slo.tpot_s * max(0, job.output - 1))
         for job in jobs
     ]
-    return Result(
+    return BaselineResult(
         way=way.name,
         order=order,
         output_rate=sum(job.output for job in jobs) / (max(job.last_s for job in jobs) - jobs[0].at_s),
@@ -330,7 +331,7 @@ def compare_baselines(
     """Every way first come first served, then chunked prefill in every order; says a table and returns it."""
     runs = [(way, "fcfs") for way in WAYS] + [(CHUNKED, order) for order in ORDERS if order != "fcfs"]
     say(f"{'way':38}{'order':15}{'tokens/s':>9}{'TTFT':>9}{'P90':>9}{'TPOT':>9}{'P90':>9}{'waste':>7}{'met':>7}")
-    rows: list[Result] = []
+    rows: list[BaselineResult] = []
     for way, order in runs:
         one = serve_way(requests, profile, way, order, slo, workers)
         rows.append(one)

@@ -22,10 +22,10 @@ from twostroke.model.fit import Fit
 from twostroke.model.operations import decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB, Hardware
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.baselines import WAYS, Result, Tokens, Way, serve_way
+from twostroke.planning.baselines import WAYS, BaselineResult, Tokens, Way, serve_way
 from twostroke.planning.roofline import (
     Interference,
-    Machine,
+    WorkerHardware,
     as_mha,
     batch_limits,
     cached_flops,
@@ -39,7 +39,7 @@ from twostroke.planning.roofline import (
     ttft_floor_s,
     uncached_flops,
 )
-from twostroke.planning.search import Terms, fit_of, profiles_of
+from twostroke.planning.search import PlanConstraints, fit_of, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.worker.profile import WorkerProfile
 
@@ -90,13 +90,13 @@ def model_of_numbers(
 
 
 @dataclass(frozen=True)
-class Case:
+class CapacityCase:
     """A model on so many GPUs that share it, and what is asked of them."""
 
     name: str
     shape: ModelConfig
-    machine: Machine
-    terms: Terms
+    machine: WorkerHardware
+    terms: PlanConstraints
     contexts: Sequence[int]  # tokens, prompt and answer together
     tpot_s: float  # promised
     prompt: int
@@ -157,7 +157,7 @@ def sizes(shape: ModelConfig, kv_itemsize: float, contexts: Sequence[int]) -> di
     return {"kv_bytes_per_token": kv_bytes(shape, 1, kv_itemsize), "kv_of_a_request": rows}
 
 
-def capacity(case: Case) -> dict[str, Any]:
+def capacity(case: CapacityCase) -> dict[str, Any]:
     """All that formulas say, or what needs bandwidth alone where nobody has said how fast the GPUs compute.
 
     Raises ConfigError where so many GPUs can't share the model.
@@ -191,7 +191,7 @@ def capacity(case: Case) -> dict[str, Any]:
     }
 
 
-def without_cache(case: Case) -> Rows:
+def without_cache(case: CapacityCase) -> Rows:
     """Cost of a context's next token, and of a whole request, where every token computes all before it again."""
     flops_per_s = case.hardware.peak(case.machine.number(case.shape)) * case.machine.ranks
     rows = []
@@ -217,7 +217,7 @@ def without_cache(case: Case) -> Rows:
     return rows
 
 
-def _requests(case: Case, context: int) -> dict[str, Any]:
+def _requests(case: CapacityCase, context: int) -> dict[str, Any]:
     """Count the requests that a worker holds at once, by textbook limits and by what an engine leaves for KV."""
     limits = batch_limits(case.machine.at_peak(), case.shape, case.weights, context, case.tpot_s)
     fitting = case.room.requests_of(case.shape, context, case.terms.bounds)
@@ -236,7 +236,7 @@ def _requests(case: Case, context: int) -> dict[str, Any]:
     }
 
 
-def _floors(case: Case, context: int) -> dict[str, Any]:
+def _floors(case: CapacityCase, context: int) -> dict[str, Any]:
     shape, machine = case.shape, case.machine
     return {
         "context": context,
@@ -248,7 +248,7 @@ def _floors(case: Case, context: int) -> dict[str, Any]:
     }
 
 
-def intensities(case: Case) -> Rows:
+def intensities(case: CapacityCase) -> Rows:
     """FLOPs a byte of each operation of prompts and of decode steps, by batch and context."""
     rows = []
     for context in sorted({case.prompt, case.contexts[-1]}):
@@ -264,7 +264,7 @@ def intensities(case: Case) -> Rows:
     return rows
 
 
-def sweep(case: Case) -> dict[str, Any]:
+def sweep(case: CapacityCase) -> dict[str, Any]:
     """Decode steps of batches from 1 to 512, and the batch from which on more rows hardly pay."""
     step_s = [case.machine.decode_s(case.shape, batch, case.context) for batch in SWEEP]
     rows = [
@@ -274,7 +274,7 @@ def sweep(case: Case) -> dict[str, Any]:
     return {"sweep": rows, "knee": knee(SWEEP, [row["tokens_per_s"] for row in rows])}
 
 
-def costs(case: Case) -> Rows:
+def costs(case: CapacityCase) -> Rows:
     """USD of a request, and of a million tokens of answers, by how many share the steps."""
     prefill_s = case.machine.prefill_s(case.shape, case.prompt)
     rows = []
@@ -294,14 +294,14 @@ def costs(case: Case) -> Rows:
     return rows
 
 
-def interference(case: Case, batch: int) -> Interference:
+def interference(case: CapacityCase, batch: int) -> Interference:
     """Return the terms of the inequality for a worker of so many rows."""
     step_s = case.machine.decode_s(case.shape, batch, case.context)
     kv = kv_bytes(case.shape, case.prompt, case.machine.held.kv_itemsize)
     return Interference(case.machine.prefill_s(case.shape, case.prompt), case.answer, step_s, batch, kv)
 
 
-def transfer(case: Case) -> Rows:
+def transfer(case: CapacityCase) -> Rows:
     """Compare transfers on some links with how long other prompts make an answer wait, and tell the border."""
     rows = []
     for batch in sorted({1, 8, max(1, case.best_batch)}):
@@ -322,7 +322,7 @@ def transfer(case: Case) -> Rows:
 # --- what only a simulation tells ---
 
 
-def profile_of_case(case: Case, workload: Workload) -> WorkerProfile | None:
+def profile_of_case(case: CapacityCase, workload: Workload) -> WorkerProfile | None:
     """The case's worker for a simulation; None: it has no room for the workload's longest request."""
     held = case.machine.held.quantization
     for one in profiles_of(case.shape, case.hardware, (held,), workload, case.terms):
@@ -331,7 +331,7 @@ def profile_of_case(case: Case, workload: Workload) -> WorkerProfile | None:
     return None
 
 
-def border(case: Case, batch: int = 8) -> dict[str, Any]:
+def border(case: CapacityCase, batch: int = 8) -> dict[str, Any]:
     """The slowest link on which a prefill and a decode worker write answers as fast as two that do both: by the
     inequality, and simulated. The decode worker has twice the rows, which the inequality leaves out."""
     found = interference(case, batch)
@@ -355,7 +355,7 @@ def border(case: Case, batch: int = 8) -> dict[str, Any]:
     return {**told, "simulated_bytes_per_s": 10**high if high < 13 else None}
 
 
-def batching(case: Case, workload: Workload) -> dict[str, Any]:
+def batching(case: CapacityCase, workload: Workload) -> dict[str, Any]:
     """The literature's ways to batch and to allocate on one worker that is given all of a workload at once."""
     profile = profile_of_case(case, workload)
     if profile is None:
@@ -386,7 +386,7 @@ def batching(case: Case, workload: Workload) -> dict[str, Any]:
     }
 
 
-def serve_ways(lengths: Sequence[tuple[int, int]], profile: WorkerProfile) -> list[Result]:
+def serve_ways(lengths: Sequence[tuple[int, int]], profile: WorkerProfile) -> list[BaselineResult]:
     """Static batching, and then each allocation with continuous batching: one worker is given all requests at once."""
     requests: list[Tokens] = [(0.0, prompt, answer, "") for prompt, answer in lengths]
     ways = [way for way in WAYS if way.has_cache and not (way.is_chunked or way.is_disaggregated)]

@@ -13,7 +13,7 @@ from twostroke.planning.layouts import Layout
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
-from twostroke.simulator.deployment import Fault, TracedRequest, Users, serve
+from twostroke.simulator.deployment import TracedRequest, Users, WorkerCrash, serve
 from twostroke.simulator.sim_router import PROMISE_NOTHING
 from twostroke.worker.queue_order import QueuePolicy
 
@@ -38,7 +38,7 @@ def simulate_plan(
     *,
     slo: SLOConfig = PROMISE_NOTHING,
     most: int | None = None,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[WorkerCrash] = (),
     progress: Callable[[int], None] | None = None,
     warm: int = 0,
     queue: QueuePolicy = "edf",

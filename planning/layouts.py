@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from twostroke.loadtests.capacity import Search, capacity_of
+from twostroke.loadtests.capacity import SearchRange, capacity_of
 from twostroke.planning.queueing import (
     HANDOVER_S,
     NOTHING,
@@ -17,7 +17,7 @@ from twostroke.planning.queueing import (
     reading,
 )
 from twostroke.planning.roofline import usd_per_million
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
 
 Work = Literal["read", "write", "both"]
@@ -57,7 +57,7 @@ class Layout:
         """What layouts that differ in numbers alone have in common."""
         return self.mode, "" if self.prefill is None else self.prefill.name, self.decode.name
 
-    def met(self, workload: Workload, promise: Promise, rate: float) -> Met:
+    def met(self, workload: Workload, promise: SLOTargets, rate: float) -> Met:
         """What comes in time at `rate` requests a second."""
         if self.prefill is None:
             return mixed(self.decode, self.num_decode, workload, promise, rate, rate)
@@ -65,7 +65,7 @@ class Layout:
             return self._apart(self.prefill, workload, promise, rate)
         return self._shared(self.prefill, workload, promise, rate)
 
-    def _apart(self, prefill: WorkerProfile, workload: Workload, promise: Promise, rate: float) -> Met:
+    def _apart(self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float) -> Met:
         read = reading(prefill, self.num_prefill, workload, promise, rate)
         lates = [
             late_s(prefill, prompt, rate / self.num_prefill, workload.mean_prompt, self.decode.copies)
@@ -74,7 +74,7 @@ class Layout:
         written = decoding(self.decode, self.num_decode, workload, promise, rate, lates)
         return Met(read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds)
 
-    def _shared(self, prefill: WorkerProfile, workload: Workload, promise: Promise, rate: float) -> Met:
+    def _shared(self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float) -> Met:
         """Prompts go where they are read sooner, until both ways take as long (Wardrop 1952)."""
         low, high = 0.0, 1.0  # of prompts that decode workers read
         read = both = NOTHING
@@ -87,7 +87,7 @@ class Layout:
         ttft = read.ttft * (1 - share) + both.ttft * share
         return Met(ttft, both.tpot, both.room, both.batch, read.ttft_binds, both.tpot_binds)
 
-    def goodput(self, workload: Workload, promise: Promise, near: float = 1.0) -> float:
+    def goodput(self, workload: Workload, promise: SLOTargets, near: float = 1.0) -> float:
         """The most requests a second at which the promise holds (Zhong et al., DistServe, 2024); 0 where it never does.
 
         `near`: a guess, from which on it is sought.
@@ -99,19 +99,19 @@ class Layout:
         return usd_per_million(self.usd_per_hour, rate * workload.mean_answer)
 
 
-def highest_rate(met: Callable[[float], Met], promise: Promise, near: float = 1.0) -> float:
+def highest_rate(met: Callable[[float], Met], promise: SLOTargets, near: float = 1.0) -> float:
     """Return the most requests a second at which what is `met` keeps the promise, and 0 where no rate does.
 
     `near` is a guess, from which on the rate is sought.
     """
-    search = Search(near, factor=STEP, precision=PRECISION, least=1e-6 * near, most=1e9)
+    search = SearchRange(near, factor=STEP, precision=PRECISION, least=1e-6 * near, most=1e9)
     return capacity_of(lambda rate: met(rate).attainment(promise), 1.0, search)
 
 
 class Pools:
     """How much the workers of one role serve by themselves, remembered: what fleets are put together from."""
 
-    def __init__(self, workload: Workload, promise: Promise) -> None:
+    def __init__(self, workload: Workload, promise: SLOTargets) -> None:
         self._workload = workload
         self._promise = promise
         self._lates = [HANDOVER_S] * len(workload.strata)

@@ -20,11 +20,11 @@ from twostroke.model.operations import Operation, decode_operations, prefill_ope
 from twostroke.model.published.hardware import HARDWARE, Hardware
 from twostroke.model.published.models import published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.baselines import Result
-from twostroke.planning.capacity import Case, border, continuous_gain, model_of_numbers, serve_ways
+from twostroke.planning.baselines import BaselineResult
+from twostroke.planning.capacity import CapacityCase, border, continuous_gain, model_of_numbers, serve_ways
 from twostroke.planning.profiles import SMALL
 from twostroke.planning.roofline import (
-    Machine,
+    WorkerHardware,
     as_mha,
     batch_limits,
     flops_of,
@@ -35,11 +35,11 @@ from twostroke.planning.roofline import (
     uncached_flops,
     usd_per_million,
 )
-from twostroke.planning.search import Terms, machine_of
+from twostroke.planning.search import PlanConstraints, machine_of
 from twostroke.protocol.errors import ConfigError
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LiteratureFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One number of a source, in its unit, and how ours is computed."""
 
     what: str
@@ -68,10 +68,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(off > half + self.within * abs(float(low)))
 
 
-def read_rows(content: bytes, source: str) -> list[Row]:
+def read_rows(content: bytes, source: str) -> list[LiteratureFigure]:
     """Return a file's rows. Raises ConfigError, which names the field that is wrong."""
     try:
-        rows = msgspec.json.decode(content, type=list[Row])
+        rows = msgspec.json.decode(content, type=list[LiteratureFigure])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{source}: {error}") from error
     for number, row in enumerate(rows):
@@ -83,7 +83,7 @@ def read_rows(content: bytes, source: str) -> list[Row]:
 
 
 @cache
-def checked() -> list[tuple[Row, float]]:
+def checked() -> list[tuple[LiteratureFigure, float]]:
     """All rows, each with our number."""
     file = Path(__file__).with_name("literature.json")
     return [(row, row.ours) for row in read_rows(file.read_bytes(), str(file))]
@@ -144,7 +144,7 @@ def _training(model: ModelConfig, tokens: int) -> float:
 
 def _limit(model: ModelConfig, gpu: Hardware, context: int, of: str, gpus: int = 1, tpot_s: float = 1.0) -> float:
     weights = weight_bytes(model, 2, "none")
-    return float(getattr(batch_limits(Machine(gpu, gpus).at_peak(), model, weights, context, tpot_s), of))
+    return float(getattr(batch_limits(WorkerHardware(gpu, gpus).at_peak(), model, weights, context, tpot_s), of))
 
 
 def _gpus(model: ModelConfig, gpu: Hardware, context: int) -> int:
@@ -157,7 +157,7 @@ def _intensity(operation: str, **step: Any) -> float:
 
 
 @cache
-def _chats() -> Mapping[str, Result]:
+def _chats() -> Mapping[str, BaselineResult]:
     """Ways to batch and to allocate, simulated for lengths as of shared chats.
 
     The memory is what OPT-13B leaves of 40 GB, 15,700 tokens (Kwon et al., SOSP 2023, section 3).
@@ -177,9 +177,9 @@ def _used(way: str) -> float:
 
 @cache
 def _border(model: ModelConfig, on: str, prompt: int, answer: int, batch: int) -> Mapping[str, float]:
-    terms = Terms()
+    terms = PlanConstraints()
     machine = machine_of(HARDWARE[on], 1, "auto", terms)
-    return border(Case("", model, machine, terms, (), 0.05, prompt, answer), batch)
+    return border(CapacityCase("", model, machine, terms, (), 0.05, prompt, answer), batch)
 
 
 FORMULAS: Mapping[str, Callable[..., float]] = {
@@ -194,7 +194,7 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "weights": lambda model, gpus=1: weight_bytes(model, 2, "none", None, gpus),
     # KV, and room for it
     "KV": lambda model, tokens=1: kv_bytes(model, tokens),
-    "KV of a rank": lambda model, gpu, gpus: kv_bytes(model) * Machine(gpu, gpus).kv_share(model),
+    "KV of a rank": lambda model, gpu, gpus: kv_bytes(model) * WorkerHardware(gpu, gpus).kv_share(model),
     "KV over KV": lambda model, other: kv_bytes(model) / kv_bytes(other),
     "largest batch": _limit,
     "GPUs": _gpus,
@@ -225,8 +225,8 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "FLOPs without a cache": lambda model, prompt, answer: uncached_flops(model, prompt, answer),
     "growth": lambda formula, of, by: _ours(formula, of) / _ours(formula, by),
     # times and money
-    "TTFT floor": lambda model, gpu, prompt: ttft_floor_s(Machine(gpu), model, prompt),
-    "TPOT floor": lambda model, gpu, context: tpot_floor_s(Machine(gpu), model, context),
+    "TTFT floor": lambda model, gpu, prompt: ttft_floor_s(WorkerHardware(gpu), model, prompt),
+    "TPOT floor": lambda model, gpu, context: tpot_floor_s(WorkerHardware(gpu), model, context),
     "latency": lambda first_s, tokens, token_s: first_s + (tokens - 1) * token_s,
     "cost of a request": request_usd,
     "cost of a million tokens": usd_per_million,

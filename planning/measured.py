@@ -20,7 +20,7 @@ import msgspec
 
 from twostroke.cluster.local.asking import ask
 from twostroke.cluster.local.server_process import ServerProcess, twostroke_server
-from twostroke.loadtests.capacity import SWEEP_FILE, Search, Sweep, SweepEnded, SweepResult
+from twostroke.loadtests.capacity import SWEEP_FILE, SearchRange, Sweep, SweepEnded, SweepResult
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
@@ -30,7 +30,7 @@ from twostroke.planning.against import learn
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.profiles import among_busy, read_profile, write_profile
 from twostroke.planning.trials import shares_of, simulated_capacity
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role
 from twostroke.worker.profile import WorkerProfile
@@ -109,7 +109,7 @@ def _await_ready(server: ServerProcess) -> None:
 
 
 def capacity_by_simulation(
-    layout: Layout, workload: Workload, promise: Promise, first: float, seed: int = 0, target: float = TARGET
+    layout: Layout, workload: Workload, promise: SLOTargets, first: float, seed: int = 0, target: float = TARGET
 ) -> float:
     """Return the rate at which `target` of the requests meet both times in the coarse simulation."""
     return simulated_capacity(lambda rate: shares_of(layout, workload, promise, rate, seed).both, first, target)
@@ -164,7 +164,7 @@ def measure(
             if rates:
                 sweep.measure(rates, 1)
             else:
-                sweep.find(Search(expected or 1.0, factor=FACTOR, precision=PRECISION), 1)
+                sweep.find(SearchRange(expected or 1.0, factor=FACTOR, precision=PRECISION), 1)
         except SweepEnded as reason:
             sweep.end_early(str(reason))
     return Measured(profiles, sweep.result)
@@ -174,8 +174,8 @@ def _run_at(plan: Plan, folder: Path) -> Summary:
     return write_report(run_plan(plan, folder, show=False))
 
 
-def _promise(slo: SLO) -> Promise:
-    return Promise(slo.ttft_s or 1e9, slo.tpot_s or 1e9)
+def _promise(slo: SLO) -> SLOTargets:
+    return SLOTargets(slo.ttft_s or 1e9, slo.tpot_s or 1e9)
 
 
 def _file(folder: Path, role: Role) -> Path:

@@ -20,8 +20,8 @@ from twostroke.loadtests.report.chart import (
 from twostroke.model.config import ModelShape
 from twostroke.model.operations import Held, Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB
-from twostroke.planning.capacity import SWEEP, Case, sweep
-from twostroke.planning.roofline import Machine, as_mha, kv_bytes
+from twostroke.planning.capacity import SWEEP, CapacityCase, sweep
+from twostroke.planning.roofline import WorkerHardware, as_mha, kv_bytes
 from twostroke.protocol.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def phases(shape: ModelShape, held: Held, prompt: int, batch: int, context: int)
 
 
 @in_our_style
-def roofline(machine: Machine, shape: ModelShape, of_phases: Mapping[str, Sequence[Operation]]) -> Plot:
+def roofline(machine: WorkerHardware, shape: ModelShape, of_phases: Mapping[str, Sequence[Operation]]) -> Plot:
     """Operations a second against operations a byte (Williams et al., CACM 2009), a roof for each kind of number."""
     figure, axes = panels(1, height=4.6)
     chart, hardware = axes[0, 0], machine.hardware
@@ -106,7 +106,7 @@ def batch_sweep(batches: Sequence[int], rates: Mapping[str, Sequence[float]], ma
 
 
 @in_our_style
-def kv_by_context(case: Case) -> Plot:
+def kv_by_context(case: CapacityCase) -> Plot:
     """KV of one request against its context, with the model's heads and as MHA, and the memory that is left for it."""
     figure, axes = panels(1)
     chart, itemsize = axes[0, 0], case.machine.held.kv_itemsize
@@ -126,7 +126,7 @@ def kv_by_context(case: Case) -> Plot:
 
 
 @in_our_style
-def intensity_by_phase(case: Case) -> Plot:
+def intensity_by_phase(case: CapacityCase) -> Plot:
     """FLOPs a byte of each operation: of a prompt by its tokens, of a decode step by its batch."""
     figure, axes = panels(2, height=4.0)
     shape, machine, ridge = case.shape, case.machine, case.hardware.ridge()
@@ -149,7 +149,7 @@ def intensity_by_phase(case: Case) -> Plot:
     return plot_of("intensity_by_phase", f"Intensity of {case.name}'s operations", caption, figure)
 
 
-def pictures_of(case: Case) -> list[Plot]:
+def pictures_of(case: CapacityCase) -> list[Plot]:
     """Draw a case's roofline, its sweep of batches, KV and intensities."""
     swept = sweep(case)
     batch = max(1, case.best_batch)

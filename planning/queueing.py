@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
 
 HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
@@ -46,11 +46,11 @@ class Met:
     tpot_binds: str = "bandwidth"
     ttft_s: float = math.inf  # mean
 
-    def attainment(self, promise: Promise) -> float:
+    def attainment(self, promise: SLOTargets) -> float:
         """Return what is met of the promise's shares, the scarcest; the promise is kept from 1 on."""
         return min(self.ttft / promise.ttft_share, self.tpot / promise.tpot_share, self.room / promise.tpot_share)
 
-    def binds(self, promise: Promise) -> str:
+    def binds(self, promise: SLOTargets) -> str:
         """What is scarcest: of the promises the one that is nearest to being broken."""
         slack = {
             self.ttft_binds: self.ttft - promise.ttft_share,
@@ -72,7 +72,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitTime:
     """How long requests wait for their turn."""
 
     chance: float
@@ -86,7 +86,7 @@ class Wait:
         return float(np.where(seconds < 0, 0.0, 1.0 - late).mean())
 
 
-def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> Wait | None:
+def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> WaitTime | None:
     """Before service of that mean, and mean square, at an M/G/n queue; None where it grows without end.
 
     W = C / (n / E[S] - rate) (1 + cv^2) / 2 (Allen and Cunneen 1978; exact for one server, Pollaczek 1930).
@@ -96,7 +96,7 @@ def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> Wait |
         return None
     chance = erlang_c(servers, load)
     variation = square_s / (mean_s * mean_s)  # 1 + cv^2
-    return Wait(chance, chance / (servers / mean_s - rate) * variation / 2)
+    return WaitTime(chance, chance / (servers / mean_s - rate) * variation / 2)
 
 
 def read_alone_s(profile: WorkerProfile, prompt: int) -> float:
@@ -138,7 +138,7 @@ def _steps_s(profile: WorkerProfile, context: float) -> Floats:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """How many rows a decode worker has at a moment, or whoever comes meets."""
 
     chances: Floats  # of 0, 1, 2, ...
@@ -158,7 +158,7 @@ class Batch:
 
 def batch_of(
     profile: WorkerProfile, workload: Workload, rate: float, longer_s: float = 0.0, share: float = 0.0
-) -> Batch | None:
+) -> BatchSizes | None:
     """At so many requests a second; for `share` of the time steps take `longer_s`, where that is more.
 
     Rows share a worker, and each goes on by a token a step, whatever a step of so many takes: the chance of n rows is
@@ -172,7 +172,7 @@ def batch_of(
     logarithms = np.concatenate(([0.0], np.cumsum(np.log(ratios))))
     weights = np.exp(logarithms - logarithms.max())
     chances = weights / weights.sum()
-    return Batch(chances) if chances[-1] < FULL else None
+    return BatchSizes(chances) if chances[-1] < FULL else None
 
 
 def _within(mean: float, variance: float, most: float) -> float:
@@ -185,12 +185,12 @@ def _within(mean: float, variance: float, most: float) -> float:
     return _NORMAL.cdf(((most / mean) ** (1 / 3) - 1 + ninth) / math.sqrt(ninth))
 
 
-def room_of(profile: WorkerProfile, workload: Workload, batch: Batch) -> float:
+def room_of(profile: WorkerProfile, workload: Workload, batch: BatchSizes) -> float:
     """The chance that the cache holds all rows; requests as they are met in it."""
     return _within(*batch.sum_of(*workload.held), profile.kv_tokens)
 
 
-def _steps_within(profile: WorkerProfile, workload: Workload, batch: Batch, limits_s: Sequence[float]) -> float:
+def _steps_within(profile: WorkerProfile, workload: Workload, batch: BatchSizes, limits_s: Sequence[float]) -> float:
     """The share of answers over whose time the mean step takes no longer than its limit, one a stratum.
 
     A step reads weights, and its own row and context beside those of the others, as the answer met them (Wolff,
@@ -216,7 +216,7 @@ def _step_binds(profile: WorkerProfile, batch: float, context: float) -> str:
 
 
 def decoding(
-    profile: WorkerProfile, count: int, workload: Workload, promise: Promise, rate: float, lates: list[float]
+    profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float, lates: list[float]
 ) -> Met:
     """Decode workers that only write. `lates`: of each of the workload's strata, when its KV is there."""
     batch = batch_of(profile, workload, rate / count)
@@ -241,7 +241,7 @@ def _read_s(profile: WorkerProfile, strata: tuple[tuple[int, int], ...]) -> tupl
     return alone, busy, np.array([profile.costs.prompt_s(prompt) for prompt, _ in strata])
 
 
-def reading(profile: WorkerProfile, count: int, workload: Workload, promise: Promise, rate: float) -> Met:
+def reading(profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float) -> Met:
     """Prefill workers, of all of them together."""
     alone, times, _ = _read_s(profile, workload.strata)
     wait = wait_of(rate, count, float(times.mean()), float((times**2).mean()))
@@ -262,7 +262,7 @@ def _stretches(profile: WorkerProfile, context: float, pace_s: float, token_s: f
 
 
 def mixed(
-    profile: WorkerProfile, count: int, workload: Workload, promise: Promise, rate: float, read_rate: float
+    profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float, read_rate: float
 ) -> Met:
     """Workers that write `rate` answers a second, all of them together, and read the prompts of `read_rate`.
 

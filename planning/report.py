@@ -29,10 +29,10 @@ from twostroke.loadtests.report.chart import (
 from twostroke.loadtests.report.pages import write_plots
 from twostroke.loadtests.report.words import slo_words
 from twostroke.loadtests.run_folder import write
-from twostroke.planning.coarse.fleet import Fleet
+from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.trials import REQUESTS, requests_at, simulate
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.workload import SLOTargets, Workload
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 COLOURS: dict[Mode, str] = {"aggregated": GREY, "disaggregated": BLUE, "hybrid": GREEN}
@@ -121,11 +121,11 @@ def by_ratio(split: Sequence[tuple[int, int, float]], aggregated: float) -> Plot
 
 
 @in_our_style
-def memory(layout: Layout, workload: Workload, promise: Promise, rate: float) -> Plot:
+def memory(layout: Layout, workload: Workload, promise: SLOTargets, rate: float) -> Plot:
     """The share of each decode worker's KV cache that requests hold, simulated at a rate."""
     held: dict[str, list[tuple[float, float]]] = {}
 
-    def watch(fleet: Fleet) -> None:
+    def watch(fleet: CoarseFleet) -> None:
         for number, worker in enumerate(fleet.decode):
             share = worker.held_tokens / worker.profile.kv_tokens
             held.setdefault(f"decode-{number}", []).append((fleet.now_s, share))

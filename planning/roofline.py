@@ -19,7 +19,7 @@ MOST_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
-class Machine:
+class WorkerHardware:
     """One worker's GPUs, and how it holds the model."""
 
     hardware: Hardware
@@ -96,22 +96,22 @@ class Machine:
         computed_s = self.step_s(shape, batch, decode_operations(shape, batch, context, self.held))
         return computed_s + self.exchange_s(shape, batch, 0)
 
-    def at_peak(self) -> "Machine":
+    def at_peak(self) -> "WorkerHardware":
         """The same with nothing lost: what it takes is a floor."""
         return replace(self, efficiency=PEAK)
 
 
-def ttft_floor_s(machine: Machine, shape: ModelShape, prompt: int) -> float:
+def ttft_floor_s(machine: WorkerHardware, shape: ModelShape, prompt: int) -> float:
     """No first token of a prompt comes earlier from an idle worker: its operations at the peaks, in one chunk."""
     return machine.at_peak().prefill_s(shape, prompt)
 
 
-def tpot_floor_s(machine: Machine, shape: ModelShape, context: float) -> float:
+def tpot_floor_s(machine: WorkerHardware, shape: ModelShape, context: float) -> float:
     """No token comes sooner after the one before: weights and one context are read once (Pope et al. 2023)."""
     return machine.at_peak().decode_s(shape, 1, context)
 
 
-def largest_batch(machine: Machine, shape: ModelShape, context: float, tpot_s: float) -> int:
+def largest_batch(machine: WorkerHardware, shape: ModelShape, context: float, tpot_s: float) -> int:
     """The most sequences of `context` tokens whose step takes at most `tpot_s`, memory aside; 0: not even one's does.
 
     Step times rise with the batch, so halving finds it.
@@ -127,7 +127,7 @@ def largest_batch(machine: Machine, shape: ModelShape, context: float, tpot_s: f
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """The most sequences that a step may have, by what each of a worker's means allows for itself."""
 
     memory: float  # weights and all contexts have room
@@ -145,14 +145,16 @@ class Limits:
         return int(getattr(self, self.binds))
 
 
-def batch_limits(machine: Machine, shape: ModelShape, weights: float, context: float, tpot_s: float) -> Limits:
+def batch_limits(
+    machine: WorkerHardware, shape: ModelShape, weights: float, context: float, tpot_s: float
+) -> BatchLimits:
     """Textbook limits of a batch of `context` tokens each under a TPOT promise (Pope et al., MLSys 2023): the whole
     memory, and products and reads one beside the other. `weights` are the bytes of all ranks together."""
     hardware, efficiency = machine.hardware, machine.efficiency
     kv = kv_bytes(shape, context, machine.held.kv_itemsize) * machine.kv_share(shape) * machine.ranks
     read = hardware.read_bytes_per_s * efficiency.read * machine.ranks * tpot_s
     flops = hardware.flops_per_s[machine.number(shape)] * efficiency.compute * machine.ranks * tpot_s
-    return Limits(
+    return BatchLimits(
         memory=max(0.0, (hardware.memory_bytes * machine.ranks - weights) / kv),
         bandwidth=max(0.0, (read - weights) / kv),
         compute=flops / flops_of(decode_operations(shape, 1, context, machine.held)),
@@ -265,7 +267,7 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
     return usd_per_hour / (3600.0 * tokens_per_s) * 1e6
 
 
-def step_costs(machine: Machine, shape: ModelShape, context: float, step_tokens: int) -> StepCosts:
+def step_costs(machine: WorkerHardware, shape: ModelShape, context: float, step_tokens: int) -> StepCosts:
     """The roofline in the form that schedulers, routers and the simulator know: a sum where this is a maximum.
 
     Exact at a prompt of `step_tokens`, and at decodes of one and of 64 rows of about `context` tokens.

@@ -15,8 +15,8 @@ from twostroke.model.operations import Held
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
 from twostroke.model.sizes import StepBounds, check_size, weight_bytes
 from twostroke.planning.layouts import Layout, Pools, Work
-from twostroke.planning.roofline import Machine, step_costs, tpot_floor_s, ttft_floor_s
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.worker.profile import WorkerProfile
@@ -31,7 +31,7 @@ NAMES = {4.0: "float32", 2.0: "bfloat16", 1.0: "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanConstraints:
     """How workers hold the model, and what they may do in a step, whichever profile they are."""
 
     kv_itemsize: float | None = None  # None: as activations
@@ -46,14 +46,19 @@ class Terms:
 
 
 def machine_of(
-    hardware: Hardware, ranks: int, quantization: Quantization, terms: Terms, *, context_parallel: bool = False
-) -> Machine:
+    hardware: Hardware,
+    ranks: int,
+    quantization: Quantization,
+    terms: PlanConstraints,
+    *,
+    context_parallel: bool = False,
+) -> WorkerHardware:
     itemsize = hardware.itemsize
     held = Held(quantization, itemsize, terms.kv_itemsize or itemsize)
-    return Machine(hardware, ranks, held, terms.efficiency, context_parallel)
+    return WorkerHardware(hardware, ranks, held, terms.efficiency, context_parallel)
 
 
-def fit_of(shape: ModelConfig, machine: Machine, terms: Terms) -> Fit:
+def fit_of(shape: ModelConfig, machine: WorkerHardware, terms: PlanConstraints) -> Fit:
     """Raises ConfigError where so many ranks can't share the model."""
     check_size(shape, machine.ranks)
     return fit(
@@ -85,7 +90,7 @@ def profiles_of(
     hardware: Hardware,
     quantizations: Iterable[Quantization],
     workload: Workload,
-    terms: Terms,
+    terms: PlanConstraints,
 ) -> list[WorkerProfile]:
     """Return profiles of workers on such GPUs that have room for the workload's longest request."""
     found = []
@@ -104,7 +109,12 @@ def profiles_of(
 
 
 def _profile(
-    shape: ModelConfig, machine: Machine, quantization: Quantization, workload: Workload, terms: Terms, room: Fit
+    shape: ModelConfig,
+    machine: WorkerHardware,
+    quantization: Quantization,
+    workload: Workload,
+    terms: PlanConstraints,
+    room: Fit,
 ) -> WorkerProfile:
     held = max(1, round(workload.held[0]))
     block = max((size for size in BLOCK_SIZES if size / 2 <= BLOCK_WASTE * held), default=BLOCK_SIZES[0])
@@ -142,7 +152,9 @@ def _profile(
     )
 
 
-def nowhere(shape: ModelConfig, hardware: Sequence[Hardware], workload: Workload, terms: Terms) -> ConfigError:
+def nowhere(
+    shape: ModelConfig, hardware: Sequence[Hardware], workload: Workload, terms: PlanConstraints
+) -> ConfigError:
     """Why no worker has room, and what it would take."""
     largest = max(hardware, key=lambda one: one.memory_bytes)
     needs = []
@@ -170,8 +182,8 @@ def check_floors(
     hardware: Sequence[Hardware],
     quantizations: Sequence[Quantization],
     workload: Workload,
-    promise: Promise,
-    terms: Terms,
+    promise: SLOTargets,
+    terms: PlanConstraints,
 ) -> None:
     """Raises ConfigError, with the floor, for a promise that not even an idle worker could keep."""
     prompts = sorted(prompt for prompt, _ in workload.lengths)
@@ -239,7 +251,7 @@ def best_of_each(planned: Iterable[Planned], rate: float | None) -> list[Planned
     return list(found.values())
 
 
-class Search:
+class FleetSearch:
     """All that is asked of the fleets but their number: what was computed is remembered from search to search."""
 
     def __init__(
@@ -247,7 +259,7 @@ class Search:
         prefill: Sequence[WorkerProfile],
         decode: Sequence[WorkerProfile],
         workload: Workload,
-        promise: Promise,
+        promise: SLOTargets,
         budget: Budget,
     ) -> None:
         self._prefill, self._decode = prefill, decode

@@ -7,7 +7,7 @@ from twostroke.model.operations import decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB, HARDWARE, Hardware
 from twostroke.model.published.models import MODELS, published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.literature import Row, checked
+from twostroke.planning.literature import LiteratureFigure, checked
 from twostroke.planning.roofline import (
     kv_bytes,
     largest_batch,
@@ -16,7 +16,7 @@ from twostroke.planning.roofline import (
     ttft_floor_s,
     usd_per_million,
 )
-from twostroke.planning.search import Terms, fit_of, machine_of
+from twostroke.planning.search import PlanConstraints, fit_of, machine_of
 
 PLACES = (
     ("Llama-3.1-8B", "l40s", 1),
@@ -102,7 +102,8 @@ def _model(name: str) -> Mapping[str, str]:
 def _room(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
     shape = published_model(name)
     found, in_fp8 = (
-        fit_of(shape, machine_of(HARDWARE[gpu], ranks, "auto", terms), terms) for terms in (Terms(2.0), Terms(1.0))
+        fit_of(shape, machine_of(HARDWARE[gpu], ranks, "auto", terms), terms)
+        for terms in (PlanConstraints(2.0), PlanConstraints(1.0))
     )
     return {
         "": name,
@@ -117,7 +118,7 @@ def _room(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
 
 
 def _operations() -> Iterator[Mapping[str, str]]:
-    shape, machine = published_model("Llama-3.1-8B"), machine_of(HARDWARE["h100-80gb"], 1, "auto", Terms())
+    shape, machine = published_model("Llama-3.1-8B"), machine_of(HARDWARE["h100-80gb"], 1, "auto", PlanConstraints())
     phases = {f"prompt of {PROMPT:,}": prefill_operations(shape, PROMPT)}
     phases |= {f"decode, batch {batch}": decode_operations(shape, batch, PROMPT) for batch in (1, 32, 256)}
     for phase, operations in phases.items():
@@ -140,7 +141,7 @@ def _experts(name: str) -> Mapping[str, str]:
 
 
 def _floors(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
-    shape, machine = published_model(name), machine_of(HARDWARE[gpu], ranks, "auto", Terms())
+    shape, machine = published_model(name), machine_of(HARDWARE[gpu], ranks, "auto", PlanConstraints())
     return {
         "": name,
         "on": f"{ranks} `{gpu}`",
@@ -165,7 +166,7 @@ def _costs(rate: int) -> Mapping[str, str]:
     return {"USD a million tokens": f"{rate:,} tokens/s a GPU", **usd}
 
 
-def _published(found: tuple[Row, float]) -> Mapping[str, str]:
+def _published(found: tuple[LiteratureFigure, float]) -> Mapping[str, str]:
     row, ours = found
     slip = f"it slips, {row.right}: " if row.right else ""
     return {

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from twostroke.loadtests.capacity import Search as CapacitySearch
+from twostroke.loadtests.capacity import SearchRange as CapacitySearch
 from twostroke.loadtests.capacity import capacity_of
-from twostroke.planning.answer import Answer, answer_of
-from twostroke.planning.coarse.fleet import Fleet, run
+from twostroke.planning.answer import PlannedLayout, answer_of
+from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import Request
+from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.layouts import Layout
-from twostroke.planning.search import Planned, Search, best_of_each
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.search import FleetSearch, Planned, best_of_each
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 
@@ -32,10 +32,10 @@ FEW = 6  # layouts that are simulated in each of the first two rounds; then the 
 ROUNDS = 10
 RUNNERS_UP = 4
 Structure = tuple[str, str, str]
-Watch = Callable[[Fleet], None]
+Watch = Callable[[CoarseFleet], None]
 
 
-def requests_at(workload: Workload, rate: float, count: int, seed: int = 0) -> list[Request]:
+def requests_at(workload: Workload, rate: float, count: int, seed: int = 0) -> list[CoarseRequest]:
     """Return Poisson arrivals of requests of the workload: the same requests at every rate, in the same order."""
     draw = random.Random(seed)
     lengths = [draw.choice(workload.lengths) for _ in range(count)]
@@ -43,16 +43,18 @@ def requests_at(workload: Workload, rate: float, count: int, seed: int = 0) -> l
     now_s, requests = 0.0, []
     for gap, (prompt, answer) in zip(gaps, lengths, strict=True):
         now_s += gap / rate
-        requests.append(Request(now_s, prompt, answer))
+        requests.append(CoarseRequest(now_s, prompt, answer))
     return requests
 
 
-def simulate(layout: Layout, promise: Promise, requests: Sequence[Request], watch: Watch | None = None) -> None:
+def simulate(
+    layout: Layout, promise: SLOTargets, requests: Sequence[CoarseRequest], watch: Watch | None = None
+) -> None:
     """Serve `requests`, writing into each when its tokens came; `watch` sees the fleet every second."""
     slo = SLOConfig(classes=(SLOClass(name="standard", ttft_s=promise.ttft_s, tpot_s=promise.tpot_s),), admission=False)
     counts = layout.num_prefill, layout.num_decode
     sender = layout.prefill
-    fleet = Fleet(
+    fleet = CoarseFleet(
         layout.decode,
         0.0,
         promise.ttft_s,
@@ -61,7 +63,7 @@ def simulate(layout: Layout, promise: Promise, requests: Sequence[Request], watc
         prefill_profile=None if sender is None else replace(sender, kv_bytes=layout.decode.copies * sender.kv_bytes),
     )
 
-    def look(fleet: Fleet) -> tuple[int, int]:
+    def look(fleet: CoarseFleet) -> tuple[int, int]:
         if watch is not None:
             watch(fleet)
         return counts
@@ -70,19 +72,19 @@ def simulate(layout: Layout, promise: Promise, requests: Sequence[Request], watc
 
 
 @dataclass(frozen=True)
-class Shares:
+class AttainmentShares:
     """The shares of requests whose first token, whose other tokens, and all of whose tokens came in time."""
 
     ttft: float
     tpot: float
     both: float
 
-    def attainment(self, promise: Promise) -> float:
+    def attainment(self, promise: SLOTargets) -> float:
         """Return what is met of the promise's shares, the scarcer; the promise is kept from 1 on."""
         return min(self.ttft / promise.ttft_share, self.tpot / promise.tpot_share)
 
 
-def shares_of(layout: Layout, workload: Workload, promise: Promise, rate: float, seed: int = 0) -> Shares:
+def shares_of(layout: Layout, workload: Workload, promise: SLOTargets, rate: float, seed: int = 0) -> AttainmentShares:
     """Simulate the layout at a rate, and judge all but the first requests."""
     held = layout.met(workload, promise, rate).batch * layout.num_decode
     count = min(MOST_REQUESTS, max(REQUESTS, int(BATCHES * held)))
@@ -92,7 +94,7 @@ def shares_of(layout: Layout, workload: Workload, promise: Promise, rate: float,
     judged = requests[count // 4 :]
     met = [(one.ttft_s + overhead_s <= promise.ttft_s, one.tpot_s <= promise.tpot_s) for one in judged]
     several = [tpot for one, (_, tpot) in zip(judged, met, strict=True) if one.output_tokens > 1]
-    return Shares(
+    return AttainmentShares(
         sum(ttft for ttft, _ in met) / len(met),
         sum(several) / len(several) if several else 1.0,
         sum(ttft and tpot for ttft, tpot in met) / len(met),
@@ -108,7 +110,7 @@ def simulated_capacity(
 
 
 def simulated_goodput(
-    layout: Layout, workload: Workload, promise: Promise, expected: float, say: Callable[[str], None], seed: int = 0
+    layout: Layout, workload: Workload, promise: SLOTargets, expected: float, say: Callable[[str], None], seed: int = 0
 ) -> float:
     """Return the highest rate at which the simulated layout keeps both promises."""
 
@@ -121,23 +123,23 @@ def simulated_goodput(
 
 
 @dataclass(frozen=True)
-class Decision:
+class TrialResults:
     """The result of a search and its trials."""
 
-    answers: list[Answer]  # of layouts that were tried, where any was; the best first
+    answers: list[PlannedLayout]  # of layouts that were tried, where any was; the best first
     planned: list[Planned]  # all near ones, by formulas and weights
     weights: dict[Structure, float]  # what simulation made of formulas
 
 
 def decide(
-    search: Search,
+    search: FleetSearch,
     workload: Workload,
-    promise: Promise,
+    promise: SLOTargets,
     rate: float | None,
     say: Callable[[str], None],
     *,
     simulates: bool = True,
-) -> Decision:
+) -> TrialResults:
     """The search is repeated with what trials found until the best have been tried as they are.
 
     Raises ConfigError where no layout can be bought, or keeps the promise.
@@ -165,4 +167,4 @@ def decide(
     tried = [Planned(layout, served) for layout, served in simulated.items() if served > 0]
     best = best_of_each(tried or planned, rate)[: 1 + RUNNERS_UP]
     answers = [answer_of(one, workload, promise, rate, is_simulated=bool(tried)) for one in best]
-    return Decision(answers, planned, weights)
+    return TrialResults(answers, planned, weights)

@@ -81,7 +81,7 @@ def sample_of(plan: Plan, name: str) -> Workload:
 
 
 @dataclass(frozen=True)
-class Promise:
+class SLOTargets:
     """By when first tokens, and tokens after them, are to come, and to what share of the requests."""
 
     ttft_s: float
@@ -90,7 +90,7 @@ class Promise:
     tpot_share: float = 0.9
 
 
-def promise_of(text: str) -> Promise:
+def promise_of(text: str) -> SLOTargets:
     """`ttft_p90_s=0.5,tpot_p90_s=0.05`; any percentile from p50 to p99. Raises ConfigError."""
     found: dict[str, tuple[float, float]] = {}
     for part in text.split(","):
@@ -106,4 +106,4 @@ def promise_of(text: str) -> Promise:
         found[kind] = seconds, share
     if found.keys() != {"ttft", "tpot"}:
         raise ConfigError(f"--slo {text}: both ttft_p90_s=SECONDS and tpot_p90_s=SECONDS are needed")
-    return Promise(found["ttft"][0], found["tpot"][0], found["ttft"][1], found["tpot"][1])
+    return SLOTargets(found["ttft"][0], found["tpot"][0], found["ttft"][1], found["tpot"][1])

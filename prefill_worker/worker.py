@@ -21,7 +21,7 @@ from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.life import EndedStep
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepCostFit
-from twostroke.worker.worker import Equipment, Worker, WorkerCall, read_prompt
+from twostroke.worker.worker import Worker, WorkerCall, WorkerDeps, read_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
     role: ClassVar[Role] = "prefill"
     _scheduler: PrefillScheduler
 
-    def __init__(self, config: PrefillConfig, equipment: Equipment):
+    def __init__(self, config: PrefillConfig, equipment: WorkerDeps):
         scheduler = PrefillScheduler(equipment.pool, config, equipment.max_context)
         super().__init__(config, equipment, scheduler, StepCostFit(equipment.expert_share), runs_ahead=config.run_ahead)
         self._layers = equipment.store.layout.layers_of(equipment.store.rank)

@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities at all
 
 
-class ReadingParams(msgspec.Struct, frozen=True):
+class ScoringParams(msgspec.Struct, frozen=True):
     """What is read off a prompt while its KV is computed."""
 
     logprobs: int | None = None  # of each token but the first, with so many alternatives; None: none
@@ -89,7 +89,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     promise: Promise = Promise()
     # Where something is read off the prompt one worker of either role serves the request alone, without a transfer, and
     # `max_tokens` is 1, or 0: then no token is reported.
-    reading: ReadingParams | None = None
+    reading: ScoringParams | None = None
     client: bytes = b""  # who asks: where clients take turns, each has its own, whatever its `cache_salt`
     log_context: LogContext = NO_REQUEST  # what the workers' log lines about it tell
 

@@ -53,7 +53,7 @@ class Fleet(Protocol):
         """Receive what `probe_source` sends with these tickets, into free blocks."""
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class PathEstimate(msgspec.Struct, frozen=True):
     """A request's times on a path, in seconds, by the cost models that its workers have fitted."""
 
     queue_s: float  # until its prompt is begun: work that goes first
@@ -85,7 +85,7 @@ class Path(msgspec.Struct, frozen=True):
     prefill: WorkerInfo | None
     decode: WorkerInfo
     source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
-    estimate: Estimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
+    estimate: PathEstimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
     is_trial: bool = False  # taken not for its costs but to see whether they are true
 

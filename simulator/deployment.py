@@ -18,7 +18,7 @@ from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import Role
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.memory_network import MemoryFabric
@@ -63,7 +63,7 @@ class Users:
     seconds: float
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkerCrash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker that crashes; another starts in its place at once."""
 
     at_s: float
@@ -72,7 +72,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Served:
+class SimulatedRequest:
     """What became of one request. Times in seconds; `refused`: with 429, and nothing else is known."""
 
     promise: Promise
@@ -88,15 +88,15 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """One trace under one policy."""
 
-    served: tuple[Served, ...]
+    served: tuple[SimulatedRequest, ...]
     prefill_busy: float  # share of its time that a prefill worker computed, mean; 0 without any
     decode_busy: float
 
 
-class Machine:
+class SharedMachine:
     """What workers of one machine share: while another computes, a step is slower (`WorkerProfile.beside`)."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class TimedEngine:
 
     num_broken_rows = 0
 
-    def __init__(self, profile: WorkerProfile, machine: Machine):
+    def __init__(self, profile: WorkerProfile, machine: SharedMachine):
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.busy_s = 0.0
         self._profile = profile
@@ -174,7 +174,7 @@ class _Fleet(SimFleet[TimedEngine]):
     """Workers that tell routers their profile's layout, and whose links are as fast as its KV is large."""
 
     def __init__(self, plan: FleetPlan, profiles: Mapping[Role, WorkerProfile], fabric: MemoryFabric):
-        sender, machine = profiles["prefill"], Machine()
+        sender, machine = profiles["prefill"], SharedMachine()
 
         def engine(role: Role, store: FakeStore, swap_space: FakeSwapSpace | None) -> TimedEngine:
             return TimedEngine(profiles[role], machine)
@@ -207,13 +207,13 @@ def serve(
     decode_cache_tokens: int,
     seed: int = 0,
     slo: SLOConfig = PROMISE_NOTHING,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[WorkerCrash] = (),
     progress: Callable[[int], None] | None = None,
     max_context: int = 8192,
     until_s: float = math.inf,
     warm: int = 0,
     queue: QueuePolicy = "edf",
-) -> Run:
+) -> SimulatedRun:
     """Run the trace to its end; with classes that promise something, some requests are refused.
 
     Without prefill workers the fleet is aggregated; with them, decode workers read prompts where that is quicker,
@@ -259,7 +259,7 @@ class _Deployment:
         self._users = users
         self._until_s = until_s
         self._warm = warm
-        self._served: list[Served] = []
+        self._served: list[SimulatedRequest] = []
         self._plan = plan
         self._profiles = profiles
         self._http_s = profiles["decode"].http_s
@@ -268,7 +268,7 @@ class _Deployment:
         self._num_ended = 0
         self.progress: Callable[[int], None] | None = None
 
-    async def run(self, prefill: int, decode: int, faults: Sequence[Fault]) -> Run:
+    async def run(self, prefill: int, decode: int, faults: Sequence[WorkerCrash]) -> SimulatedRun:
         self._clock = asyncio.get_running_loop().time
         fabric = MemoryFabric(self._plan.seed, typical_latency_s=0.0002)
         fleet = _Fleet(self._plan, self._profiles, fabric)
@@ -301,7 +301,7 @@ class _Deployment:
         served = sorted(self._served, key=lambda one: one.at_s)
         busy = [process.engine.busy_s / seconds for process in processes]
         prefill_busy = sum(busy[:prefill]) / prefill if prefill else 0.0
-        return Run(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
+        return SimulatedRun(tuple(served), prefill_busy, decode_busy=sum(busy[prefill:]) / decode)
 
     async def _warm_up(self, router: SimRouter) -> None:
         self._began_s = self._clock()
@@ -336,7 +336,9 @@ class _Deployment:
             said += (ANSWER,) * traced.num_output_tokens
         return self._clock() - self._began_s
 
-    async def _ask(self, said: tuple[int, ...], at_s: float, traced: TracedRequest, router: SimRouter) -> Served:
+    async def _ask(
+        self, said: tuple[int, ...], at_s: float, traced: TracedRequest, router: SimRouter
+    ) -> SimulatedRequest:
         request = GenerateRequest(
             request_id=f"template-{len(self._served)}",
             router_id="",
@@ -346,8 +348,8 @@ class _Deployment:
             max_tokens=traced.num_output_tokens,
             promise=traced.promise,
         )
-        stages = Stages(arrive=self._clock())
-        served = Served(traced.promise, at_s, request.num_prompt_tokens, traced.num_output_tokens)
+        stages = SequenceStages(arrive=self._clock())
+        served = SimulatedRequest(traced.promise, at_s, request.num_prompt_tokens, traced.num_output_tokens)
         token_s: list[float] = []
         try:
             await asyncio.sleep(self._http_s / 2)
@@ -372,13 +374,15 @@ class _Deployment:
             token_s=tuple(moment - self._began_s + self._http_s / 2 for moment in token_s),
         )
 
-    async def _read(self, router: SimRouter, request: GenerateRequest, stages: Stages, token_s: list[float]) -> None:
+    async def _read(
+        self, router: SimRouter, request: GenerateRequest, stages: SequenceStages, token_s: list[float]
+    ) -> None:
         async with aclosing(router.pipeline.generate(request, stages)) as events:
             async for _ in events:
                 token_s.append(self._clock())
 
 
-async def _strike(fault: Fault, fleet: SimFleet[TimedEngine]) -> None:
+async def _strike(fault: WorkerCrash, fleet: SimFleet[TimedEngine]) -> None:
     await asyncio.sleep(fault.at_s)
     there = [one for one in fleet.processes.values() if one.info.role == fault.role]
     if there:

@@ -72,7 +72,7 @@ def parts_around(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ChunkPiece:
     """Some units of a chunk, all in one layer, and who may touch their blocks."""
 
     layer: int
@@ -253,7 +253,7 @@ class MemoryLink:
         self._transport.open_links.pop(self, None)
         self._pipe.break_off()
 
-    async def _read_into(self, pieces: Sequence[_Piece], seal: int) -> bool:
+    async def _read_into(self, pieces: Sequence[_ChunkPiece], seal: int) -> bool:
         digest = xxhash.xxh3_128(seed=seal)
         for piece in pieces:
             data = await self._pipe.pull(len(piece.unit_ids) * self._cut.unit_bytes)
@@ -262,7 +262,7 @@ class MemoryLink:
             digest.update(data)
         return await self._pipe.pull(DIGEST_BYTES) == digest.digest()
 
-    async def _pull_into(self, pieces: Sequence[_Piece], seal: int) -> bool:
+    async def _pull_into(self, pieces: Sequence[_ChunkPiece], seal: int) -> bool:
         pointers = await self._pipe.next_pointers()
         theirs = [(segment.layer, unit_id) for segment in pointers.segments for unit_id in segment.unit_ids]
         if len(theirs) != sum(len(piece.unit_ids) for piece in pieces):
@@ -282,20 +282,20 @@ class MemoryLink:
             digest.update(data)
         return digest.digest() == pointers.digest
 
-    def _write(self, piece: _Piece, data: bytes | bytearray) -> None:
+    def _write(self, piece: _ChunkPiece, data: bytes | bytearray) -> None:
         self._pipe.check()
         self._store.touch_to_write(piece.blocks, "a link writes", piece.grip)
         self._store.write_units(piece.layer, piece.unit_ids, self._cut, data)
 
-    def _pieces(self, segments: Sequence[Segment]) -> list[_Piece]:
+    def _pieces(self, segments: Sequence[Segment]) -> list[_ChunkPiece]:
         """Halves of the segments. Their blocks' owners are those of now: whoever calls has been let in."""
-        pieces: list[_Piece] = []
+        pieces: list[_ChunkPiece] = []
         for segment in segments:
             middle = len(segment.unit_ids) // 2
             for unit_ids in (segment.unit_ids[:middle], segment.unit_ids[middle:]):
                 if unit_ids:
                     blocks = tuple(sorted({unit_id // self._cut.units_per_block for unit_id in unit_ids}))
-                    pieces.append(_Piece(segment.layer, unit_ids, blocks, self._store.grip(blocks)))
+                    pieces.append(_ChunkPiece(segment.layer, unit_ids, blocks, self._store.grip(blocks)))
         return pieces
 
     async def _time_of(self, num_units: int) -> None:

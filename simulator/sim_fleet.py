@@ -24,7 +24,7 @@ from twostroke.simulator.memory_network import MemoryFabric, Trace
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop
-from twostroke.worker.worker import Equipment
+from twostroke.worker.worker import WorkerDeps
 
 SECRET = b"the simulation's secret"
 NOTICE_S = 0.2  # until a deployment has seen that a worker is unhealthy
@@ -140,7 +140,7 @@ class SimFleet(Generic[EngineT]):
         transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=plan.max_chunk_bytes)
         parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, plan.transports)
         clock = asyncio.get_running_loop().time
-        equipment = Equipment(
+        equipment = WorkerDeps(
             peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
         )
         if is_prefill:

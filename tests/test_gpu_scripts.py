@@ -23,8 +23,8 @@ from tests.gpu.first.facts import facts_of, shown
 from tests.model.conftest import write_checkpoint
 from twostroke.benchmarks import transfer
 from twostroke.benchmarks.gpu import command
-from twostroke.benchmarks.gpu.command import KINDS, Report
-from twostroke.benchmarks.gpu.limits import Row
+from twostroke.benchmarks.gpu.command import KINDS, GpuReport
+from twostroke.benchmarks.gpu.limits import LimitRow
 
 __all__ = ["write_checkpoint"]
 
@@ -290,9 +290,9 @@ def test_every_failing_test_is_told_with_its_error_and_place() -> None:
 
 
 def test_rows_are_told_whose_names_overflow_their_column(capsys: pytest.CaptureFixture[str]) -> None:
-    report, long = Report(), "decode attention over FP8, batch 128, context 4096, peer"
+    report, long = GpuReport(), "decode attention over FP8, batch 128, context 4096, peer"
     for name, ratio in (("short", 0.5), ("short, peer", 0.25), (long, 0.75)):
-        report.add(Row(name, ratio, 1.0, "2 us", "torch", predicted=0.8))
+        report.add(LimitRow(name, ratio, 1.0, "2 us", "torch", predicted=0.8))
     report.finish()
     found = facts_of(capsys.readouterr().out, 0)
     assert found["rows"] == {

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
-class WorkerLife:
+class StepLoop:
     """Calls `step` again and again. The first exception ends that for good: the worker has died.
 
     Of what it calls, only `step` and `hang_up` wait.

@@ -7,7 +7,7 @@ computed in that time, idle time included. MBU is the same of the bytes of weigh
 from collections import deque
 from typing import Any
 
-from twostroke.model.operations import Limits
+from twostroke.model.operations import MachineLimits
 from twostroke.model.step_work import StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.worker.step_costs import StepContent
@@ -19,7 +19,7 @@ MARK_S = 1.0
 class Utilization:
     """Adds up what steps compute and read. `shares` are those of the last WINDOW_S."""
 
-    def __init__(self, work: StepWork | None, limits: Limits | None, clock: Clock):
+    def __init__(self, work: StepWork | None, limits: MachineLimits | None, clock: Clock):
         """Without `work` or `limits` the shares are unknown."""
         self._work = work
         self._limits = limits

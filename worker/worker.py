@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
-from twostroke.model.operations import Limits
+from twostroke.model.operations import MachineLimits
 from twostroke.model.step import Constraint, Engine, OnLayer
 from twostroke.model.step_work import StepWork
 from twostroke.protocol.clock import Clock
@@ -36,7 +36,7 @@ from twostroke.protocol.requests import (
     Peer,
     PrefillReply,
     Promise,
-    ReadingParams,
+    ScoringParams,
     Ticket,
     TokenEvent,
     check_request,
@@ -47,7 +47,7 @@ from twostroke.worker.call_log import failed_alone
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.experts.expert_balance import ExpertBalance
 from twostroke.worker.experts.expert_load import ExpertLoad, ReadHits
-from twostroke.worker.life import EndedStep, LogitHealth, StepsUnderWay, WorkerLife
+from twostroke.worker.life import EndedStep, LogitHealth, StepLoop, StepsUnderWay
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
@@ -61,7 +61,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 @dataclass(frozen=True)
-class Equipment:
+class WorkerDeps:
     """What a worker is given, of either role. Pool, store and engine belong to it alone while it runs."""
 
     peer: Peer  # its name
@@ -80,7 +80,7 @@ class Equipment:
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
     vocab_size: int | None = None  # the model's; None: nothing is known of it
     work: StepWork | None = None  # the model's; None: utilisation is not told
-    limits: Limits | None = None  # of the machine, for all ranks together
+    limits: MachineLimits | None = None  # of the machine, for all ranks together
     gpu_use: Callable[[], GpuUse | None] = lambda: None
 
 
@@ -134,7 +134,7 @@ class WorkerCounters:
     pulled_tokens: int = 0
 
 
-_UNREAD = ReadingParams()
+_UNREAD = ScoringParams()
 
 CallT = TypeVar("CallT", bound=WorkerCall[Any, Any])
 
@@ -147,7 +147,7 @@ class Worker(ABC, Generic[JobT, CallT]):
     def __init__(
         self,
         config: WorkerConfig,
-        equipment: Equipment,
+        equipment: WorkerDeps,
         scheduler: Scheduler[JobT],
         costs: StepCostFit,
         *,
@@ -191,7 +191,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             blocks=self._pool,
             clock=self._clock,
         )
-        self._life = WorkerLife(
+        self._life = StepLoop(
             worker_id=self._peer.worker_id,
             pools=(self._pool,) if host_pool is None else (self._pool, host_pool),
             clock=self._clock,

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from rich import box
 from rich.table import Table
 
-from twostroke.benchmarks.faults.load import SteadyLoad, Target, answers_of_all, event_loop_beside, plain_request
+from twostroke.benchmarks.faults.load import ServerAddress, SteadyLoad, answers_of_all, event_loop_beside, plain_request
 from twostroke.benchmarks.faults.strikes import DRAIN_S, Scene
 from twostroke.benchmarks.faults.verdict import survival
 from twostroke.cluster.commands.doctor import fetch_report
@@ -22,7 +22,7 @@ from twostroke.cluster.commands.status import table_console
 from twostroke.cluster.local.nodes.machines import IsolatedMachines, LoopbackMachines, Machines, why_not
 from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, RayNodes
 from twostroke.cluster.local.nodes.redis import Redis
-from twostroke.cluster.local.nodes.site import NO_STAGES, Site, Worker, WorkerRole, node_for, settings
+from twostroke.cluster.local.nodes.site import NO_STAGES, ListedWorker, Site, WorkerRole, node_for, settings
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError
@@ -156,7 +156,7 @@ class _Demo:
         site, rate = scene.site, self._arguments.rate
         model = site.status()["model"]
         requests = [plain_request(model, key) for key in range(NUM_REQUESTS)]
-        target = Target(site.url)
+        target = ServerAddress(site.url)
         with event_loop_beside() as do:
             try:
                 expected = do(answers_of_all(target, requests, 1))
@@ -189,7 +189,7 @@ class _Demo:
         lost = verdict.lost_new if self._fault == "router" else verdict.lost
         return 0 if lost == verdict.mismatched == 0 else 1
 
-    def _show(self, nodes: Sequence[Node], workers: Sequence[Worker]) -> None:
+    def _show(self, nodes: Sequence[Node], workers: Sequence[ListedWorker]) -> None:
         table = Table("node", "role", "address", "runs", box=box.SIMPLE_HEAD)
         for node in nodes:
             label = next(iter(node.spec.labels.values()))

@@ -21,7 +21,7 @@ MODEL = "twostroke-bundled"
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerAddress:
     """The address of requests, and their API key."""
 
     url: str
@@ -46,7 +46,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Request:
+class KeyedRequest:
     """One request. `key` names it: equal requests are answered with equal tokens, whatever happens."""
 
     key: int
@@ -63,12 +63,12 @@ class Request:
         return self.body.get("guided_json")
 
 
-def plain_request(model: str, key: int, *, prompt_tokens: int = 100, max_tokens: int = 400) -> Request:
+def plain_request(model: str, key: int, *, prompt_tokens: int = 100, max_tokens: int = 400) -> KeyedRequest:
     """Make a greedy request for exactly so many tokens, whose prompt is its key's own."""
     prompt = [300 + (key * 37 + i * 11) % 700 for i in range(prompt_tokens)]  # ordinary tokens in any vocabulary
     asked = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "n": 1, "temperature": 0, "ignore_eos": True}
     streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    return Request(key, asked | streamed)
+    return KeyedRequest(key, asked | streamed)
 
 
 PATIENCE_S = 60.0
@@ -76,7 +76,7 @@ PATIENCE_S = 60.0
 
 
 @dataclass
-class Choice:
+class ClientChoice:
     """The answer of one choice. Times are of `time.monotonic`."""
 
     pieces: list[tuple[float, list[int]]] = field(default_factory=list)  # token ids, by arrival
@@ -91,15 +91,15 @@ class Choice:
 
 
 @dataclass
-class Answer:
+class ClientAnswer:
     """The answer to one request, as its client saw it."""
 
-    request: Request
+    request: KeyedRequest
     sent_at: float
     ended_at: float = 0.0
     status: int | None = None  # None: no answer at all
     retry_after_s: float | None = None
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[ClientChoice] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     has_end: bool = False  # the [DONE]
     error: str | None = None
@@ -111,10 +111,10 @@ class Answer:
 
 
 async def ask(
-    target: Target, request: Request, *, leave_after: int | None = None, limit_s: float = PATIENCE_S
-) -> Answer:
+    target: ServerAddress, request: KeyedRequest, *, leave_after: int | None = None, limit_s: float = PATIENCE_S
+) -> ClientAnswer:
     """Send the request and take what comes, to its end or until about `leave_after` events have come."""
-    answer = Answer(request, time.monotonic(), choices=[Choice() for _ in range(request.num_choices)])
+    answer = ClientAnswer(request, time.monotonic(), choices=[ClientChoice() for _ in range(request.num_choices)])
     came: list[Piece] = []
     try:
         async with asyncio.timeout(limit_s):
@@ -131,7 +131,7 @@ async def ask(
     return answer
 
 
-async def _receive(target: Target, request: Request, came: list[Piece], leave_after: int | None) -> bool:
+async def _receive(target: ServerAddress, request: KeyedRequest, came: list[Piece], leave_after: int | None) -> bool:
     """Return whether the client has left before the server hung up. Raises OSError."""
     payload = json.dumps(request.body).encode()
     reader, writer = await target.connect()
@@ -148,7 +148,7 @@ async def _receive(target: Target, request: Request, came: list[Piece], leave_af
     return False
 
 
-def _read(came: list[Piece], answer: Answer) -> None:
+def _read(came: list[Piece], answer: ClientAnswer) -> None:
     """Raises BadResponse or ValueError where that breaks off, or is no answer; what came before is in `answer`."""
     head, body = response_of(came)
     answer.status = head.status
@@ -163,7 +163,7 @@ def _read(came: list[Piece], answer: Answer) -> None:
             _take(answer, json.loads(event.data), event.at)
 
 
-def _take(answer: Answer, event: dict[str, Any], at: float) -> None:
+def _take(answer: ClientAnswer, event: dict[str, Any], at: float) -> None:
     if "error" in event:
         answer.error = str(event["error"])
         return
@@ -193,15 +193,15 @@ class SteadyLoad:
 
     def __init__(
         self,
-        target: Target,
-        requests: Sequence[Request],
+        target: ServerAddress,
+        requests: Sequence[KeyedRequest],
         seed: int,
         *,
         clients: int = 0,
         rate: float | None = None,
         limit_s: float = PATIENCE_S,
     ):
-        self.answers: list[Answer] = []
+        self.answers: list[ClientAnswer] = []
         self.under_way = 0
         self._target = target
         self._requests = requests
@@ -222,7 +222,7 @@ class SteadyLoad:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    async def one_more(self, *, leave_after: int | None = None) -> Answer:
+    async def one_more(self, *, leave_after: int | None = None) -> ClientAnswer:
         """Send a request; returns its answer, which is among `answers` too."""
         self.under_way += 1
         request = self._draw.choice(self._requests)
@@ -241,7 +241,7 @@ class SteadyLoad:
             await asyncio.sleep(self._draw.uniform(*PAUSE_S))
 
     async def _ask_at(self, rate: float) -> None:
-        asking: list[asyncio.Task[Answer]] = []
+        asking: list[asyncio.Task[ClientAnswer]] = []
         began = time.monotonic()
         while not self._stopping:
             asking.append(asyncio.create_task(self.one_more()))
@@ -249,9 +249,11 @@ class SteadyLoad:
         await asyncio.gather(*asking)
 
 
-async def answers_of_all(target: Target, requests: Sequence[Request], clients: int) -> dict[int, Answer]:
+async def answers_of_all(
+    target: ServerAddress, requests: Sequence[KeyedRequest], clients: int
+) -> dict[int, ClientAnswer]:
     """Return each request's answer by key, with as many under way as the steady load has. Raises RuntimeError."""
-    found: dict[int, Answer] = {}
+    found: dict[int, ClientAnswer] = {}
     left = list(reversed(requests))
     draw = random.Random(len(requests))
 

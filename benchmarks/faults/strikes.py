@@ -10,7 +10,7 @@ from twostroke.benchmarks.faults.verdict import Injected
 from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, ROUTER
 from twostroke.cluster.local.nodes.machines import IsolatedMachine
 from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, RayNodes
-from twostroke.cluster.local.nodes.site import APPLICATION, READY_S, Site, Worker, WorkerRole, node_for
+from twostroke.cluster.local.nodes.site import APPLICATION, READY_S, ListedWorker, Site, WorkerRole, node_for
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import processes_named
 
@@ -27,20 +27,20 @@ class Scene:
     counts: Mapping[str, int]  # `num_prefill` and `num_decode`
     say: Callable[[str], None]
 
-    def busiest(self, role: WorkerRole) -> Worker:
+    def busiest(self, role: WorkerRole) -> ListedWorker:
         """Return the worker that has most to do. Raises NodeFailed where none comes to have something."""
 
-        def busiest() -> Worker:
+        def busiest() -> ListedWorker:
             return max((one for one in self.site.workers() if one.role == role), key=lambda one: one.num_running)
 
         if role == "decode":  # it is to have something to lose; a prompt is computed too soon to be seen
             self.site.await_that("a decode worker is busy", lambda: busiest().num_running > 0)
         return busiest()
 
-    def node_of(self, worker: Worker) -> Node:
+    def node_of(self, worker: ListedWorker) -> Node:
         return next(node for node in self.nodes if node.address == worker.node)
 
-    def await_out(self, worker: Worker) -> float:
+    def await_out(self, worker: ListedWorker) -> float:
         """Return how long it took until routers no longer knew the worker. Raises NodeFailed."""
 
         def is_out() -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twostroke.benchmarks.faults.load import Answer, Choice
+from twostroke.benchmarks.faults.load import ClientAnswer, ClientChoice
 
 LOGPROB_TOLERANCE = 5e-4  # fp32 sums differ in the last bits with the shape of a batch
 
@@ -26,7 +26,7 @@ class Finding:
     text: str
 
 
-def check(answer: Answer, expected: Answer) -> list[Finding]:
+def check(answer: ClientAnswer, expected: ClientAnswer) -> list[Finding]:
     """Compare an answer with that to the same request without faults. A client that left saw a beginning of it."""
     if not answer.is_accepted:
         return []
@@ -47,7 +47,7 @@ def check(answer: Answer, expected: Answer) -> list[Finding]:
     return findings
 
 
-def _check_choice(choice: Choice, wanted: Choice, *, is_whole: bool) -> list[tuple[Flaw, str]]:
+def _check_choice(choice: ClientChoice, wanted: ClientChoice, *, is_whole: bool) -> list[tuple[Flaw, str]]:
     if has_repeats(choice.tokens, wanted.tokens) or choice.offsets != sorted(choice.offsets):
         return [("duplicates", "tokens came again")]
     if choice.tokens != (wanted.tokens if is_whole else wanted.tokens[: len(choice.tokens)]):
@@ -100,7 +100,7 @@ class Injected:
 
 
 @dataclass(frozen=True)
-class Wait:
+class ChoiceWait:
     """One wait of one choice."""
 
     begin: float
@@ -112,12 +112,12 @@ class Wait:
         return self.end - self.begin
 
 
-def waits(answer: Answer) -> Iterable[Wait]:
+def waits(answer: ClientAnswer) -> Iterable[ChoiceWait]:
     """All waits of an answer, the one that its end cut off included."""
     for choice in answer.choices:
         times = [answer.sent_at, *(at for at, _ in choice.pieces)]
         for index, (begin, end) in enumerate(itertools.pairwise(times)):
-            yield Wait(begin, end, index == 0)
+            yield ChoiceWait(begin, end, index == 0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Survival:
     slowest_first_token_s: float  # of those that were sent after it, and not lost
 
 
-def survival(answers: Sequence[Answer], expected: Mapping[int, Answer], struck_at: float) -> Survival:
+def survival(answers: Sequence[ClientAnswer], expected: Mapping[int, ClientAnswer], struck_at: float) -> Survival:
     """Sum up a load; `struck_at` is of `time.monotonic`."""
     is_lost = [not answer.is_accepted or answer.error is not None or not answer.has_end for answer in answers]
     whole = [answer for answer, lost in zip(answers, is_lost, strict=True) if not lost]

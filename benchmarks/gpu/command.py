@@ -32,10 +32,10 @@ from twostroke.benchmarks.gpu.kernels import (
     measure_start,
     measure_windows,
 )
-from twostroke.benchmarks.gpu.limits import CudaClock, GpuLimits, GpuPlace, Measure, Row, Sizes, measure_limits
+from twostroke.benchmarks.gpu.limits import CudaClock, GpuLimits, GpuPlace, LimitRow, Measure, Sizes, measure_limits
 from twostroke.benchmarks.gpu.steps import measure_quantized, measure_steps
 from twostroke.model.cuda.graphs import Recorder
-from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.protocol.errors import ConfigError
 
 
@@ -87,24 +87,24 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu needs a CUDA device, and torch finds none here; --dry-run needs none")
     device = torch.device("cuda", torch.cuda.current_device())
-    place = GpuPlace(device, Target.of_device(device), CudaClock(), lambda: Recorder(device))
+    place = GpuPlace(device, GpuTarget.of_device(device), CudaClock(), lambda: Recorder(device))
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     return measure_all(Sizes(), place, chosen, args.budget)
 
 
-class Report:
+class GpuReport:
     """What is known so far. Whoever finishes it first, after the last row or when the time is up, prints it."""
 
     def __init__(self) -> None:
         self.limits: GpuLimits | None = None
-        self.rows: list[Row] = []
+        self.rows: list[LimitRow] = []
         self.failed: dict[str, str] = {}
         self.left_out: list[str] = []
         self.under_way = "limits"
         self._is_finished = False
         self._printing = threading.Lock()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LimitRow) -> None:
         aim = "" if row.aim is None else f"(aim {row.aim:g})"
         predicted = "" if row.predicted is None else f", predicted {row.predicted:.2g}"
         with self._printing:
@@ -147,7 +147,7 @@ def measure_all(
 ) -> int:
     """As `run`, on whatever `place` is. `leave` ends the process when a row hangs beyond the time."""
     began = time.perf_counter()
-    report = Report()
+    report = GpuReport()
 
     def give_up() -> None:
         report.failed[report.under_way] = "not ended in time"
@@ -165,7 +165,7 @@ def measure_all(
     return 1 if code is None else code
 
 
-def _measure(sizes: Sizes, place: GpuPlace, names: Sequence[str], report: Report, began: float, end: float) -> None:
+def _measure(sizes: Sizes, place: GpuPlace, names: Sequence[str], report: GpuReport, began: float, end: float) -> None:
     def say(what: str) -> None:
         print(f"{time.perf_counter() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
 
@@ -192,7 +192,7 @@ def _measure(sizes: Sizes, place: GpuPlace, names: Sequence[str], report: Report
     say("done")
 
 
-def _add_rows(rows: Iterator[Row], report: Report, until: float) -> bool:
+def _add_rows(rows: Iterator[LimitRow], report: GpuReport, until: float) -> bool:
     """Whether there was time for all of them."""
     while time.perf_counter() < until:
         row = next(rows, None)

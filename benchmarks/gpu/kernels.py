@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twostroke.benchmarks.engine import write_random_model
-from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
 from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights
 from twostroke.model.batch import make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -39,13 +39,13 @@ from twostroke.protocol.requests import SamplingParams
 _PEERS = (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION), ("plain", SDPBackend.MATH))
 
 
-def measure_prefill_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_prefill_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """Causal, of whole prompts, with blocks one after the other; torch's has its heads repeated beforehand."""
     for length in sizes.attention_lengths:
         yield _against_torch(sizes, place, length)
 
 
-def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """A chunk after a cached prefix, in blocks in any order, by the rate of a whole prompt in order."""
     whole = sizes.prefix + sizes.chunk
     in_order = _operations(sizes, 0, whole) / place.clock.seconds(_ours(sizes, place, [(whole, whole)], False))
@@ -53,10 +53,10 @@ def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator
         run = _ours(sizes, place, [(whole - first, whole)], True)
         rate = _operations(sizes, first, whole) / place.clock.seconds(run)
         figure = f"{rate / 1e12:.0f} TFLOP/s, {whole - first} of {whole} tokens"
-        yield Row(f"prefill attention, {name}", rate / in_order, 0.95, figure, "contiguous")
+        yield LimitRow(f"prefill attention, {name}", rate / in_order, 0.95, figure, "contiguous")
 
 
-def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """One token a sequence: all that it must read is its context's keys and values. In FP8 they are half the bytes,
     which hardware widens twice as fast as they come, beside what a launch and the merge take anyway."""
     times: list[float] = []
@@ -64,17 +64,17 @@ def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -
         times.append(place.clock.seconds(_ours(sizes, place, [(1, context)] * batch, True)))
         read = batch * context * 2 * sizes.model.kv_size * 2 / times[-1]
         name = f"decode attention, batch {batch}, context {context}"
-        yield Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth")
+        yield LimitRow(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth")
     yield _skewed_decodes(sizes, place, limits)
     for (batch, context), bf16_s in zip(sizes.long_decodes, times, strict=True):
         run = _ours(sizes, place, [(1, context)] * batch, True, kv_dtype=torch.float8_e4m3fn)
         fp8_s = place.clock.seconds(run)
         figure = f"{batch * context * 2 * sizes.model.kv_size / fp8_s / 1e12:.2f} TB/s"
         name = f"decode attention over FP8, batch {batch}, context {context}"
-        yield Row(name, bf16_s / fp8_s, 1.7, figure, "bf16", predicted=1.8)
+        yield LimitRow(name, bf16_s / fp8_s, 1.7, figure, "bf16", predicted=1.8)
 
 
-def _skewed_decodes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Row:
+def _skewed_decodes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> LimitRow:
     """One long context among short ones, whose keys the whole GPU is to read.
 
     Predicted: 0.05 of the time idle for parts that are not quite equal, and a few us for dividing and merging.
@@ -84,10 +84,10 @@ def _skewed_decodes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Row:
     skewed_s = place.clock.seconds(_ours(sizes, place, [(1, context) for context in contexts], True))
     read = sum(contexts) * 2 * sizes.model.kv_size * 2 / skewed_s
     name = f"decode attention, {longest} beside {others} x {short}"
-    return Row(name, read / limits.read, 0.8, f"{read / 1e12:.2f} TB/s", "read bandwidth", predicted=0.8)
+    return LimitRow(name, read / limits.read, 0.8, f"{read / 1e12:.2f} TB/s", "read bandwidth", predicted=0.8)
 
 
-def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """FP8 by FP8, activations rounded on the way, of the gate and up projections' size: by what bounds it, and by
     torch's own product of codes that are there already.
 
@@ -116,14 +116,16 @@ def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> It
             told, figure = f"FP8 by FP8, {tokens} tokens, scales of {name}", f"{ours_s * 1e6:.0f} us"
             of_prompts, of_kernel = {"rows": (0.8, 1.6), "blocks": (0.7, 1.4)}[name]
             predicted = 0.75 if tokens <= MOST_TOKENS else of_prompts
-            yield Row(told, least_s / ours_s, None, figure, "the limit", predicted)
-            yield Row(f"{told}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
+            yield LimitRow(told, least_s / ours_s, None, figure, "the limit", predicted)
+            yield LimitRow(f"{told}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
             if tokens > MOST_TOKENS:
                 kernel_s = place.clock.seconds(partial(kernel, x))
-                yield Row(f"{told}, torch", kernel_s / ours_s, 1.0, f"{kernel_s * 1e6:.0f} us", "our kernel", of_kernel)
+                yield LimitRow(
+                    f"{told}, torch", kernel_s / ours_s, 1.0, f"{kernel_s * 1e6:.0f} us", "our kernel", of_kernel
+                )
 
 
-def measure_gated_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_gated_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """The gate and up projections of decodes ending in the activation, by their product and a launch for it.
 
     Predicted: a launch of 2 to 3 us less beside 235 MB of bf16 weights, which take 75.
@@ -142,10 +144,10 @@ def measure_gated_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> 
         apart_s = place.clock.seconds(partial(apart, x))
         read = rows * columns * 2 / ours_s
         name = f"gate and up in one launch, {tokens} tokens"
-        yield Row(name, apart_s / ours_s, 1.0, f"{read / 1e12:.2f} TB/s", "two launches", 1.03)
+        yield LimitRow(name, apart_s / ours_s, 1.0, f"{read / 1e12:.2f} TB/s", "two launches", 1.03)
 
 
-def measure_experts(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_experts(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """The experts of a layer as Qwen3-30B-A3B has them, of tokens that take them at random: by what bounds it.
 
     Predicted: decodes at 0.5 of the bandwidth, since a program looks its expert up before it reads; prompts at 0.4 of
@@ -164,12 +166,12 @@ def measure_experts(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterato
         least_s = max(read_s, 6.0 * tokens * top_k * size * hidden / limits.gemm)
         taken_s = place.clock.seconds(partial(layer, x, Chosen(experts.int(), scores)))
         predicted = 0.5 if least_s == read_s else 0.4
-        yield Row(
+        yield LimitRow(
             f"experts, {tokens} tokens", least_s / taken_s, None, f"{taken_s * 1e6:.0f} us", "the limit", predicted
         )
 
 
-def measure_gated_codes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_gated_codes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """The activation of FP8 prompts with the rounding of its result, by a launch for each.
 
     Predicted: 235 MB read and 59 written of 4,096 tokens by 8B's width, where two launches read 352 and write 176.
@@ -185,10 +187,10 @@ def measure_gated_codes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Ite
         apart_s = place.clock.seconds(partial(apart, x))
         moved = 5 * tokens * width / ours_s
         name = f"gate and FP8 in one launch, {tokens} tokens"
-        yield Row(name, apart_s / ours_s, 1.0, f"{moved / 1e12:.2f} TB/s", "two launches", 1.4)
+        yield LimitRow(name, apart_s / ours_s, 1.0, f"{moved / 1e12:.2f} TB/s", "two launches", 1.4)
 
 
-def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """What a window leaves: of a prompt the rate of a whole one's, of decodes the time over contexts as short.
 
     A tile of 128 queries multiplies up to 255 keys more than count, so 0.8 to 0.89 of the rate is left at 1,024.
@@ -200,24 +202,24 @@ def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterato
         operations -= _operations(sizes, 0, sizes.windowed_prompt - seen) if seen else 0.0
         rates.append(operations / place.clock.seconds(_ours(sizes, place, prompt, False, seen)))
     name, figure = f"prefill attention, {sizes.windowed_prompt}, window {window}", f"{rates[1] / 1e12:.0f} TFLOP/s"
-    yield Row(name, rates[1] / rates[0], 0.75, figure, "no window")
+    yield LimitRow(name, rates[1] / rates[0], 0.75, figure, "no window")
     for batch, context in sizes.windowed_decodes:
         ours_s = place.clock.seconds(_ours(sizes, place, [(1, context)] * batch, True, window))
         short_s = place.clock.seconds(_ours(sizes, place, [(1, window)] * batch, True))
         read = batch * window * 2 * sizes.model.kv_size * 2 / ours_s
         name = f"decode attention, {batch} x {context}, window {window}"
-        yield Row(name, short_s / ours_s, 0.9, f"{read / 1e12:.2f} TB/s", f"contexts of {window}")
-        yield Row(f"{name}, bytes", read / limits.read, None, f"{ours_s * 1e6:.0f} us", "read bandwidth")
+        yield LimitRow(name, short_s / ours_s, 0.9, f"{read / 1e12:.2f} TB/s", f"contexts of {window}")
+        yield LimitRow(f"{name}, bytes", read / limits.read, None, f"{ours_s * 1e6:.0f} us", "read bandwidth")
 
 
-def _against_torch(sizes: Sizes, place: GpuPlace, length: int) -> Row:
+def _against_torch(sizes: Sizes, place: GpuPlace, length: int) -> LimitRow:
     config, batch = sizes.model, max(1, sizes.attention_tokens // length)
     ours_s = place.clock.seconds(_ours(sizes, place, [(length, length)] * batch, False))
     shape = (batch, config.num_heads, length, config.head_dim)
     q, k, v = (torch.randn(shape, device=place.device).to(torch.bfloat16) for _ in range(3))
     peer, torch_s = _fastest(place, q, k, v)
     figure = f"{batch * _operations(sizes, 0, length) / ours_s / 1e12:.0f} TFLOP/s"
-    return Row(f"prefill attention, {batch} x {length}", torch_s / ours_s, 1.0, figure, f"torch, {peer}")
+    return LimitRow(f"prefill attention, {batch} x {length}", torch_s / ours_s, 1.0, figure, f"torch, {peer}")
 
 
 def _fastest(place: GpuPlace, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, float]:
@@ -311,13 +313,13 @@ SAMPLINGS = {
 COLD_START_S = 20.0
 
 
-def measure_packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """Whole blocks in any order to one buffer and back, with their digest, against a plain copy."""
     for block_size in sizes.pack_blocks:
         yield from _packing(sizes, place, limits, block_size)
 
 
-def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """Drawing from logits of the whole vocabulary, against reading them once, and against torch's operations.
 
     These draw with another generator, and by a sort where top_p alone is asked for.
@@ -332,11 +334,11 @@ def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterat
             figure, label = f"{taken_s * 1e6:.0f} us", f"sampling {count} rows, {name}"
             expected_s = sampled.expected_s(count, vocab_size)
             read_s, predicted = logits.nbytes / limits.read, logits.nbytes / _H100_READ / expected_s
-            yield Row(label, read_s / taken_s, None, figure, "one read", predicted)
-            yield Row(f"{label}, torch", torch_s / taken_s, 1.0, f"{torch_s * 1e6:.0f} us", "torch")
+            yield LimitRow(label, read_s / taken_s, None, figure, "one read", predicted)
+            yield LimitRow(f"{label}, torch", torch_s / taken_s, 1.0, f"{torch_s * 1e6:.0f} us", "torch")
 
 
-def measure_peer_sums(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_peer_sums(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """A sum over four ranks with the residual's addition and norm, against these two alone.
 
     One GPU has all four memories, and no rank waits: what is missing is the way of two signals, and of the bytes.
@@ -352,7 +354,7 @@ def measure_peer_sums(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Itera
         x, residual = (torch.randn(rows, hidden, device=place.device).to(torch.bfloat16) for _ in range(2))
         ours_s = _queued_seconds(place, partial(sums.sum_add_norm, x, residual, weight, 1e-5))
         alone_s = _queued_seconds(place, partial(backend.add_rms_norm, x, residual, weight, 1e-5))
-        yield Row(
+        yield LimitRow(
             f"sum of 4 ranks, {rows} rows", alone_s / ours_s, None, f"{ours_s * 1e6:.1f} us", "add and norm", 0.65
         )
 
@@ -379,7 +381,7 @@ def _draw_by_torch(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return drawn if ids is None else ids.gather(1, drawn)
 
 
-def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """A process's way to an engine that has drawn a token, before and after kernels are compiled."""
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(Path(folder), sizes.started)
@@ -389,10 +391,10 @@ def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[
             command = [sys.executable, "-m", "twostroke.benchmarks.gpu.start", folder, place.device.type]
             subprocess.run(command, check=True, env={**os.environ, "TRITON_CACHE_DIR": str(cache)})
             taken_s = time.perf_counter() - begin
-            yield Row(f"start, {name}", COLD_START_S / taken_s, 1.0, f"{taken_s:.1f} s", "20 s")
+            yield LimitRow(f"start, {name}", COLD_START_S / taken_s, 1.0, f"{taken_s:.1f} s", "20 s")
 
 
-def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) -> Iterator[Row]:
+def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) -> Iterator[LimitRow]:
     config, device = sizes.model, place.device
     paged = paged_places(
         row_bytes=config.head_dim * 2,
@@ -412,4 +414,4 @@ def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) 
     for name, way in ways.items():
         rate = units * paged.unit_bytes / place.clock.seconds(partial(copy_and_digest_units, *way, SEAL, digest))
         figure = f"{rate / 1e12:.2f} TB/s"
-        yield Row(f"KV {name}, blocks of {block_size}", rate / limits.copy, 0.85, figure, "copy rate")
+        yield LimitRow(f"KV {name}, blocks of {block_size}", rate / limits.copy, 0.85, figure, "copy rate")

@@ -11,7 +11,7 @@ from twostroke.benchmarks.engine import MODELS
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.config import ModelConfig
 from twostroke.model.cuda.graphs import Recorder
-from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.cuda.kernels.launch import GpuTarget
 
 MEASURED_S = 0.02  # that each repetition calls the subject for, roughly
 REPETITIONS = 5
@@ -146,13 +146,13 @@ class GpuPlace:
     """The device, and what a test replaces on a host without one."""
 
     device: torch.device
-    target: Target
+    target: GpuTarget
     clock: Clock
     recorder: Callable[[], Recorder]
 
 
 @dataclass(frozen=True)
-class Row:
+class LimitRow:
     """One line of the table."""
 
     name: str
@@ -163,5 +163,5 @@ class Row:
     predicted: float | None = None  # the ratio that reasoning gives
 
 
-Measure = Callable[[Sizes, GpuPlace, GpuLimits], Iterator[Row]]
+Measure = Callable[[Sizes, GpuPlace, GpuLimits], Iterator[LimitRow]]
 """Gives rows as they are measured, the most telling first."""

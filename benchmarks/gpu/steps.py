@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import make_kv_cache
@@ -24,7 +24,7 @@ from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.operations import Limits, decode_work, prefill_work
+from twostroke.model.operations import MachineLimits, decode_work, prefill_work
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sizes import expected_shapes
@@ -136,7 +136,7 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
 GAINS: dict[Quantization, float] = {"int8": 1.6, "int4": 2.3}
 
 
-def measure_steps(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_steps(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """Prompts first, then decodes from the smallest batch on."""
     model = make_model(sizes, place, "none", max(sizes.decode_batches))
     for tokens in sizes.prompts:
@@ -147,7 +147,7 @@ def measure_steps(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[
         yield from _decode(model, place, batch, limits)
 
 
-def measure_quantized(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+def measure_quantized(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
     """Batch 1, in turns with bf16."""
     kinds: tuple[Quantization, ...] = ("none", *GAINS)
     models = {kind: make_model(sizes, place, kind, 1) for kind in kinds}
@@ -162,18 +162,18 @@ def measure_quantized(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Itera
         work = decode_work(sizes.model, 1, sizes.decode_context + sizes.decode_steps / 2, kind)
         share = work.bytes / limits.read / min(times[kind])
         figure = f"{1 / min(times[kind]):.0f} tokens/s, {share:.2f} of read bandwidth"
-        yield Row(f"decode in {kind}, batch 1", gain, aim, figure, "bf16")
+        yield LimitRow(f"decode in {kind}, batch 1", gain, aim, figure, "bf16")
 
 
-def _prefill(model: GpuModel, tokens: int, limits: GpuLimits) -> Row:
+def _prefill(model: GpuModel, tokens: int, limits: GpuLimits) -> LimitRow:
     work = prefill_work(model.sizes.model, tokens, "none")
     model.prefill(tokens)
     prefill_s = min(_elapsed_s(lambda: model.prefill(tokens)) for _ in range(model.sizes.turns))
     share = work.operations / prefill_s / limits.gemm
-    return Row(f"prefill, {tokens} tokens", share, 0.85, f"{tokens / prefill_s:.0f} tokens/s", "GEMM rate")
+    return LimitRow(f"prefill, {tokens} tokens", share, 0.85, f"{tokens / prefill_s:.0f} tokens/s", "GEMM rate")
 
 
-def _small_prefill(model: GpuModel, place: GpuPlace, tokens: int, predicted: float) -> list[Row]:
+def _small_prefill(model: GpuModel, place: GpuPlace, tokens: int, predicted: float) -> list[LimitRow]:
     """By graphs where there is one, and eagerly, in turns."""
     kinds = partial(model.prefill, tokens), partial(model.prefill_eagerly, tokens)
     for prefill in kinds:
@@ -184,23 +184,27 @@ def _small_prefill(model: GpuModel, place: GpuPlace, tokens: int, predicted: flo
     busy = f"{device_s * 1e3:.2f} of {ours_s * 1e3:.2f} ms"
     gain = statistics.median(eager / ours for ours, eager in times)
     return [
-        Row(f"GPU busy, prompt of {tokens} tokens", device_s / ours_s, 0.9, busy, "the step", predicted),
-        Row(f"small prompt, {tokens} tokens", gain, None, f"{ours_s * 1e3:.2f} and {eager_s * 1e3:.2f} ms", "eager"),
+        LimitRow(f"GPU busy, prompt of {tokens} tokens", device_s / ours_s, 0.9, busy, "the step", predicted),
+        LimitRow(
+            f"small prompt, {tokens} tokens", gain, None, f"{ours_s * 1e3:.2f} and {eager_s * 1e3:.2f} ms", "eager"
+        ),
     ]
 
 
-def _decode(model: GpuModel, place: GpuPlace, batch: int, limits: GpuLimits) -> list[Row]:
+def _decode(model: GpuModel, place: GpuPlace, batch: int, limits: GpuLimits) -> list[LimitRow]:
     sizes = model.sizes
     work = decode_work(sizes.model, batch, sizes.decode_context + sizes.decode_steps / 2, "none")
     _step_s(model, batch)
     step_s = min(_step_s(model, batch) for _ in range(sizes.turns))
-    share = work.floor_s(Limits(limits.gemm, limits.read)) / step_s
+    share = work.floor_s(MachineLimits(limits.gemm, limits.read)) / step_s
     # What the host adds: the same two steps, when all of both has been launched before they begin.
     device_s = place.clock.queued_seconds(lambda: model.launch_two(batch)) / 2
     busy = device_s / step_s
     return [
-        Row(f"decode, batch {batch}", share, 0.85 if batch == 1 else 0.8, f"{batch / step_s:.0f} tokens/s", "floor"),
-        Row(f"GPU busy, batch {batch}", busy, 0.98, f"{device_s * 1e3:.2f} of {step_s * 1e3:.2f} ms", "the step"),
+        LimitRow(
+            f"decode, batch {batch}", share, 0.85 if batch == 1 else 0.8, f"{batch / step_s:.0f} tokens/s", "floor"
+        ),
+        LimitRow(f"GPU busy, batch {batch}", busy, 0.98, f"{device_s * 1e3:.2f} of {step_s * 1e3:.2f} ms", "the step"),
     ]
 
 

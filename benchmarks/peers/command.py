@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.peers.compare_servers import Comparison, Target, has_errors, measure, report_of, table
+from twostroke.benchmarks.peers.compare_servers import PeerLoad, PeerServer, has_errors, measure, report_of, table
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess
 from twostroke.loadtests.generator.http_stream import read_stream
@@ -48,10 +48,10 @@ END_S = 5.0
 PORT = 8100  # of the first server; the others follow
 GIB = 2**30
 COMPARISONS = {
-    "small": Comparison(
+    "small": PeerLoad(
         MODEL_NAME, vocab_size=31_990, output_tokens=128, rounds=5, time_limit_s=480.0, request_limit_s=120.0
     ),
-    "1b": Comparison(
+    "1b": PeerLoad(
         MODEL_NAME, vocab_size=128_000, output_tokens=64, rounds=3, time_limit_s=840.0, request_limit_s=240.0
     ),
 }
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     started: dict[str, ServerProcess] = {}
-    targets: list[Target] = []
+    targets: list[PeerServer] = []
     become_subreaper()
     try:
         with contextlib.ExitStack() as running:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
                     write_models(folders, server)
                     process = started[server] = running.enter_context(started_server(server, folders, PORT + index))
                     say(f"{server} answers after {process.started_in_s:.1f} s: {memory_gib(process.pid):.2f} GiB")
-                    target = Target(server, process.url)
+                    target = PeerServer(server, process.url)
                 targets.append(target)
             report = report_of(measure(targets, comparison), [each.name for each in targets])
             report["started"] = {
@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if has_errors(report) else 0
 
 
-def comparison_of(arguments: argparse.Namespace) -> Comparison:
+def comparison_of(arguments: argparse.Namespace) -> PeerLoad:
     """Raises ConfigError for servers that can't be started or asked."""
     for server in arguments.servers:
         if target_of(server) is None and arguments.model not in COMPARISONS:
@@ -180,14 +180,14 @@ def comparison_of(arguments: argparse.Namespace) -> Comparison:
     return replace(known, only_rows=tuple(arguments.rows), **asked)
 
 
-def target_of(server: str) -> Target | None:
+def target_of(server: str) -> PeerServer | None:
     """NAME=URL of the command line; None for a server to be started. Raises ConfigError for anything else."""
     if server in STARTED:
         return None
     name, _, url = server.partition("=")
     if not name or not url.startswith("http://"):
         raise ConfigError(f"--servers {server}: is none of {', '.join(STARTED)}, and no NAME=http://HOST:PORT/v1")
-    return Target(name, url.rstrip("/").removesuffix("/v1"))
+    return PeerServer(name, url.rstrip("/").removesuffix("/v1"))
 
 
 def started_server(server: str, folders: Folders, port: int) -> ServerProcess:

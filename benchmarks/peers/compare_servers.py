@@ -36,7 +36,7 @@ Turns = dict[str, dict[str, list[Figures]]]
 
 
 @dataclass(frozen=True)
-class Target:
+class PeerServer:
     """A server under test."""
 
     name: str
@@ -44,7 +44,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PeerLoad:
     """The requests of a comparison, and its rounds."""
 
     model: str  # what every server calls it
@@ -56,7 +56,7 @@ class Comparison:
     only_rows: tuple[str, ...] = ()  # empty: all
 
 
-def plans(comparison: Comparison, output_tokens: int) -> dict[str, Plan]:
+def plans(comparison: PeerLoad, output_tokens: int) -> dict[str, Plan]:
     """Return one request alone, 8 and 32 at a time, the mixed load, and prompts of 1k tokens alone."""
 
     def plan(users: int, requests: int, workload: Fixed | Uniform) -> Plan:
@@ -80,10 +80,10 @@ def plans(comparison: Comparison, output_tokens: int) -> dict[str, Plan]:
     }
 
 
-def measure(targets: Sequence[Target], comparison: Comparison) -> Turns:
+def measure(targets: Sequence[PeerServer], comparison: PeerLoad) -> Turns:
     """Take all rounds, as far as the time limit goes."""
 
-    def turn(server: Target, row: str, plan: Plan, round_number: int) -> Figures:
+    def turn(server: PeerServer, row: str, plan: Plan, round_number: int) -> Figures:
         # Other prompts in each round, so that nobody's cache of prefixes helps; all servers get the same.
         sent = send(msgspec.structs.replace(plan, url=server.url, seed=round_number))
         for fault in filter(None, map(fault_of, sent.records)):

@@ -26,7 +26,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close
 
 
 @dataclass(eq=False)
-class Request:
+class OpenVinoRequest:
     """A completion on its way; its tokens come on `tokens`, a list for each step, None at the end."""
 
     prompt: list[int]
@@ -35,7 +35,7 @@ class Request:
     cancelled: bool = False
 
 
-class Engine:
+class OpenVinoEngine:
     """Steps the pipeline on the event loop itself, with room for the loop between steps.
 
     The library keeps Python's lock while it steps: a thread of its own would starve the loop, and tokens of several
@@ -44,11 +44,11 @@ class Engine:
 
     def __init__(self, pipeline: Any):
         self._pipeline = pipeline
-        self._new: asyncio.Queue[Request] = asyncio.Queue()
-        self._running: dict[Request, Any] = {}  # to the library's handles
+        self._new: asyncio.Queue[OpenVinoRequest] = asyncio.Queue()
+        self._running: dict[OpenVinoRequest, Any] = {}  # to the library's handles
         self._requests = 0
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: OpenVinoRequest) -> None:
         """Take a request."""
         self._new.put_nowait(request)
 
@@ -64,7 +64,7 @@ class Engine:
             for _ in range(LOOP_TURNS):
                 await asyncio.sleep(0)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: OpenVinoRequest) -> None:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = request.max_tokens
         config.ignore_eos = True
@@ -88,10 +88,10 @@ class Engine:
                 handle.cancel()
 
 
-class Server:
+class OpenVinoServer:
     """Enough HTTP for one request a connection."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str):
+    def __init__(self, engine: OpenVinoEngine, tokenizer: Tokenizer, name: str):
         self._engine = engine
         self._tokenizer = tokenizer
         self._name = name
@@ -105,7 +105,7 @@ class Server:
                 writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return
             body = json.loads(await reader.readexactly(_content_length(head)))
-            await self._stream(Request(body["prompt"], body["max_tokens"]), reader, writer)
+            await self._stream(OpenVinoRequest(body["prompt"], body["max_tokens"]), reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has gone
         except (ValueError, KeyError) as error:
@@ -114,7 +114,9 @@ class Server:
         finally:
             writer.close()
 
-    async def _stream(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _stream(
+        self, request: OpenVinoRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._engine.submit(request)
         gone = asyncio.create_task(reader.read())
         gone.add_done_callback(lambda _: setattr(request, "cancelled", True))
@@ -172,8 +174,10 @@ async def run(arguments: argparse.Namespace) -> None:
         },
     )
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    engine = Engine(pipeline)
-    server = await asyncio.start_server(Server(engine, tokenizer, arguments.name).serve, "127.0.0.1", arguments.port)
+    engine = OpenVinoEngine(pipeline)
+    server = await asyncio.start_server(
+        OpenVinoServer(engine, tokenizer, arguments.name).serve, "127.0.0.1", arguments.port
+    )
     print(f"serving {arguments.model} on http://127.0.0.1:{arguments.port}/v1", flush=True)
     await asyncio.gather(engine.run(), server.serve_forever())
 

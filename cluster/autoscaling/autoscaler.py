@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from twostroke.cluster.autoscaling.policy import Memory, decide
-from twostroke.cluster.autoscaling.readings import Counted, Decision, Reading, Reason, count, signals_of
+from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
+from twostroke.cluster.autoscaling.readings import Counted, Reason, RouterSample, ScalingDecision, count, signals_of
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.protocol.stats import Role
 from twostroke.router.observe.scaling import RoleScaling, Scaling
@@ -34,10 +34,10 @@ class ScalingOrder:
 
 
 @dataclass(frozen=True)
-class Look:
+class ScalingView:
     """What Serve's controller knows at one moment."""
 
-    readings: Mapping[str, Reading]  # by router, as they told last
+    readings: Mapping[str, RouterSample]  # by router, as they told last
     routers: Collection[str]  # that run
     targets: Mapping[Role, int]
     at_s: float  # of a monotonic clock
@@ -49,7 +49,7 @@ class State:
     """What is kept between calls."""
 
     counted: Counted
-    memory: Memory = field(default_factory=Memory)
+    memory: PolicyMemory = field(default_factory=PolicyMemory)
     told_s: float | None = None  # when a router was last heard of
     scaling: Scaling | None = None
 
@@ -59,7 +59,7 @@ def is_due(looked_s: float | None, at_s: float) -> bool:
     return looked_s is None or at_s - looked_s >= LOOK_S
 
 
-def look(before: State | None, seen: Look, order: ScalingOrder) -> tuple[State, bool]:
+def look(before: State | None, seen: ScalingView, order: ScalingOrder) -> tuple[State, bool]:
     """What is known after this look, and whether it brought a decision, which is `scaling` then."""
     state = before or State(Counted(begun_s=seen.at_s), told_s=seen.at_s)
     counted = count(state.counted, seen.readings, seen.routers, seen.at_s)
@@ -76,7 +76,7 @@ def look(before: State | None, seen: Look, order: ScalingOrder) -> tuple[State, 
     return replace(state, scaling=_scaling(state.scaling, decision, seen, order)), True
 
 
-def _blind(state: State, seen: Look) -> State:
+def _blind(state: State, seen: ScalingView) -> State:
     """No router tells anything: everything stays as it is. Said once."""
     if state.told_s is not None and seen.at_s - state.told_s >= STALE_S:
         _log.warning("autoscaling: no router has told of demand for %g s: the number of workers stays", STALE_S)
@@ -84,7 +84,7 @@ def _blind(state: State, seen: Look) -> State:
     return state
 
 
-def _scaling(before: Scaling | None, decision: Decision, seen: Look, order: ScalingOrder) -> Scaling:
+def _scaling(before: Scaling | None, decision: ScalingDecision, seen: ScalingView, order: ScalingOrder) -> Scaling:
     """The decision as it is told to everybody; changes are logged."""
     roles: dict[Role, RoleScaling] = {}
     changed_at: float | None
@@ -104,7 +104,7 @@ def _scaling(before: Scaling | None, decision: Decision, seen: Look, order: Scal
     return Scaling(seen.now, roles, decision.demand, decisions)
 
 
-def _of(decision: Decision, role: Role) -> tuple[int, Reason]:
+def _of(decision: ScalingDecision, role: Role) -> tuple[int, Reason]:
     if role == "prefill":
         return decision.prefill, decision.prefill_reason
     return decision.decode, decision.decode_reason

@@ -23,7 +23,7 @@ MAX_LOOKS = 600
 """The window has no more looks than this; they are at least a second wide."""
 
 
-class Look(NamedTuple):
+class DemandSample(NamedTuple):
     """What arrived between two moments, and what there was at the second of them."""
 
     at_s: float
@@ -61,7 +61,7 @@ class Window:
 class History:
     """The looks of one window, oldest first, and the counters at the last one."""
 
-    looks: tuple[Look, ...] = ()
+    looks: tuple[DemandSample, ...] = ()
     total: Arrived | None = None
     began_s: float = 0.0
     at_s: float = 0.0
@@ -74,7 +74,7 @@ class History:
         if signals.at_s <= self.at_s:
             return self
         decoding = float(signals.decode.num_decoding + signals.decode.queued_requests)
-        look = Look(signals.at_s, signals.at_s - self.at_s, decoding, signals.arrived.since(self.total))
+        look = DemandSample(signals.at_s, signals.at_s - self.at_s, decoding, signals.arrived.since(self.total))
         looks = self.looks
         if looks and looks[-1].span_s + look.span_s <= max(1.0, window_s / MAX_LOOKS):
             look = look._replace(span_s=looks[-1].span_s + look.span_s, arrived=looks[-1].arrived.plus(look.arrived))
@@ -223,7 +223,7 @@ UNPROMISED_TTFT = 5.0
 
 
 @dataclass(frozen=True)
-class Need:
+class RoleDemand:
     """Of one role, in workers. `now` counts what arrives and waits, `lately` what the window would have needed."""
 
     now: int
@@ -238,8 +238,8 @@ class Need:
         return max(self.now, self.lately)
 
 
-UNKNOWN = Need(0, 0, 0.0, known=False)
-NONE = Need(0, 0, 0.0)
+UNKNOWN = RoleDemand(0, 0, 0.0, known=False)
+NONE = RoleDemand(0, 0, 0.0)
 
 
 def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
@@ -255,7 +255,7 @@ def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
 
 
 @dataclass(frozen=True)
-class Work:
+class RoleWork:
     """Of one role, in seconds of a worker by look, and what waits of it."""
 
     all: Series
@@ -263,7 +263,7 @@ class Work:
     queued_tokens: int  # of prompts
 
 
-def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> Need:
+def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
     """Of prefill workers. UNKNOWN without step costs."""
     role = signals.prefill
     if role.costs is None:
@@ -271,19 +271,19 @@ def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, st
     prompts = prompt_work_s(role.costs, role.step_tokens, window)
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
-    work = Work(prompts, prompts, queued_tokens)
+    work = RoleWork(prompts, prompts, queued_tokens)
     return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s)
 
 
 def need_of(
     role: RoleSignals,
-    work: Work,
+    work: RoleWork,
     ttft_s: float | None,
     window: Window,
     config: AutoscalingConfig,
     most: int,
     startup_s: float,
-) -> Need:
+) -> RoleDemand:
     """Of workers who read prompts, be it all they do or not."""
     requests = float(window.requests.sum())
     mean_s = float(work.prompts.sum()) / requests if requests else 0.0
@@ -300,7 +300,7 @@ def need_of(
     clear_s = max(config.slack * ttft_s, startup_s, SHORTEST_RATE_S)
     busy = 1 - config.spare
     now = _ceil((load + backlog / clear_s) / busy)
-    return Need(now, lately, load, from_backlog=now > _ceil(load / busy))
+    return RoleDemand(now, lately, load, from_backlog=now > _ceil(load / busy))
 
 
 def decode_need(
@@ -309,7 +309,7 @@ def decode_need(
     config: AutoscalingConfig,
     startup_s: float,
     prefill_workers: int,
-) -> Need:
+) -> RoleDemand:
     """Of decode workers behind so many prefill workers. UNKNOWN without step costs."""
     role = signals.decode
     if role.costs is None:
@@ -317,7 +317,7 @@ def decode_need(
     each = capacity_of(role, signals.tpot_s, window, config.spare)
     held = workers_held(role, window, each, config.spare)
     if window.mean_output is None:
-        return Need(held, held, 0.0, from_backlog=True)
+        return RoleDemand(held, held, 0.0, from_backlog=True)
     load = sure_rate(window, window.requests, startup_s) * window.mean_output / each.tokens_per_s
     starts = window.requests
     if signals.prefill.costs is not None:
@@ -325,10 +325,10 @@ def decode_need(
         starts = departures(window.span_s, work, starts, prefill_workers)
     at_once = rows_at_once(window.span_s, starts, window.mean_output * each.step_s)
     lately = decode_workers(starts, at_once, each.rows, config.attainment, config.decode.max)
-    return Need(max(_ceil(load), held), lately, load, from_backlog=held > _ceil(load))
+    return RoleDemand(max(_ceil(load), held), lately, load, from_backlog=held > _ceil(load))
 
 
-def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> Need:
+def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
     """Of decode workers that read the prompts, too. UNKNOWN without step costs.
 
     Their steps take as long as the answers' promise allows, and what the rows leave of that is for prompts. So the work
@@ -347,7 +347,7 @@ def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig,
     rows = rows_at_once(window.span_s, window.requests, (window.mean_output or 0.0) * pace_s)
     prompts = prompt_work_s(role.costs, role.step_tokens, window)
     work = _work_s(role, role.costs, prompts, rows, pace_s, window)
-    todo = Work(work, prompts, role.queued_tokens)
+    todo = RoleWork(work, prompts, role.queued_tokens)
     need = need_of(role, todo, signals.ttft_s, window, config, config.decode.max, startup_s)
     room = decode_workers(window.requests, rows, each.rows, config.attainment, config.decode.max)
     held = workers_held(role, window, each, config.spare)

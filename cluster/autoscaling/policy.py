@@ -12,13 +12,13 @@ from twostroke.cluster.autoscaling.demand import (
     NONE,
     SETTLE_S,
     History,
-    Need,
+    RoleDemand,
     Window,
     aggregated_need,
     decode_need,
     prefill_need,
 )
-from twostroke.cluster.autoscaling.readings import Decision, Reason, RoleSignals, Signals
+from twostroke.cluster.autoscaling.readings import Reason, RoleSignals, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
@@ -74,8 +74,8 @@ class Wish:
 class Needs:
     """Of one role: `least` is that of a somewhat larger load, so that what was given back isn't missed at once."""
 
-    need: Need
-    least: Need
+    need: RoleDemand
+    least: RoleDemand
     idle: bool  # nothing came in the window, and nothing is there
 
 
@@ -195,7 +195,7 @@ MARGIN = 1.05
 
 
 @dataclass(frozen=True)
-class Memory:
+class PolicyMemory:
     """What the policy remembers between decisions; begins empty."""
 
     history: History = field(default_factory=History)
@@ -204,7 +204,7 @@ class Memory:
     decode: RoleMemory = field(default_factory=RoleMemory)
 
 
-def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple[Decision, Memory]:
+def decide(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig) -> tuple[ScalingDecision, PolicyMemory]:
     """How many workers each role is to have now.
 
     May be called as often as one likes, best about once a second: what arrives is then known by the second. A new
@@ -218,7 +218,7 @@ def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple
         decode=memory.decode.seen(signals.decode, now_s),
     )
     if memory.decided_s is not None and 0 <= now_s - memory.decided_s < config.interval_s - 1e-6:
-        held = Decision(signals.prefill.target, signals.decode.target, Reason.BETWEEN, Reason.BETWEEN)
+        held = ScalingDecision(signals.prefill.target, signals.decode.target, Reason.BETWEEN, Reason.BETWEEN)
         return held, memory
     decision = _decision(_with_known_costs(signals, memory), memory, config)
     return decision, replace(
@@ -229,7 +229,7 @@ def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple
     )
 
 
-def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
+def _with_known_costs(signals: Signals, memory: PolicyMemory) -> Signals:
     """Costs that no worker tells now are those last told; with no prefill worker ever, those of the decode workers."""
     decode = signals.decode.costs or memory.decode.costs
     prefill = signals.prefill.costs or memory.prefill.costs or (None if signals.prefill.running else decode)
@@ -238,7 +238,7 @@ def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
     )
 
 
-def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> Decision:
+def _decision(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig) -> ScalingDecision:
     window = memory.history.window()
     idle = _idle(signals, memory.history, config)
     more = replace(signals, prefill=signals.prefill.times(MARGIN), decode=signals.decode.times(MARGIN))
@@ -254,10 +254,12 @@ def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> De
     counts = share(*claims, config.budget)
     gave = (counts[0] < min(p.workers, claims[0].has), counts[1] < min(d.workers, claims[1].has))
     reasons = (_reason(p, claims[0].has, counts[0], gave[1]), _reason(d, claims[1].has, counts[1], gave[0]))
-    return Decision(*counts, *reasons, demand=_numbers(signals, window, memory, prefill, decode))
+    return ScalingDecision(*counts, *reasons, demand=_numbers(signals, window, memory, prefill, decode))
 
 
-def _joint_needs(signals: Signals, window: Window, memory: Memory, config: AutoscalingConfig) -> tuple[Need, Need]:
+def _joint_needs(
+    signals: Signals, window: Window, memory: PolicyMemory, config: AutoscalingConfig
+) -> tuple[RoleDemand, RoleDemand]:
     """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
     if config.prefill.max == 0:
         return NONE, aggregated_need(signals, window, config, memory.decode.startup_s)
@@ -279,7 +281,7 @@ def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool
     )
 
 
-def _needed(need: Need, wished: Wish) -> int:
+def _needed(need: RoleDemand, wished: Wish) -> int:
     """What a role's share of the budget goes by: its need, or what it wishes where that is not known."""
     return need.workers if need.known else wished.workers
 
@@ -294,7 +296,7 @@ def _reason(wished: Wish, has: int, gets: int, other_gave: bool) -> Reason:
     return Reason.BUDGET
 
 
-def _numbers(signals: Signals, window: Window, memory: Memory, prefill: Needs, decode: Needs) -> dict[str, float]:
+def _numbers(signals: Signals, window: Window, memory: PolicyMemory, prefill: Needs, decode: Needs) -> dict[str, float]:
     count = window.count_of_last(SETTLE_S)
     span_s = float(window.span_s[-count:].sum()) or math.inf
     prompts_at = signals.prefill if signals.prefill.running else signals.decode

@@ -98,7 +98,7 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ScalingDecision:
     """How many workers each role is to have, and why."""
 
     prefill: int
@@ -114,7 +114,7 @@ delayed by no more, either, or the delay is taken for time that has passed."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class RouterSample:
     """One router's numbers (`router/slo/demand.py`), which have no moment in them: clocks differ, and are set."""
 
     uptime_s: float  # since the router began, by its own monotonic clock
@@ -126,7 +126,7 @@ class Reading:
         return self.numbers.get("prefill.running", 0.0) + self.numbers.get("decode.running", 0.0)
 
 
-class Told(NamedTuple):
+class RouterCounters(NamedTuple):
     """Numbers that a router told last."""
 
     uptime_s: float
@@ -143,14 +143,14 @@ class Counted:
     arrived: Arrived = field(default_factory=Arrived)
     # Of time that the routers have told of. A reading that comes late is not taken for a burst.
     elapsed_s: float = 0.0
-    last: Mapping[str, Told] = field(default_factory=dict)  # of each router, by its replica's id
+    last: Mapping[str, RouterCounters] = field(default_factory=dict)  # of each router, by its replica's id
 
     def heard_since(self, at_s: float) -> set[str]:
         """Routers that have told something new after this moment of the listener's clock."""
         return {router for router, told in self.last.items() if told.heard_s > at_s}
 
 
-def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str], now_s: float) -> Counted:
+def count(before: Counted, readings: Mapping[str, RouterSample], routers: Collection[str], now_s: float) -> Counted:
     """Add what has arrived meanwhile. `routers` are all that run, also those that have told nothing lately.
 
     `now_s` is the listener's monotonic clock. Time passes as the routers tell, each by its own clock: from the newest
@@ -166,17 +166,17 @@ def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[
         if known is None:
             is_new = reading.uptime_s <= now_s - before.begun_s
             arrived = arrived.plus(now if is_new else Arrived())
-            last[router] = Told(reading.uptime_s, now_s, before.elapsed_s, now)
+            last[router] = RouterCounters(reading.uptime_s, now_s, before.elapsed_s, now)
         elif reading.uptime_s > known.uptime_s:
             arrived = arrived.plus(now.since(known.arrived))
             step_s = min(reading.uptime_s - known.uptime_s, now_s - known.heard_s + LATE_S)
-            last[router] = Told(reading.uptime_s, now_s, known.at_s + step_s, now)
+            last[router] = RouterCounters(reading.uptime_s, now_s, known.at_s + step_s, now)
     elapsed_s = max((told.at_s for told in last.values()), default=0.0)
     return Counted(before.begun_s, arrived, max(before.elapsed_s, elapsed_s), last)
 
 
 def signals_of(
-    readings: Mapping[str, Reading],
+    readings: Mapping[str, RouterSample],
     counted: Counted,
     targets: Mapping[Role, int],
     gpus_each: Mapping[Role, float],
@@ -217,10 +217,10 @@ def _costs(role: Role, numbers: Mapping[str, float]) -> StepCosts | None:
     )
 
 
-def _tightest(readings: Mapping[str, Reading], name: str) -> float | None:
+def _tightest(readings: Mapping[str, RouterSample], name: str) -> float | None:
     promised = [reading.numbers.get(name, 0.0) for reading in readings.values()]
     return min((one for one in promised if one > 0), default=None)
 
 
-def _arrived(reading: Reading) -> Arrived:
+def _arrived(reading: RouterSample) -> Arrived:
     return Arrived(*(reading.numbers.get(name, 0.0) for name in Arrived._fields))

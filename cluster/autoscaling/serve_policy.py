@@ -14,9 +14,9 @@ import msgspec
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
-from twostroke.cluster.autoscaling.autoscaler import Look, ScalingOrder, State, is_due, look
+from twostroke.cluster.autoscaling.autoscaler import ScalingOrder, ScalingView, State, is_due, look
 from twostroke.cluster.autoscaling.decision_watch import publish
-from twostroke.cluster.autoscaling.readings import Reading
+from twostroke.cluster.autoscaling.readings import RouterSample
 from twostroke.protocol.settings import from_plain
 from twostroke.protocol.stats import Role
 
@@ -65,10 +65,10 @@ def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: fl
     order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder, dec_hook=from_plain)
     targets = {role: named[name].target_num_replicas for role, name in DEPLOYMENTS.items() if name in named}
     routers = {replica.unique_id for replica in router.running_replicas}
-    return look(state, Look(readings_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)
+    return look(state, ScalingView(readings_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)
 
 
-def readings_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, Reading]:
+def readings_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, RouterSample]:
     """What each router told last, from time series by name and replica. Serve's own averages would blur counters."""
     numbers: dict[str, dict[str, float]] = {}
     for name, series in raw_metrics.items():
@@ -77,7 +77,7 @@ def readings_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, Readi
             if known:
                 numbers.setdefault(replica.unique_id, {})[name] = known[-1].value
     return {
-        router: Reading(told["uptime_s"], told) for router, told in numbers.items() if "uptime_s" in told
+        router: RouterSample(told["uptime_s"], told) for router, told in numbers.items() if "uptime_s" in told
     }  # the others have told of nothing but their requests under way, which Serve counts by itself
 
 

@@ -32,7 +32,7 @@ from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import ray_folder
-from twostroke.cluster.local.server import Order, Report, own_url
+from twostroke.cluster.local.server import ServeOrder, ServerReport, own_url
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.http.tenants import key_hash
@@ -150,7 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
     haproxy = not arguments.no_haproxy and haproxy_binary() is not None
     if not haproxy and not arguments.no_haproxy:
         console.print("There is no HAProxy for this machine: Serve's own, slower proxy is used.")
-    order = Order(settings, arguments.host, arguments.port, haproxy, arguments.verbose, arguments.grace, arguments.gpus)
+    order = ServeOrder(
+        settings, arguments.host, arguments.port, haproxy, arguments.verbose, arguments.grace, arguments.gpus
+    )
     with tempfile.NamedTemporaryFile(prefix="twostroke-", suffix=".log", delete=False) as log:
         try:
             failure = _look_after(order, console, None if arguments.verbose else log)
@@ -219,7 +221,7 @@ def _set(raw: dict[str, Any], path: Sequence[str], value: object) -> None:
         raw[first] = value
 
 
-def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str | None:
+def _look_after(order: ServeOrder, console: Console, output: IO[bytes] | None) -> str | None:
     """Run the server until a signal; returns None then, else why it failed. Raises ConfigError. Leaves no process."""
     become_subreaper()
     interrupt_once()
@@ -255,7 +257,7 @@ def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str
                 farewell.join()  # nobody is left who could write
 
 
-def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
+def _show(reports: Iterator[ServerReport], order: ServeOrder, console: Console) -> str:
     """Tell people what the server reports; returns why it ended. Raises ConfigError."""
     since = time.monotonic()
     for report in reports:
@@ -277,7 +279,7 @@ def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
     return "its process ended by itself"
 
 
-def _show_news(reports: Iterator[Report], console: Console) -> None:
+def _show_news(reports: Iterator[ServerReport], console: Console) -> None:
     """Tell people what the server says while it ends."""
     for report in reports:
         if report.event == "news":
@@ -288,7 +290,7 @@ def _show_line(text: str, console: Console) -> None:
     console.print(f"[yellow]{time.strftime('%H:%M:%S')}[/] {escape(text)}", soft_wrap=True)
 
 
-def _show_ready(order: Order, name: str, console: Console) -> None:
+def _show_ready(order: ServeOrder, name: str, console: Console) -> None:
     url, config = own_url(order.host, order.port), read_config(order.settings)
     endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
     if config.model.path == str(instruct_model()):
@@ -301,9 +303,9 @@ def _show_ready(order: Order, name: str, console: Console) -> None:
     print(f"curl {url}/v1/{endpoint}{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
-def _reports(lines: IO[str]) -> Iterator[Report]:
+def _reports(lines: IO[str]) -> Iterator[ServerReport]:
     for line in lines:
-        yield msgspec.json.decode(line, type=Report)
+        yield msgspec.json.decode(line, type=ServerReport)
 
 
 def _end(server: "subprocess.Popen[bytes]", grace_s: float) -> None:

@@ -30,7 +30,7 @@ Numbers = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class WorkerRow:
     """One worker that can be reached, now and in the answer before."""
 
     worker: Numbers
@@ -79,7 +79,7 @@ class Row:
 
 UNREACHABLE = "unreachable"
 
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[WorkerRow], str]]
 
 
 def _number(heading: str, name: str) -> Column:
@@ -91,7 +91,7 @@ WAITING = _number("waiting", "num_waiting")
 PREEMPTED = _number("preempted", "preemptions")
 _USE: tuple[Column, ...] = (
     ("blocks owned", lambda row: f"{row.stats['owned_blocks']}/{row.stats['total_blocks']}"),
-    ("cached hits", Row.cached_hits),
+    ("cached hits", WorkerRow.cached_hits),
 )
 _RATES: tuple[Column, ...] = (
     ("MFU", lambda row: row.share_of("peak_flops_per_s", "flops")),
@@ -117,13 +117,13 @@ STATUS: tuple[Column, ...] = (
     _number("swapped", "swaps"),
 )
 LOAD: tuple[Column, ...] = (
-    ("state", Row.state),
+    ("state", WorkerRow.state),
     RUNNING,
     WAITING,
     _number("queued tok", "num_waiting_tokens"),
     *_USE,
-    ("step ms", Row.step_ms),
-    ("base ms", Row.base_ms),
+    ("step ms", WorkerRow.step_ms),
+    ("base ms", WorkerRow.base_ms),
     *_RATES,
     PREEMPTED,
 )
@@ -207,7 +207,7 @@ def worker_rows(columns: Sequence[Column], before: Numbers | None, after: Number
         if stats is None:
             cells = [UNREACHABLE, *[""] * (len(columns) - 1)]
         else:
-            row = Row(worker, stats, earlier.get(worker["epoch"]), seconds)
+            row = WorkerRow(worker, stats, earlier.get(worker["epoch"]), seconds)
             cells = [tell(row) for _, tell in columns]
         rows.append([worker["worker_id"], worker["role"], *cells])
     return rows

@@ -18,14 +18,14 @@ _PATH = re.compile(r"[\w.-]+(?:\[\d+\][\w.-]*)*(?=: )")
 _PART = re.compile(r"\[(\d+)\]|([\w-]+)")
 
 
-class Fault(NamedTuple):
+class ConfigFault(NamedTuple):
     """What is wrong, and where."""
 
     line: int  # the first is 1
     text: str  # begins with the setting's path
 
 
-def faults_of(path: Path) -> list[Fault]:
+def faults_of(path: Path) -> list[ConfigFault]:
     """Of a file for `twostroke serve --config`, or for Ray Serve's tools, which has configurations under `args`.
 
     What settings say together is judged where each is right by itself. Raises ConfigError for a file that can't be
@@ -34,13 +34,13 @@ def faults_of(path: Path) -> list[Fault]:
     raw, text_of_file = load_yaml_and_text(path)
     root = yaml.compose(text_of_file, yaml.SafeLoader)
     if "applications" not in raw:
-        return [Fault(_line_of(root, text), text) for text in _faults(raw)]
+        return [ConfigFault(_line_of(root, text), text) for text in _faults(raw)]
     applications = raw["applications"] if isinstance(raw["applications"], list) else []
     found = [(i, one["args"]) for i, one in enumerate(applications) if isinstance(one, dict) and one.get("args")]
     if not found:
         raise ConfigError(f"{path}: no application has `args`, under which the configuration stands")
     texts = [f"applications[{i}].args.{text}" for i, args in found for text in _faults(args)]
-    return [Fault(_line_of(root, text), text) for text in texts]
+    return [ConfigFault(_line_of(root, text), text) for text in texts]
 
 
 def _faults(raw: Any) -> Iterator[str]:

@@ -43,7 +43,7 @@ from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.http.tenants import AuthConfig, Tenants
 from twostroke.router.observe.scaling import Scaling
-from twostroke.router.observe.scrape import RouterReading, no_other_routers
+from twostroke.router.observe.scrape import RouterMetricsSample, no_other_routers
 from twostroke.router.observe.tracing import request_traces
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
@@ -61,7 +61,7 @@ class OtherRouters:
         self._routers = routers
         self._own = own
 
-    async def readings(self) -> Sequence[RouterReading]:
+    async def readings(self) -> Sequence[RouterMetricsSample]:
         """Of those that answer in time."""
         try:
             # What is public waits for all replicas, or fails with any of them.
@@ -74,9 +74,9 @@ class OtherRouters:
         answers = await asyncio.gather(
             *(asyncio.wait_for(call.get_async(), timeout=ANSWER_S) for call in calls), return_exceptions=True
         )
-        readings: list[RouterReading] = []
+        readings: list[RouterMetricsSample] = []
         for answer in answers:
-            if isinstance(answer, RouterReading):
+            if isinstance(answer, RouterMetricsSample):
                 if getattr(answer, "protocol", None) != PROTOCOL:
                     _log.warning("a router of another version is left out of a scrape")
                 elif answer.router != self._own:
@@ -242,7 +242,7 @@ class RouterReplica:
         scaling = self._scaling()
         return self._expected if scaling is None else {**self._expected, **scaling.targets}
 
-    async def reading(self) -> RouterReading | None:
+    async def reading(self) -> RouterMetricsSample | None:
         """This router's numbers, for another one's scrape; None until it has any."""
         return None if self._service is None else self._service.reading()
 

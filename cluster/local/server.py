@@ -34,7 +34,7 @@ LOOK_S = 1.0  # between two looks at the workers
 LOOK_TIMEOUT_S = 2.0  # also how long a silent server may delay the end
 
 
-class Order(msgspec.Struct, frozen=True):
+class ServeOrder(msgspec.Struct, frozen=True):
     """What to serve: the one line of input."""
 
     settings: dict[str, Any]  # the configuration, as YAML gives it
@@ -46,7 +46,7 @@ class Order(msgspec.Struct, frozen=True):
     gpus: int | None = None  # of this machine, that may be used; None: all
 
 
-class Report(msgspec.Struct, frozen=True):
+class ServerReport(msgspec.Struct, frozen=True):
     """A line of output."""
 
     event: Literal[
@@ -134,7 +134,7 @@ class FleetWatch:
 
 def main() -> int:
     """Serve; returns 0 when the input has ended, 1 after a failure, 2 where a setting, file or folder is wrong."""
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServeOrder)
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as reports:
         starter = _Starter()
         try:
@@ -142,32 +142,32 @@ def main() -> int:
         except KeyboardInterrupt:
             return 0
         except ConfigError as error:
-            _report(reports, Report("wrong", str(error)))
+            _report(reports, ServerReport("wrong", str(error)))
             return 2
         except StartFailed as error:
-            _report(reports, Report("failed", str(error)))
+            _report(reports, ServerReport("failed", str(error)))
             return 1
     return 0
 
 
-def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
+def _serve(order: ServeOrder, starter: _Starter, reports: TextIO) -> None:
     shared = share_gpus(order.settings, min(order.gpus or sys.maxsize, _gpus_in_sight()) if order.gpus != 0 else 0)
     config, api_key = with_own_key(check_keys(read_config(shared.settings)))
     if shared.line is not None:
-        _report(reports, Report("loud" if shared.is_idle else "step", shared.line))
+        _report(reports, ServerReport("loud" if shared.is_idle else "step", shared.line))
     check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path, revision=config.model.revision)
     name = served_name(config.model, folder)
     described, *caches = check_model(config, folder)
     for line in (f"Model {name}: {described}", *caches):
-        _report(reports, Report("step", line))
-    _report(reports, Report("step", "Starting Ray ..."))
+        _report(reports, ServerReport("step", line))
+    _report(reports, ServerReport("step", "Starting Ray ..."))
     cpus, gpus = _resources(config)
     ray = local_ray(
         host=order.host, port=order.port, num_cpus=cpus, num_gpus=gpus, haproxy=order.haproxy, verbose=order.verbose
     )
     with ray:
-        _report(reports, Report("step", "Ray is up. Starting the workers ..."))
+        _report(reports, ServerReport("step", "Ray is up. Starting the workers ..."))
         # Ray may be imported now: its switches are set.
         from twostroke.cluster.deployments.router import drain_application
         from twostroke.cluster.local.deploy import APPLICATION, deploy
@@ -175,17 +175,17 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
         deploy(config, shared.settings)
         _await_ready(own_url(order.host, order.port))
         for line in _describe_workers(own_url(order.host, order.port), api_key):
-            _report(reports, Report("step", line))
-        _report(reports, Report("ready", name))
+            _report(reports, ServerReport("step", line))
+        _report(reports, ServerReport("ready", name))
         watch = FleetWatch({role: counts.first for role, counts in config.counts.items()})
         while not starter.is_gone_within(LOOK_S):
             for line in _news(watch, own_url(order.host, order.port), api_key):
-                _report(reports, Report("news", line))
+                _report(reports, ServerReport("news", line))
         if order.grace_s > 0:
             notice_s = config.router.drain_notice_s
             asyncio.run(
                 drain_application(
-                    APPLICATION, order.grace_s, notice_s, lambda line: _report(reports, Report("news", line))
+                    APPLICATION, order.grace_s, notice_s, lambda line: _report(reports, ServerReport("news", line))
                 )
             )
 
@@ -281,7 +281,7 @@ def own_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _report(reports: TextIO, report: Report) -> None:
+def _report(reports: TextIO, report: ServerReport) -> None:
     reports.write(msgspec.json.encode(report).decode() + "\n")
     reports.flush()
 

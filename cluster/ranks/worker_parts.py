@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary
     from twostroke.worker.experts.expert_balance import ExpertBalance
-    from twostroke.worker.worker import Equipment
+    from twostroke.worker.worker import WorkerDeps
 
 
 @dataclass(frozen=True)
 class WorkerParts:
     """An engine with its cache, its block accounting, and both sides of KV transfer, over all ranks."""
 
-    equipment: "Equipment"
+    equipment: "WorkerDeps"
     rank: RankParts  # rank 0's
     led: LedRanks | None = None  # None: there are no others
 
@@ -72,13 +72,13 @@ async def load_parts(
     from twostroke.model.cuda.gpu_use import watch_gpu
     from twostroke.protocol.grammars import Grammars
     from twostroke.worker.block_pool import BlockPool
-    from twostroke.worker.worker import Equipment
+    from twostroke.worker.worker import WorkerDeps
 
     balance: ExpertBalance | None = None
     stages_hits: StagesHits | None = None
 
-    def equipped(rank: RankParts, engine: "Engine", sender: "SendingSide", receiver: "ReceivingSide") -> "Equipment":
-        return Equipment(
+    def equipped(rank: RankParts, engine: "Engine", sender: "SendingSide", receiver: "ReceivingSide") -> "WorkerDeps":
+        return WorkerDeps(
             peer=peer,
             engine=engine,
             store=rank.store,

@@ -38,7 +38,7 @@ ALL_UNITS = Share()
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class RankPair:
     """One pair of ranks, and what goes from one to the other: of these layers and KV heads (the model's numbers) these
     units."""
 
@@ -152,7 +152,7 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
     return table
 
 
-def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[Lane, ...]:
+def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[RankPair, ...]:
     """The lanes of a transfer: every unit of every layer and head of every target rank comes from one source rank.
 
     Where a stage's ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies
@@ -168,7 +168,7 @@ def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[Lane, ...]:
             raise ValueError(f"{layout.pp_size} stages can't share {layout.num_layers} layers")
         if layout.context_ranks < 1 or layout.block_size % layout.context_ranks:
             raise ValueError(f"{layout.context_ranks} ranks can't share blocks of {layout.block_size} tokens")
-    lanes: list[Lane] = []
+    lanes: list[RankPair] = []
     for target_rank in range(target.num_ranks):
         wanted = target.layers_of(target_rank)
         for stage in range(source.pp_size):
@@ -181,7 +181,7 @@ def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[Lane, ...]:
     return tuple(lanes)
 
 
-def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[Lane]:
+def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[RankPair]:
     """As `_from_stage`, of latents, where the ranks of either side or of both have parts of blocks."""
     unit_tokens = _unit_tokens(source, target)
     # From here on it is the same units again.
@@ -195,10 +195,10 @@ def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, 
         else:  # all of the stage's ranks have it
             owner = target_rank % source.tp_size
         share = Share(token // unit_tokens, period // unit_tokens)
-        yield Lane(stage * source.tp_size + owner, target_rank, layers, 0, 1, share)
+        yield RankPair(stage * source.tp_size + owner, target_rank, layers, 0, 1, share)
 
 
-def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[Lane]:
+def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[RankPair]:
     """The lanes that bring one target rank these layers, which a stage of the source has."""
     source_tp, target_tp, num_kv_heads = source.tp_size, target.tp_size, source.num_kv_heads
     source_copies = max(1, source_tp // num_kv_heads)  # ranks of a stage that hold the same head
@@ -211,11 +211,11 @@ def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int
         for index in range(shares):
             copy = (target_rank % target_tp % target_copies + index * target_copies) % source_copies
             source_rank = stage * source_tp + first * source_tp // num_kv_heads + copy
-            yield Lane(source_rank, target_rank, layers, first, count, Share(index, shares))
+            yield RankPair(source_rank, target_rank, layers, first, count, Share(index, shares))
         first += count
 
 
-def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
+def cut_lane(lane: RankPair, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
     """The lane's ends at the source and at the target."""
     unit_tokens = _unit_tokens(source, target)
 

@@ -57,7 +57,7 @@ class ReceiverState(Enum):
     ABORTED = "aborted"
 
 
-class Event(Enum):
+class TransferEvent(Enum):
     """What can happen to either."""
 
     OFFER = "offer"  # it is out; it has come, and fits
@@ -76,9 +76,9 @@ ENDS = frozenset({SenderState.RELEASED, SenderState.ABORTED, ReceiverState.VERIF
 VERIFIED_BY_PEER = frozenset({SenderState.RELEASING, SenderState.RELEASED})
 
 
-def _table() -> dict[tuple[Any, Event], Any]:
-    sender, receiver, event = SenderState, ReceiverState, Event
-    table: dict[tuple[Any, Event], Any] = {
+def _table() -> dict[tuple[Any, TransferEvent], Any]:
+    sender, receiver, event = SenderState, ReceiverState, TransferEvent
+    table: dict[tuple[Any, TransferEvent], Any] = {
         (sender.OFFERING, event.OFFER): sender.OFFERED,
         (sender.OFFERED, event.GRANT): sender.GRANTED,
         (sender.GRANTED, event.CHUNK_BEGIN): sender.SENDING,
@@ -110,7 +110,7 @@ def _table() -> dict[tuple[Any, Event], Any]:
 _TABLE = _table()
 
 
-def transition(state: S, event: Event) -> S:
+def transition(state: S, event: TransferEvent) -> S:
     """The state after `event`. Raises IllegalTransition where the table has no such cell."""
     after: S | None = _TABLE.get((state, event))
     if after is None:

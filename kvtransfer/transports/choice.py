@@ -27,7 +27,7 @@ _SETTING = "kv_transfer.transport"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     """A transport for a pair, and how that came."""
 
     transport: str
@@ -35,7 +35,7 @@ class Choice:
     missing: tuple[str, ...]  # for each better transport that could join the two: what it would need
 
 
-def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: Sequence[str] = ()) -> Choice:
+def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: Sequence[str] = ()) -> TransportChoice:
     """The best transport that both ends have, one in `without` only where there is no other.
 
     Raises ConfigError where they have none in common, with both sides' lists.
@@ -48,7 +48,7 @@ def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: 
     chosen = next((name for name in usable if name not in without), usable[0])
     better = [name for name in order[: order.index(chosen)] if not _is_too_far(name, source, target)]
     missing = [obstacles[name] or f"{name}: a link by it broke or could not be joined" for name in better]
-    return Choice(chosen, _why(chosen, source, target), tuple(missing))
+    return TransportChoice(chosen, _why(chosen, source, target), tuple(missing))
 
 
 def _is_too_far(name: str, source: Reach, target: Reach) -> bool:

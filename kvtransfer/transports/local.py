@@ -31,7 +31,7 @@ from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
-    Door,
+    LinkListener,
     LinkThread,
     Rest,
     SocketTransport,
@@ -223,7 +223,7 @@ LocalEnd = LocalSource | LocalTarget
 E = TypeVar("E", LocalSource, LocalTarget)
 
 
-class _Params(msgspec.Struct):
+class _LocalParams(msgspec.Struct):
     """LinkParams of a local link."""
 
     name: str
@@ -235,10 +235,10 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
 
     name: str
 
-    async def prepare(self, host: str, cut: Cut) -> Door[LocalTarget]:
+    async def prepare(self, host: str, cut: Cut) -> LinkListener[LocalTarget]:
         self._check(cut)
         memory = self._target_memory(cut)
-        params = _Params(secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES))
+        params = _LocalParams(secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES))
         try:
             listener = socket.create_server(_PREFIX + params.name.encode(), family=socket.AF_UNIX)
         except OSError as error:
@@ -248,12 +248,12 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
             thread = LinkThread(guests[0], f"kv-{self.name}")
             return await self._opened(LocalTarget(thread, memory, self.links.discard))
 
-        return Door(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
+        return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
 
     async def join(self, params: LinkParams, cut: Cut) -> LocalSource:
         self._check(cut)
         memory = self._source_memory(cut)
-        theirs = read_params(params, _Params, self.name)
+        theirs = read_params(params, _LocalParams, self.name)
         address = _PREFIX + theirs.name.encode()
         (connected,) = await knock(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
         # The least that the system grants, a few chunks' messages: with room for hundreds, a long prompt's chunks would

@@ -52,7 +52,7 @@ from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
-    Door,
+    LinkListener,
     LinkThread,
     Rest,
     SocketTransport,
@@ -88,7 +88,7 @@ def missing() -> str | None:
     return None
 
 
-class _Params(msgspec.Struct):
+class _NixlParams(msgspec.Struct):
     """LinkParams of a nixl link."""
 
     host: str
@@ -124,7 +124,7 @@ class NixlTransport(SocketTransport["NixlEnd"]):
         self._has_rdma = any(port.is_active for port in rdma_ports())
         self._most_chunk_bytes = most_chunk_bytes or MAX_CHUNK_BYTES
 
-    async def prepare(self, host: str, cut: Cut) -> "Door[NixlTarget]":
+    async def prepare(self, host: str, cut: Cut) -> "LinkListener[NixlTarget]":
         """Raises ConnectionLost where `host` is not an address of this machine."""
         try:
             family, address = await resolve(host, 0)
@@ -133,15 +133,15 @@ class NixlTransport(SocketTransport["NixlEnd"]):
             raise ConnectionLost(f"can't listen on {host}: {error}") from error
         token = secrets.token_bytes(TOKEN_BYTES)
         port = listener.getsockname()[1]
-        params = _Params(host, port, token, self._machine, int(self._has_rdma), self._most_chunk_bytes)
+        params = _NixlParams(host, port, token, self._machine, int(self._has_rdma), self._most_chunk_bytes)
 
         async def make_link(guests: list[socket.socket]) -> NixlTarget:
             return await self._opened(NixlTarget(guests[0], self._store, cut, self._units(cut), self.links.discard))
 
-        return Door(self, listener, token, msgspec.to_builtins(params), make_link, most=1)
+        return LinkListener(self, listener, token, msgspec.to_builtins(params), make_link, most=1)
 
     async def join(self, params: LinkParams, cut: Cut) -> "NixlSource":
-        theirs = read_params(params, _Params, self.name)
+        theirs = read_params(params, _NixlParams, self.name)
         if theirs.machine != self._machine and not (theirs.has_rdma and self._has_rdma):
             side = "the source's" if theirs.has_rdma else "the target's"
             raise ConnectionLost(

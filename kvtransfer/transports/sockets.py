@@ -55,14 +55,14 @@ class SocketTransport(Generic[L]):
     def __init__(self, join_timeout_s: float):
         self.join_timeout_s = join_timeout_s
         self.links: set[L] = set()
-        self.doors: set[Door[Any]] = set()
+        self.doors: set[LinkListener[Any]] = set()
 
     async def close(self) -> None:
         await asyncio.gather(*(door.close() for door in tuple(self.doors)))
         await asyncio.gather(*(link.close() for link in tuple(self.links)))
 
 
-class Door(Generic[L]):
+class LinkListener(Generic[L]):
     """A PendingLink: listens for one peer with the right token, until all its connections have come."""
 
     def __init__(

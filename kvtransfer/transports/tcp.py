@@ -26,7 +26,7 @@ from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostWire, count_units, split_segments
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
-    Door,
+    LinkListener,
     LinkThread,
     SocketTransport,
     Token,
@@ -44,7 +44,7 @@ _SO_MAX_PACING_RATE = 47  # of Linux, not among the socket module's names
 R = TypeVar("R")
 
 
-class _Params(msgspec.Struct):
+class _TcpParams(msgspec.Struct):
     """LinkParams of a TCP link."""
 
     host: str
@@ -75,22 +75,22 @@ class TcpTransport(SocketTransport["TcpLink"]):
         self._streams = streams
         self._max_bytes_per_s = max_bytes_per_s
 
-    async def prepare(self, host: str, cut: Cut) -> "Door[TcpLink]":
+    async def prepare(self, host: str, cut: Cut) -> "LinkListener[TcpLink]":
         """Raises ConnectionLost where `host` is not an address of this machine."""
         try:
             family, address = await resolve(host, 0)
             listener = socket.create_server(address, family=family)
         except OSError as error:
             raise ConnectionLost(f"can't listen on {host}: {error}") from error
-        params = _Params(host, listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), self._streams)
+        params = _TcpParams(host, listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), self._streams)
 
         async def make_link(guests: list[socket.socket]) -> TcpLink:
             return self._make_link(guests, cut)
 
-        return Door(self, listener, params.token, msgspec.to_builtins(params), make_link, most=self._streams)
+        return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=self._streams)
 
     async def join(self, params: LinkParams, cut: Cut) -> "TcpLink":
-        theirs = read_params(params, _Params, self.name)
+        theirs = read_params(params, _TcpParams, self.name)
         try:
             family, address = await resolve(theirs.host, theirs.port)
         except OSError as error:

@@ -27,7 +27,7 @@ from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.checks import checks_of_comparison
-from twostroke.loadtests.report.comparison import Comparison
+from twostroke.loadtests.report.comparison import RunComparison
 from twostroke.loadtests.report.pages import COMPARISON_PAGE_FILE as PAGE_FILE
 from twostroke.loadtests.report.pages import write_comparison, write_report
 
@@ -127,7 +127,7 @@ def alike(plans: Sequence[Plan]) -> list[Plan]:
     ]
 
 
-def figures_of(comparison: Comparison, folder: Path) -> dict[str, Any]:
+def figures_of(comparison: RunComparison, folder: Path) -> dict[str, Any]:
     """The line of JSON; comparison.json has the rest."""
     figures = {
         figure.name: {

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from twostroke.loadtests import LoadTestError, RunLost
-from twostroke.loadtests.capacity import MOST_REPEATS, SWEEP_FILE, Search, Sweep, SweepEnded, SweepResult
+from twostroke.loadtests.capacity import MOST_REPEATS, SWEEP_FILE, SearchRange, Sweep, SweepEnded, SweepResult
 from twostroke.loadtests.commands.arguments import (
     Option,
     above_zero,
@@ -195,7 +195,7 @@ def run_sweep(arguments: Namespace) -> int:
         if arguments.rates:
             sweep.measure(arguments.rates, arguments.repeats)
         else:
-            sweep.find(Search(arguments.start, precision=arguments.precision), arguments.repeats)
+            sweep.find(SearchRange(arguments.start, precision=arguments.precision), arguments.repeats)
     except (SweepEnded, LoadTestError) as reason:  # the latter: a server that is gone, a full disk
         sweep.end_early(str(reason))
         exit_code = 1

@@ -12,13 +12,13 @@ from itertools import islice
 from typing import Any, Protocol
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.generator.http_stream import Exchange, StreamedAnswer, read_stream
-from twostroke.loadtests.plan import Chat, Closed, Plan, Session, Turn
+from twostroke.loadtests.generator.http_stream import ClientExchange, StreamedAnswer, read_stream
+from twostroke.loadtests.plan import Chat, Closed, Plan, Session, SessionTurn
 from twostroke.loadtests.run_folder import Record
 from twostroke.loadtests.workloads.prompts import text, token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 
-Post = Callable[[str, bytes, Exchange], None]
+Post = Callable[[str, bytes, ClientExchange], None]
 """Sends a body to a path and puts all that comes into the exchange: loadtests/generator/http_stream.py."""
 
 
@@ -81,7 +81,7 @@ class Conversation:
         `scheduled_s` counts from `began`, a moment of the crew's clock.
         """
         turn = self.session.turns[self._turn]
-        exchange = Exchange(self._crew.now())
+        exchange = ClientExchange(self._crew.now())
         self._line.on_send(exchange.sent_at - began)
         path = "/v1/chat/completions" if self._is_chat else "/v1/completions"
         try:
@@ -98,7 +98,7 @@ class Conversation:
         self._turn += 1
         return record
 
-    def _request(self, turn: Turn) -> dict[str, Any]:
+    def _request(self, turn: SessionTurn) -> dict[str, Any]:
         plan = self._plan
         request: dict[str, Any] = {"model": plan.model}
         if self._is_chat:
@@ -125,13 +125,19 @@ class Conversation:
             request |= plan.extra
         return request
 
-    def _new_messages(self, turn: Turn) -> list[dict[str, str]]:
+    def _new_messages(self, turn: SessionTurn) -> list[dict[str, str]]:
         *shared, own = turn.prompt
         system = [{"role": "system", "content": text(shared)}] if shared and not self._messages else []
         return [*system, {"role": "user", "content": text([own])}]
 
     def _record(
-        self, turn: Turn, scheduled_s: float, began: float, end_s: float, exchange: Exchange, answer: StreamedAnswer
+        self,
+        turn: SessionTurn,
+        scheduled_s: float,
+        began: float,
+        end_s: float,
+        exchange: ClientExchange,
+        answer: StreamedAnswer,
     ) -> Record:
         record = Record(
             session=self.session.index,

@@ -34,7 +34,7 @@ class BadResponse(Exception):
 
 
 @dataclass(frozen=True)
-class Event:
+class ServerSentEvent:
     """One server-sent event."""
 
     at: float  # seconds
@@ -42,7 +42,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHead:
     """What comes before the body."""
 
     status: int
@@ -50,7 +50,7 @@ class Head:
     fields: dict[str, str]  # names in lower case
 
 
-def response_of(arrivals: Iterable[Piece]) -> tuple[Head, Iterator[Piece]]:
+def response_of(arrivals: Iterable[Piece]) -> tuple[ResponseHead, Iterator[Piece]]:
     """The head, and the body's pieces without the framing of chunks. Raises BadResponse for what is no response."""
     pieces = iter(arrivals)
     head = b""
@@ -70,7 +70,7 @@ def response_of(arrivals: Iterable[Piece]) -> tuple[Head, Iterator[Piece]]:
     body: Iterator[Piece] = chain([(at, rest)], pieces)
     if fields.get("transfer-encoding", "").lower() == "chunked":
         body = _unchunked(body)
-    return Head(int(status[0]), status_line, fields), body
+    return ResponseHead(int(status[0]), status_line, fields), body
 
 
 def text_of(body: Iterable[Piece]) -> str:
@@ -78,7 +78,7 @@ def text_of(body: Iterable[Piece]) -> str:
     return b"".join(data for _, data in body).decode(errors="replace")[:300]
 
 
-def events_of(body: Iterable[Piece]) -> Iterator[Event]:
+def events_of(body: Iterable[Piece]) -> Iterator[ServerSentEvent]:
     """The events of a body: lines `data: ...`, an empty line after each event; comments and other fields are skipped.
 
     An event that is cut off is none.
@@ -92,7 +92,7 @@ def events_of(body: Iterable[Piece]) -> Iterator[Event]:
             if line.startswith(b"data:"):
                 data_lines.append(line.removeprefix(b"data:").removeprefix(b" "))
             elif not line and data_lines:
-                yield Event(at, b"\n".join(data_lines))
+                yield ServerSentEvent(at, b"\n".join(data_lines))
                 data_lines = []
 
 
@@ -123,7 +123,7 @@ def _unchunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 @dataclass
-class Exchange:
+class ClientExchange:
     """A request and the raw bytes that came back. Times are of `time.perf_counter`."""
 
     sent_at: float
@@ -176,7 +176,7 @@ def endpoint_of(url: str, api_key: str | None = None) -> Endpoint:
 def stream(
     endpoint: Endpoint,
     request: bytes,
-    exchange: Exchange,
+    exchange: ClientExchange,
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -237,7 +237,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ReportedUsage(msgspec.Struct, frozen=True):
     """What the server says that it took; None: it doesn't say."""
 
     prompt_tokens: int | None = None
@@ -255,29 +255,29 @@ class Usage(msgspec.Struct, frozen=True):
         return self.stages[0] if self.stages else None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class StreamDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None  # what a model thinks before it answers, by two names
     reasoning: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class StreamChoice(msgspec.Struct, frozen=True):
     text: str | None = None
-    delta: Delta | None = None
+    delta: StreamDelta | None = None
     finish_reason: str | None = None
 
     @property
     def new_text(self) -> str:
         """Of a completion's or a chat's chunk; what a model thinks is text that a user sees."""
-        delta = self.delta or Delta()
+        delta = self.delta or StreamDelta()
         return self.text or delta.content or delta.reasoning_content or delta.reasoning or ""
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StreamChunk(msgspec.Struct, frozen=True):
     """What is read of an event; servers add more. Another type of one of these is no answer of an OpenAI server."""
 
-    choices: list[Choice] | None = None
-    usage: Usage | None = None
+    choices: list[StreamChoice] | None = None
+    usage: ReportedUsage | None = None
     error: Any = None
 
 
@@ -291,13 +291,13 @@ class StreamedAnswer:
     request_id: str | None = None
     token_times: list[float] = field(default_factory=list)  # the first: of the first text
     text: str = ""
-    usage: Usage = field(default_factory=Usage)
+    usage: ReportedUsage = field(default_factory=ReportedUsage)
 
 
-_DECODE = msgspec.json.Decoder(Chunk).decode
+_DECODE = msgspec.json.Decoder(StreamChunk).decode
 
 
-def read_stream(exchange: Exchange, pause: Callable[[], None] = lambda: None) -> StreamedAnswer:
+def read_stream(exchange: ClientExchange, pause: Callable[[], None] = lambda: None) -> StreamedAnswer:
     """What the bytes of an exchange say; `pause` is called now and then, to let others run. Never raises BadResponse:
     the answer then has an error."""
     answer = StreamedAnswer()
@@ -346,7 +346,7 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
     answer.status = "ok"
 
 
-def _chunk_of(event: Event) -> Chunk:
+def _chunk_of(event: ServerSentEvent) -> StreamChunk:
     """Raises BadResponse for anything else, the server's errors too."""
     try:
         chunk = _DECODE(event.data)

@@ -158,7 +158,7 @@ def _both(histograms: list[Histogram]) -> list[float | None]:
     return [percentile(histograms, 50), percentile(histograms, 99)]
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RunProgress(msgspec.Struct, frozen=True):
     """Of a run so far, all processes together."""
 
     elapsed_s: float
@@ -229,7 +229,7 @@ class ProgressDisplay:
     ) -> None:
         self._bar.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         elapsed = f"{progress.elapsed_s:.0f} of {self._plan.seconds:g} s"
         text = line_of(progress)
         self._bar.update(self._task, completed=progress.elapsed_s, elapsed=elapsed, text=text)
@@ -241,7 +241,7 @@ class ProgressDisplay:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def line_of(progress: Progress) -> str:
+def line_of(progress: RunProgress) -> str:
     parts = [f"{progress.sent} sent", f"{progress.under_way} under way", f"{progress.ok} ok"]
     parts += [
         f"{number} {what}" for number, what in ((progress.refused, "refused"), (progress.failed, "failed")) if number

@@ -13,8 +13,8 @@ import msgspec
 from flask import request
 
 from twostroke.loadtests import unwritable
-from twostroke.loadtests.generator.live import LiveFigures, Progress, Second, percentile, series
-from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
+from twostroke.loadtests.generator.live import LiveFigures, RunProgress, Second, percentile, series
+from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, SenderReport
 from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
@@ -22,11 +22,11 @@ from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
 BEGIN_DELAY_S = 0.5  # until the message is with all
 
 _log = logging.getLogger(__name__)
-_REPORT = msgspec.msgpack.Decoder(Report)
+_REPORT = msgspec.msgpack.Decoder(SenderReport)
 _PREPARED = msgspec.msgpack.Decoder(Prepared)
 
 
-class Head:
+class LocustHead:
     """One run. Raises LoadTestError, at once, where no server answers."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Head:
         plan: Plan,
         folder: RunFolder,
         send_to: Callable[[str, bytes, str | None], None],
-        on_progress: Callable[["Head"], None],
+        on_progress: Callable[["LocustHead"], None],
     ):
         self.plan = plan
         self.live = LiveFigures()
@@ -66,9 +66,9 @@ class Head:
         return int(self.elapsed_s) + 1 if self.is_over else max(0, int(min(self._elapsed_s.values())))
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> RunProgress:
         total = self._total
-        return Progress(
+        return RunProgress(
             elapsed_s=max(0.0, self.elapsed_s),
             sent=total.sent,
             under_way=total.sent - total.over,
@@ -155,7 +155,7 @@ _LINK = (
 )
 
 
-def add_to(web_ui: Any, head: Head) -> None:
+def add_to(web_ui: Any, head: LocustHead) -> None:
     """Adds the page and its figures to Locust's Flask app; behind Locust's login where it has one."""
     app = web_ui.app
 
@@ -176,7 +176,7 @@ def add_to(web_ui: Any, head: Head) -> None:
         return response
 
 
-def figures(head: Head, first: int) -> dict[str, Any]:
+def figures(head: LocustHead, first: int) -> dict[str, Any]:
     """What is new from second `first` on, and how the whole stands."""
     plan = head.plan
     return {

@@ -19,14 +19,14 @@ from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunne
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.live import tell_locust
-from twostroke.loadtests.generator.locust_head import Head
+from twostroke.loadtests.generator.locust_head import LocustHead
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder, Sender
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import RunFolder, read_json
 
 _log = logging.getLogger(__name__)
 
-_heads: list[Head] = []  # of this process: one, or none in a worker
+_heads: list[LocustHead] = []  # of this process: one, or none in a worker
 _senders: list[Sender] = []  # one, or none in a master
 
 
@@ -67,7 +67,7 @@ def add_to(environment: Any, runner: Any, web_ui: Any) -> None:
         _take_over(environment)
         if options.num_users or options.spawn_rate or options.run_time:
             _log.warning("--users, --spawn-rate and --run-time do nothing beside --plan")
-        environment.shape_class = Shares()
+        environment.shape_class = ProcessShares()
         environment.shape_class.runner = runner
         # Locust would end a master without its workers' last reports, or, while a shape runs, heed no SIGTERM at all.
         gevent.signal_handler(signal.SIGTERM, head.give_up, "ended from outside")
@@ -90,13 +90,13 @@ def _make_sender(environment: Any, runner: Any, folder: RunFolder) -> Sender:
     return sender
 
 
-def _make_head(environment: Any, runner: Any, plan: Plan, folder: RunFolder) -> Head:
+def _make_head(environment: Any, runner: Any, plan: Plan, folder: RunFolder) -> LocustHead:
     progress_fd = environment.parsed_options.progress_fd
 
     def send_to(kind: str, content: bytes, client: str | None) -> None:
         runner.send_message(kind, content, client)
 
-    def tell_progress(head: Head) -> None:
+    def tell_progress(head: LocustHead) -> None:
         if progress_fd is None:
             return
         try:
@@ -105,7 +105,7 @@ def _make_head(environment: Any, runner: Any, plan: Plan, folder: RunFolder) -> 
             if not head.is_over:
                 head.give_up("who started this run is gone")
 
-    head = Head(plan, folder, send_to, tell_progress)
+    head = LocustHead(plan, folder, send_to, tell_progress)
     runner.register_message(PREPARED, lambda environment, msg: head.on_prepared(msg.data))
     runner.register_message(REPORT, lambda environment, msg: head.on_report(msg.data))
 
@@ -132,7 +132,7 @@ class ShareSender(User):
         raise StopUser
 
 
-class Shares(LoadTestShape):
+class ProcessShares(LoadTestShape):
     """Shape that keeps one user a process until all shares are sent."""
 
     def tick(self) -> tuple[int, float] | None:

@@ -17,7 +17,7 @@ from gevent.event import AsyncResult
 from twostroke.loadtests import LoadTestError, unwritable
 from twostroke.loadtests.generator.alone import Greenlets
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Line, check_prompts
-from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of, stream
+from twostroke.loadtests.generator.http_stream import ClientExchange, endpoint_of, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second
 from twostroke.loadtests.generator.run_facts import api_key
 from twostroke.loadtests.plan import Plan
@@ -39,7 +39,7 @@ class Prepared(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class Report(msgspec.Struct, frozen=True):
+class SenderReport(msgspec.Struct, frozen=True):
     """What happened since the last."""
 
     worker: int
@@ -113,7 +113,7 @@ class Sender:
         check_prompts(plan)
         endpoint = endpoint_of(plan.url, api_key())
 
-        def post(path: str, body: bytes, exchange: Exchange) -> None:
+        def post(path: str, body: bytes, exchange: ClientExchange) -> None:
             stream(endpoint, endpoint.request(path, body), exchange, plan.request_limit_s)
 
         line = Line(post, order.is_twostroke, self._sent, self._record)
@@ -144,7 +144,7 @@ class Sender:
     def _report(self, began: float, began_cpu: float, *, over: bool = False, error: str | None = None) -> None:
         elapsed_s = time.monotonic() - began
         cpu_seconds = time.process_time() - began_cpu
-        report = Report(
+        report = SenderReport(
             worker=self._order.worker,
             elapsed_s=elapsed_s,
             seconds=self._live.take(float("inf") if over else elapsed_s),

@@ -125,7 +125,7 @@ def _version(package: str) -> str:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class AdvertisedModel:
     """None or 0: the server does not tell."""
 
     name: str
@@ -133,7 +133,7 @@ class ServedModel:
     vocabulary: int
 
 
-def served_model(url: str, name: str | None = None) -> ServedModel:
+def served_model(url: str, name: str | None = None) -> AdvertisedModel:
     """The model of this name, or the first. Raises LoadTestError where no server answers, or it has no such model."""
     models = models_of(url)
     names = [str(model.get("id")) for model in models]
@@ -145,4 +145,4 @@ def served_model(url: str, name: str | None = None) -> ServedModel:
     max_context = model.get("max_model_len")
     if max_context is None and is_ours(models):
         raise LoadTestError(f"{url} has no decode worker, and can't serve: wait until /ready says so")
-    return ServedModel(str(model["id"]), max_context, model.get("vocab_size", 0))
+    return AdvertisedModel(str(model["id"]), max_context, model.get("vocab_size", 0))

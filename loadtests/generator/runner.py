@@ -17,7 +17,7 @@ import msgspec
 
 from twostroke.loadtests import LoadTestError, RunLost, unwritable
 from twostroke.loadtests.generator.dispatcher import check_prompts
-from twostroke.loadtests.generator.live import Progress, ProgressDisplay
+from twostroke.loadtests.generator.live import ProgressDisplay, RunProgress
 from twostroke.loadtests.generator.run_facts import get
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import RunFolder, Sample, make_folder, write_json
@@ -38,9 +38,9 @@ class LocustProcesses:
     pipe: int
     folder: RunFolder
 
-    def progress(self) -> Iterator[Progress | None]:
+    def progress(self) -> Iterator[RunProgress | None]:
         """Each line of the head; None where there was none for a while. Ends with the head."""
-        decode = msgspec.json.Decoder(Progress).decode
+        decode = msgspec.json.Decoder(RunProgress).decode
         buffered = b""
         while True:
             if not select([self.pipe], [], [], LOOK_INTERVAL_S)[0]:
@@ -250,9 +250,9 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
     return result
 
 
-def _watch(processes: LocustProcesses, display: ProgressDisplay, plan: Plan) -> Progress | None:
+def _watch(processes: LocustProcesses, display: ProgressDisplay, plan: Plan) -> RunProgress | None:
     """Until the head has ended, sampling the server about once a second. Returns the head's last word."""
-    last: Progress | None = None
+    last: RunProgress | None = None
     began = time.monotonic()
     sampled_at = 0.0
     try:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from twostroke.loadtests import unwritable
 from twostroke.loadtests.report import words
-from twostroke.loadtests.report.comparison import Comparison
+from twostroke.loadtests.report.comparison import RunComparison
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Spread, Summary
 from twostroke.loadtests.run_folder import write
@@ -85,7 +85,7 @@ def value_of(summary: Summary, figure: str) -> float | None:
     return found.value if isinstance(found, Estimate) else found
 
 
-def checks_of_comparison(comparison: Comparison, *, fail_on_worse: bool) -> list[Check]:
+def checks_of_comparison(comparison: RunComparison, *, fail_on_worse: bool) -> list[Check]:
     """That all runs are valid, and each figure of each of the others, which may be worse unless that is to fail."""
     num_invalid = comparison.invalid_runs
     checks = [Check("all runs are valid", f"{num_invalid} are not" if num_invalid else "yes", not num_invalid)]

@@ -55,7 +55,7 @@ class AtRate(msgspec.Struct, frozen=True):
     figures: tuple[Compared, ...]
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class RunComparison(msgspec.Struct, frozen=True):
     """`comparison.json`; the first of `names` is what the others are compared with."""
 
     names: tuple[str, ...]

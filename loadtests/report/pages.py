@@ -17,7 +17,7 @@ from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report import estimates, words
 from twostroke.loadtests.report.chart import Plot, in_our_style
-from twostroke.loadtests.report.comparison import AtRate, Comparison, compare_rounds, compare_sweeps, differences
+from twostroke.loadtests.report.comparison import AtRate, RunComparison, compare_rounds, compare_sweeps, differences
 from twostroke.loadtests.report.figures import (
     Summary,
     judged_rows,
@@ -183,7 +183,7 @@ SAME_RATE = 0.01  # rates of two sweeps that differ by less count as one
 
 
 @in_our_style
-def write_comparison(folder: Path, entries: Mapping[str, Sequence[Path]]) -> Comparison:
+def write_comparison(folder: Path, entries: Mapping[str, Sequence[Path]]) -> RunComparison:
     """Compare the runs of each server, one a round, or its one sweep, with those of the first.
 
     Raises LoadTestError where a folder is none of a load test, or runs and sweeps are mixed.
@@ -207,7 +207,7 @@ def write_comparison(folder: Path, entries: Mapping[str, Sequence[Path]]) -> Com
     return comparison
 
 
-Compared = tuple[Comparison, list[Plot], list[tuple[str, str]]]
+Compared = tuple[RunComparison, list[Plot], list[tuple[str, str]]]
 """What was found, its pictures, and what was asked."""
 
 
@@ -221,7 +221,7 @@ def _of_runs(entries: Mapping[str, Sequence[Path]]) -> Compared:
         for run, summary in zip(of_server, summaries[name], strict=True)
         if not summary.validity.valid
     ]
-    comparison = Comparison(
+    comparison = RunComparison(
         names=tuple(entries),
         figures=compare_rounds(list(summaries.values())),
         invalid_runs=len(invalid),
@@ -262,7 +262,7 @@ def _of_sweeps(entries: Mapping[str, Sequence[Path]]) -> Compared:
         for run in runs
         if not run.summary.validity.valid
     ]
-    comparison = Comparison(
+    comparison = RunComparison(
         names=tuple(entries),
         figures=compare_sweeps(list(sweeps.values())),
         at_rates=_at_rates(list(curves.values())),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from twostroke.loadtests.plan import SLO, Plan
-from twostroke.loadtests.report.comparison import Comparison, Unit
+from twostroke.loadtests.report.comparison import RunComparison, Unit
 from twostroke.loadtests.report.estimates import (
     Estimate,
     duration,
@@ -109,7 +109,7 @@ def in_unit(unit: Unit, estimate: Estimate | None) -> str:
     return say[unit](estimate)
 
 
-def comparison_sentences(comparison: Comparison) -> list[str]:
+def comparison_sentences(comparison: RunComparison) -> list[str]:
     """For each of the others, where it is better and where worse than the first."""
     first, *others = comparison.names
     if not comparison.figures:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import count, pairwise, repeat, takewhile
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step
+from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, RateSteps
 
 
 def arrival_times(arrivals: Arrivals, seconds: float, seed: int) -> Iterator[float]:
@@ -31,7 +31,7 @@ def arrival_times(arrivals: Arrivals, seconds: float, seed: int) -> Iterator[flo
             times = (index / spacing for index in count())
         case Ramp(rate=first, to_rate=last):
             times = _ramp(first, last, seconds, draw)
-        case Step(steps=steps):
+        case RateSteps(steps=steps):
             times = _steps(steps, seconds, draw)
         case Closed(users=users, think_s=think_s):
             if users < 1 or not 0 <= think_s < math.inf:

@@ -15,10 +15,10 @@ from twostroke.loadtests.plan import (
     Plan,
     Replay,
     Session,
+    SessionTurn,
     SharedPrompt,
     Synthetic,
     TraceFile,
-    Turn,
     Uniform,
 )
 from twostroke.loadtests.workloads.arrivals import arrival_times, seed_of
@@ -33,7 +33,7 @@ TEMPLATE_TOKENS = 16  # that a chat template puts around a turn and its answer, 
 PLANNED_SHARE = 0.9
 
 
-def conversations(chat: Chat, max_context: int, seed: int) -> Iterator[tuple[Turn, ...]]:
+def conversations(chat: Chat, max_context: int, seed: int) -> Iterator[tuple[SessionTurn, ...]]:
     """Each session's turns, endless. A session ends early where the next turn would not fit into the context.
 
     Raises LoadTestError, at once, where not even the system prompt leaves room.
@@ -50,12 +50,12 @@ def conversations(chat: Chat, max_context: int, seed: int) -> Iterator[tuple[Tur
     return (_session(chat, room, seed, index, draw) for index in count())
 
 
-def _session(chat: Chat, room: int, seed: int, index: int, draw: random.Random) -> tuple[Turn, ...]:
+def _session(chat: Chat, room: int, seed: int, index: int, draw: random.Random) -> tuple[SessionTurn, ...]:
     inputs, outputs = LogNormal(chat.input_tokens, INPUT_SIGMA), LogNormal(chat.output_tokens, OUTPUT_SIGMA)
     system = draw.randrange(chat.system_prompts)
     before = (Piece(seed_of(seed, "system", system), chat.system_tokens),) if chat.system_tokens else ()
     left = room - chat.system_tokens
-    turns: list[Turn] = []
+    turns: list[SessionTurn] = []
     while True:
         prompt, answer = max(1, round(inputs.at(draw.random()))), max(1, round(outputs.at(draw.random())))
         think_s = draw.expovariate(1 / chat.think_s) if chat.think_s and turns else 0.0
@@ -64,13 +64,13 @@ def _session(chat: Chat, room: int, seed: int, index: int, draw: random.Random) 
         elif prompt + answer + TEMPLATE_TOKENS > left:
             return tuple(turns)
         own = Piece(seed_of(seed, "session", index, len(turns)), prompt)
-        turns.append(Turn((*before, own) if not turns else (own,), answer, think_s))
+        turns.append(SessionTurn((*before, own) if not turns else (own,), answer, think_s))
         left -= prompt + answer + TEMPLATE_TOKENS
         if draw.random() < 1 / chat.turns:
             return tuple(turns)
 
 
-Turns = tuple[Turn, ...]
+Turns = tuple[SessionTurn, ...]
 
 
 def sessions(plan: Plan) -> Iterator[Session]:
@@ -131,10 +131,10 @@ def _fixed(plan: Plan, fixed: Fixed) -> Iterator[Turns]:
     _check_fits(plan, fixed.input_tokens, fixed.output_tokens)
     tiers, draw = fixed.tiers or {"": 1.0}, random.Random(f"tiers {plan.seed}")
 
-    def turn(index: int) -> Turn:
+    def turn(index: int) -> SessionTurn:
         tier = draw.choices(list(tiers), list(tiers.values()))[0]
         prompt = (_own(plan, index, fixed.input_tokens),)
-        return Turn(prompt, fixed.output_tokens, kind=tier, service_tier=tier or None)
+        return SessionTurn(prompt, fixed.output_tokens, kind=tier, service_tier=tier or None)
 
     return ((turn(index),) for index in count())
 
@@ -143,7 +143,7 @@ def _uniform(plan: Plan, uniform: Uniform) -> Iterator[Turns]:
     _check_fits(plan, max(uniform.input_tokens), max(uniform.output_tokens))
     draw = random.Random(f"uniform {plan.seed}")
     return (
-        (Turn((_own(plan, index, draw.randint(*uniform.input_tokens)),), draw.randint(*uniform.output_tokens)),)
+        (SessionTurn((_own(plan, index, draw.randint(*uniform.input_tokens)),), draw.randint(*uniform.output_tokens)),)
         for index in count()
     )
 
@@ -157,7 +157,7 @@ def _shared(plan: Plan, shared: SharedPrompt) -> Iterator[Turns]:
         Piece(seed_of(plan.seed, "shared", index), shared.shared_tokens) for index in range(shared.shared_prompts)
     ]
     return (
-        (Turn((draw.choice(prompts), _own(plan, index, shared.input_tokens)), shared.output_tokens),)
+        (SessionTurn((draw.choice(prompts), _own(plan, index, shared.input_tokens)), shared.output_tokens),)
         for index in count()
     )
 
@@ -169,11 +169,11 @@ def _long_prompts(plan: Plan, mixture: LongPrompts) -> Iterator[Turns]:
         raise LoadTestError(f"long-prompts: long_share is {mixture.long_share:g}: give a share from 0 to 1")
     draw = random.Random(f"long prompts {plan.seed}")
 
-    def turn(index: int) -> Turn:
+    def turn(index: int) -> SessionTurn:
         if draw.random() < mixture.long_share:
             prompt = (_own(plan, index, mixture.long_input_tokens),)
-            return Turn(prompt, mixture.long_output_tokens, kind="long")
-        return Turn((_own(plan, index, mixture.input_tokens),), mixture.output_tokens, kind="short")
+            return SessionTurn(prompt, mixture.long_output_tokens, kind="long")
+        return SessionTurn((_own(plan, index, mixture.input_tokens),), mixture.output_tokens, kind="short")
 
     return ((turn(index),) for index in count())
 

@@ -19,7 +19,7 @@ from math import inf
 from statistics import NormalDist
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.plan import Piece, Turn
+from twostroke.loadtests.plan import Piece, SessionTurn
 from twostroke.loadtests.workloads.arrivals import changed_times, gamma_times, seed_of
 from twostroke.loadtests.workloads.prompts import block_pieces
 
@@ -231,7 +231,7 @@ def _rates(shape: Shape, draw: random.Random) -> Iterator[tuple[float, float]]:
                 bursting = not bursting
 
 
-def shape_turns(shape: Shape, max_context: int, seed: int) -> Iterator[Turn]:
+def shape_turns(shape: Shape, max_context: int, seed: int) -> Iterator[SessionTurn]:
     """Endless requests, lengths brought into the context."""
     draw = random.Random(f"shape lengths {seed}")
     scale = scale_to(max_context, shape.input_tokens.at(0.999) + shape.output_tokens.at(0.5))
@@ -244,7 +244,7 @@ def shape_turns(shape: Shape, max_context: int, seed: int) -> Iterator[Turn]:
             pieces: tuple[Piece, ...] = (Piece(seed_of(seed, "prompt", index), prompt),)
         else:
             pieces = history.prompt(prompt, index, draw)
-        yield Turn(pieces, answer)
+        yield SessionTurn(pieces, answer)
         index += 1
 
 

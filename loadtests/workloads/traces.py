@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import msgspec
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.plan import Piece, Turn
+from twostroke.loadtests.plan import Piece, SessionTurn
 from twostroke.loadtests.workloads.arrivals import seed_of
 from twostroke.loadtests.workloads.prompts import block_pieces
 from twostroke.loadtests.workloads.synthetic import Scale, scale_to
@@ -54,14 +54,14 @@ class Trace:
     """A file that has been read once, and found good."""
 
     path: Path
-    format: "Format"
+    format: "TraceFormat"
     num_requests: int
     begin_s: float
     span_s: float  # to the last request
     tick_s: float  # what its clock rounds to, where that is coarse; else 0
     long_request: int  # tokens, prompt and answer, of the 99.9th percentile
 
-    def timed_turns(self, max_context: int, seed: int) -> Iterator[tuple[float, Turn]]:
+    def timed_turns(self, max_context: int, seed: int) -> Iterator[tuple[float, SessionTurn]]:
         """Endless: (seconds after the first request, request), again from the beginning after the last.
 
         Prompts of a repetition share nothing with those before. Requests that a coarse clock has put on one moment are
@@ -83,13 +83,13 @@ class Trace:
                     yield begin_s + at_s + after_s, turn
                     index += 1
 
-    def _turn(self, request: TraceRequest, scale: Scale, origin: tuple[int | str, ...], index: int) -> Turn:
+    def _turn(self, request: TraceRequest, scale: Scale, origin: tuple[int | str, ...], index: int) -> SessionTurn:
         prompt, answer = scale.request(max(1, request.input_tokens), max(1, request.output_tokens))
         own = seed_of(*origin, "prompt", index)
         if not request.blocks:
-            return Turn((Piece(own, prompt),), answer)
+            return SessionTurn((Piece(own, prompt),), answer)
         blocks = [seed_of(*origin, "block", block) for block in request.blocks]
-        return Turn(block_pieces(blocks, scale.tokens(self.format.block_tokens), prompt, own), answer)
+        return SessionTurn(block_pieces(blocks, scale.tokens(self.format.block_tokens), prompt, own), answer)
 
 
 def open_trace(path: Path, format: str = "auto") -> Trace:
@@ -179,7 +179,7 @@ class _Bailian(_Mooncake):
 
 
 @dataclass(frozen=True)
-class Format:
+class TraceFormat:
     """How a format's files are read: JSONL where blocks of prompts have hashes, else CSV."""
 
     row: type[_Azure | _BurstGPT | _Mooncake]
@@ -216,8 +216,8 @@ class Format:
 
 
 FORMATS = {
-    "azure": Format(_Azure),
-    "mooncake": Format(_Mooncake, second=1000.0, block_tokens=512),
-    "burstgpt": Format(_BurstGPT, has_failed=True),
-    "bailian": Format(_Bailian, block_tokens=16),
+    "azure": TraceFormat(_Azure),
+    "mooncake": TraceFormat(_Mooncake, second=1000.0, block_tokens=512),
+    "burstgpt": TraceFormat(_BurstGPT, has_failed=True),
+    "bailian": TraceFormat(_Bailian, block_tokens=16),
 }

@@ -50,7 +50,7 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
     pack_groups,
 )
 from twostroke.model.cuda.kernels.latents import write_latents
-from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.cuda.latents import CudaLatentAttention
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
 from twostroke.model.parallel.context_parts import ContextParts
@@ -68,7 +68,7 @@ class CudaLinear:
     """
 
     def __init__(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, target: Target, workspace: SplitWorkspace
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, target: GpuTarget, workspace: SplitWorkspace
     ):
         """weight [out, in] and bias [out], on one device, kept and not copied if contiguous; quantised weights are
         copied into the kernels' form. The workspace may be shared by all projections that run on one stream.
@@ -153,7 +153,7 @@ class Fp8CudaLinear:
         self,
         weight: QuantizedWeight,
         bias: Tensor | None,
-        target: Target,
+        target: GpuTarget,
         workspace: SplitWorkspace,
         by_torch: TorchProducts | None = None,
     ):
@@ -278,13 +278,13 @@ _SPLIT = 1 << 10  # enough tokens that a context may be split
 class CudaBackend:
     """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called."""
 
-    def __init__(self, target: Target | None = None, prefill_kernel: PrefillKernel = "plain") -> None:
+    def __init__(self, target: GpuTarget | None = None, prefill_kernel: PrefillKernel = "plain") -> None:
         """`target`: the GPU to choose launches for; the current CUDA device if None.
 
         Raises ValueError if that device is too old, RuntimeError if there is none.
         """
         if target is None:
-            target = Target.of_device(torch.device("cuda", torch.cuda.current_device()))
+            target = GpuTarget.of_device(torch.device("cuda", torch.cuda.current_device()))
         # Of the whole process: cuBLAS may else add up parts of a product in 16 bits.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.cuda.kernels.gemm import FP8_GROUP, PackedWeight
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, CudaPackedWeight
 from twostroke.model.reference import FP8_LIMIT
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Codes [T, in], their scales fp32 [T] and a bias [out] -> bf16 [T, out]."""
 
 
-def torch_product(weight: PackedWeight) -> Product | None:
+def torch_product(weight: CudaPackedWeight) -> Product | None:
     """Return torch's product with a weight in FP8, or None where its scales are of no form that torch knows."""
     if len(weight.scales) == 1:
         return _ByRows(weight)
@@ -36,7 +36,7 @@ def torch_product(weight: PackedWeight) -> Product | None:
 class _ByRows:
     """Weights with a scale a row."""
 
-    def __init__(self, weight: PackedWeight):
+    def __init__(self, weight: CudaPackedWeight):
         self._weight, self._scales = weight.packed.T, weight.scales
 
     def __call__(self, codes: Tensor, x_scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ class _ByRows:
 class _ByBlocks:
     """Weights with a scale for each block of 128 by 128, and activations with one for each 128 columns of a token."""
 
-    def __init__(self, weight: PackedWeight, blocks: Tensor):
+    def __init__(self, weight: CudaPackedWeight, blocks: Tensor):
         self._weight, self._steps = weight.packed.T, len(blocks)
         self._scales = functional.pad(blocks.T, (0, -len(blocks) % _ROWS)).contiguous().T
 
@@ -71,7 +71,7 @@ class TorchProducts:
     def __init__(self) -> None:
         self._agreeing: dict[tuple[object, ...], bool] = {}
 
-    def agrees(self, weight: PackedWeight, bias: Tensor | None, theirs: Product, ours: Product) -> bool:
+    def agrees(self, weight: CudaPackedWeight, bias: Tensor | None, theirs: Product, ours: Product) -> bool:
         """Tell whether both give the same for random tokens, a number of them that needs filling up; log if not."""
         key = weight.rows, weight.columns, len(weight.scales), bias is None
         if key not in self._agreeing:

@@ -16,7 +16,7 @@ from twostroke.model.cuda.kernels.latents import (
     latent_part_config,
     turn_queries,
 )
-from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 8192
@@ -30,7 +30,7 @@ class CudaLatentAttention:
     Decodes absorb; prompts' queries meet keys and values made of the context, part after part.
     """
 
-    def __init__(self, heads: LatentHeads, target: Target, parts: ContextParts | None = None):
+    def __init__(self, heads: LatentHeads, target: GpuTarget, parts: ContextParts | None = None):
         self._target = target
         self._parts = parts
         self._keys = heads.keys.contiguous()  # [H, N, R]

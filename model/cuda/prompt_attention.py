@@ -22,8 +22,8 @@ from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.config import PrefillKernel
 from twostroke.model.cuda.kernels import launch
-from twostroke.model.cuda.kernels.attention import PrefillConfig, chunks_of, prefill_attention, prefill_config
-from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.cuda.kernels.attention import PrefillTiling, chunks_of, prefill_attention, prefill_config
+from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.step import SequenceStep
 
 # Enough tokens that a chunk takes large tiles.
@@ -39,7 +39,7 @@ _FLASH_MODULE = "flash_attn_interface"
 class PlainKernel:
     """`prefill_attention` by its table of tiles, of every form."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: GpuTarget):
         self._target = target
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
@@ -51,7 +51,7 @@ class PlainKernel:
         variants = {self._config(q, kv_layer, length): length for length in (*_SHORT_CHUNKS, MANY)}
         return list(variants.values())
 
-    def _config(self, q: Tensor, kv_layer: Tensor, longest: int) -> PrefillConfig:
+    def _config(self, q: Tensor, kv_layer: Tensor, longest: int) -> PrefillTiling:
         heads_per_group, is_fp8 = q.shape[1] // kv_layer.shape[2], kv_layer.dtype.itemsize == 1
         return prefill_config(self._target.architecture, q.shape[2], q.dtype, heads_per_group, longest, is_fp8)
 
@@ -85,7 +85,7 @@ class FlashKernel:
         out[first:].view(-1, *q.shape[1:]).copy_(result[first:])
 
 
-def flash_kernel(target: Target) -> FlashKernel:
+def flash_kernel(target: GpuTarget) -> FlashKernel:
     """Return FlashAttention-3's kernel. Raises ValueError where the GPU is no Hopper or the package is missing."""
     if not target.is_sm90 or importlib.util.find_spec(_FLASH_MODULE) is None:
         raise ValueError(
@@ -98,7 +98,7 @@ def flash_kernel(target: Target) -> FlashKernel:
 class PromptAttention:
     """Attention of chunks by the kernel that is set."""
 
-    def __init__(self, target: Target, setting: PrefillKernel) -> None:
+    def __init__(self, target: GpuTarget, setting: PrefillKernel) -> None:
         """Raises ValueError where `fa3` is set and can't be had."""
         self._plain = PlainKernel(target)
         self._flash = flash_kernel(target) if setting == "fa3" else None

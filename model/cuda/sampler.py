@@ -15,7 +15,12 @@ from torch import Tensor
 
 from twostroke.model.batch import place
 from twostroke.model.cuda.graphs import Recorder
-from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels.device_sampling import (
+    DrawParameters,
+    SamplingFeatures,
+    draw_on_device,
+    mask_on_device,
+)
 from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
@@ -126,7 +131,10 @@ class DeviceSampler:
 
 MOST_CAPTURED_ROWS = 64
 """A draw is up to a dozen launches, of some 20 us each of the host's time: beside larger batches that is little."""
-_ASKED = [Asked(False, False, False), *(Asked(True, *filters) for filters in product((False, True), repeat=2))]
+_ASKED = [
+    SamplingFeatures(False, False, False),
+    *(SamplingFeatures(True, *filters) for filters in product((False, True), repeat=2)),
+]
 
 
 class CapturedDraws:
@@ -147,7 +155,7 @@ class CapturedDraws:
             _placed(given).temperature.zero_()
         self._drawn = {size: torch.zeros((2, size), dtype=torch.int64, device=logits.device) for size in sizes}
 
-        def drawing(size: int, asked: Asked) -> Callable[[], None]:
+        def drawing(size: int, asked: SamplingFeatures) -> Callable[[], None]:
             given = _placed((self._parameters if asked.draws else greedy)[size])
 
             def draw() -> None:
@@ -209,6 +217,6 @@ def _temperature(sampling: SamplingParams) -> float:
     return 0.0 if sampling.top_k == 1 else sampling.temperature
 
 
-def _asked(draws: Sequence[Draw]) -> Asked:
+def _asked(draws: Sequence[Draw]) -> SamplingFeatures:
     random = [draw.sampling for draw in draws if _temperature(draw.sampling) > 0]
-    return Asked(bool(random), any(one.top_k > 0 for one in random), any(one.top_p < 1 for one in random))
+    return SamplingFeatures(bool(random), any(one.top_k > 0 for one in random), any(one.top_p < 1 for one in random))

@@ -34,7 +34,7 @@ from twostroke.protocol.messages import (
     TransferEnded,
 )
 from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.requests import Address, Peer, ReadingParams, SampledToken, SamplingParams
+from twostroke.protocol.requests import Address, Peer, SampledToken, SamplingParams, ScoringParams
 
 _log = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ def as_on_rank_0(each: RankSequence) -> SequenceStep:
     draw = None if not each.draws else _LARGEST if each.takes_largest else _DRAWN_ELSEWHERE
     reading = None
     if each.scored_rows is not None:
-        reading = PromptReading(ReadingParams(logprobs=0), range(each.start + 1 + each.scored_rows))
+        reading = PromptReading(ScoringParams(logprobs=0), range(each.start + 1 + each.scored_rows))
     return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading, each.copied_from)
 
 

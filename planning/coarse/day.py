@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from twostroke.loadtests.plan import Step
-from twostroke.planning.coarse.fleet import Change, Fleet
+from twostroke.loadtests.plan import RateSteps
+from twostroke.planning.coarse.fleet import Change, CoarseFleet
 from twostroke.protocol.errors import ConfigError
 
 HOUR_S = 3600.0
@@ -16,7 +16,7 @@ TIME, RATE, NAME = "t_s", "rate_rps", "model"
 """The columns, as in ServeGen's rates summed up (Xiang et al., arXiv:2505.09999); the last may be missing."""
 
 
-def day_of(text: str, mean_rate: float) -> Step:
+def day_of(text: str, mean_rate: float) -> RateSteps:
     """Poisson arrivals at the rates of `FILE` or `FILE:NAME`, its first day, scaled so that their mean is `mean_rate`.
 
     NAME says which of the models that a file has. Raises ConfigError.
@@ -39,10 +39,10 @@ def day_of(text: str, mean_rate: float) -> Step:
     mean = statistics.fmean(rate for _, rate in steps) if steps else 0.0
     if not steps or steps[0][0] != 0 or mean <= 0:
         raise ConfigError(f"--day {text}: wants rates above 0 whose times begin at 0")
-    return Step(tuple((at_s, rate * mean_rate / mean) for at_s, rate in steps))
+    return RateSteps(tuple((at_s, rate * mean_rate / mean) for at_s, rate in steps))
 
 
-def scaling_of(fleet: Fleet, start: tuple[int, int], ends_s: float) -> dict[str, float]:
+def scaling_of(fleet: CoarseFleet, start: tuple[int, int], ends_s: float) -> dict[str, float]:
     """What a fleet cost that has served until `ends_s`: hours of workers from their order on, the most of each role,
     and the most turns of a role, from up to down or back, in any hour."""
     targets = [Change(0.0, *start), *(one for one in fleet.changes if one.at_s <= ends_s)]

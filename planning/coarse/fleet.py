@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import DecodeWorker, PrefillWorker, Request
+from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarsePrefillWorker, CoarseRequest
 from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
 from twostroke.worker.profile import WorkerProfile
 
 WARM_REQUESTS = 15
 """A fleet whose workers have ended fewer prompts tells no step costs yet."""
 
-Scaler = Callable[["Fleet"], tuple[int, int]]
+Scaler = Callable[["CoarseFleet"], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Change:
 
 
 @dataclass
-class Fleet:
+class CoarseFleet:
     """All workers, those that start and drain included, and the counters that a scaler sees.
 
     One that begins without prefill workers is aggregated: decode workers read the prompts.
@@ -38,8 +38,8 @@ class Fleet:
     ttft_s: float
     tpot_s: float
     router: LiveRouter
-    prefill: list[PrefillWorker] = field(default_factory=list)
-    decode: list[DecodeWorker] = field(default_factory=list)
+    prefill: list[CoarsePrefillWorker] = field(default_factory=list)
+    decode: list[CoarseDecodeWorker] = field(default_factory=list)
     is_aggregated: bool = False
     prefill_target: int = 0
     decode_target: int = 0
@@ -91,11 +91,11 @@ class Fleet:
         )
         return Signals(self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s)
 
-    def running_prefill(self) -> list[PrefillWorker]:
+    def running_prefill(self) -> list[CoarsePrefillWorker]:
         """Those that take requests now."""
         return [one for one in self.prefill if one.gone_s is None and one.ready_s <= self.now_s]
 
-    def running_decode(self) -> list[DecodeWorker]:
+    def running_decode(self) -> list[CoarseDecodeWorker]:
         """Those that take requests now."""
         return [one for one in self.decode if one.gone_s is None and one.ready_s <= self.now_s]
 
@@ -106,10 +106,10 @@ class Fleet:
         self.changes.append(Change(self.now_s, prefill, decode))
         ready_s = self.now_s + startup_s
         while self.prefill_target < prefill:
-            self.prefill.append(PrefillWorker(self.reader_profile, self.now_s, ready_s))
+            self.prefill.append(CoarsePrefillWorker(self.reader_profile, self.now_s, ready_s))
             self.prefill_target += 1
         while self.decode_target < decode:
-            self.decode.append(DecodeWorker(self.profile, self.now_s, ready_s, self.tpot_s))
+            self.decode.append(CoarseDecodeWorker(self.profile, self.now_s, ready_s, self.tpot_s))
             self.decode_target += 1
         while self.prefill_target > prefill:
             kept_p = [one for one in self.prefill if one.gone_s is None]
@@ -134,13 +134,13 @@ class Fleet:
 
     def worker_s(self) -> float:
         """Seconds of workers so far, from their order until they are gone."""
-        there: list[PrefillWorker | DecodeWorker] = [*self.prefill, *self.decode]
+        there: list[CoarsePrefillWorker | CoarseDecodeWorker] = [*self.prefill, *self.decode]
         return self.gone_worker_s + sum(self.now_s - one.ordered_s for one in there)
 
 
 def run(
-    fleet: Fleet,
-    requests: Sequence[Request],
+    fleet: CoarseFleet,
+    requests: Sequence[CoarseRequest],
     scaler: Scaler,
     start: tuple[int, int],
     until_s: float,
@@ -162,15 +162,19 @@ class _Run:
     """What happens next lies in heaps; of a worker that has changed since, what was expected is passed over."""
 
     def __init__(
-        self, fleet: Fleet, requests: Sequence[Request], scaler: Scaler, progress: Callable[[int], None] | None
+        self,
+        fleet: CoarseFleet,
+        requests: Sequence[CoarseRequest],
+        scaler: Scaler,
+        progress: Callable[[int], None] | None,
     ) -> None:
         self.fleet = fleet
         self.requests = requests
         self.scaler = scaler
         self.progress = progress
-        self.steps: list[tuple[float, int, PrefillWorker]] = []  # heap: when a prefill worker's step ends
-        self.arriving: list[tuple[float, int, Request]] = []  # heap: KV under way to a decode worker
-        self.ends: list[tuple[float, int, DecodeWorker]] = []  # heap: when a worker's next row, or prompt, ends
+        self.steps: list[tuple[float, int, CoarsePrefillWorker]] = []  # heap: when a prefill worker's step ends
+        self.arriving: list[tuple[float, int, CoarseRequest]] = []  # heap: KV under way to a decode worker
+        self.ends: list[tuple[float, int, CoarseDecodeWorker]] = []  # heap: when a worker's next row, or prompt, ends
         self.number = 0
 
     def go(self, until_s: float, look_s: float) -> None:
@@ -202,7 +206,7 @@ class _Run:
             else:
                 self._decode(heapq.heappop(self.arriving)[2])
 
-    def _changed(self, worker: DecodeWorker) -> None:
+    def _changed(self, worker: CoarseDecodeWorker) -> None:
         """Something else than time has changed it: its next end is another."""
         self.number += 1
         worker.event = self.number
@@ -221,7 +225,7 @@ class _Run:
         if self.progress is not None:
             self.progress(fleet.ended)
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: CoarseRequest) -> None:
         fleet = self.fleet
         tokens = request.prompt_tokens
         path = fleet.router.choose(request, fleet.now_s)
@@ -232,7 +236,7 @@ class _Run:
         fleet.requests += 1
         fleet.prompt_tokens += tokens
         fleet.prompt_pairs += tokens * tokens / 2
-        if isinstance(reader, DecodeWorker):
+        if isinstance(reader, CoarseDecodeWorker):
             request.target = None
             reader.read(request, fleet.now_s)
             self._changed(reader)
@@ -245,18 +249,18 @@ class _Run:
         request.target.coming_tokens += tokens
         self._changed(request.target)
 
-    def _expect_step(self, worker: PrefillWorker) -> None:
+    def _expect_step(self, worker: CoarsePrefillWorker) -> None:
         if worker.ends_s < math.inf:
             self.number += 1
             heapq.heappush(self.steps, (worker.ends_s, self.number, worker))
         self.fleet.router.reads(worker)
 
-    def _end_step(self, worker: PrefillWorker) -> None:
+    def _end_step(self, worker: CoarsePrefillWorker) -> None:
         for request in worker.end_step(self.fleet.now_s):
             self._first_token(request)
         self._expect_step(worker)
 
-    def _first_token(self, request: Request) -> None:
+    def _first_token(self, request: CoarseRequest) -> None:
         fleet = self.fleet
         fleet.prefilled += 1
         fleet.prefilled_tokens += request.prompt_tokens
@@ -270,7 +274,7 @@ class _Run:
         self.number += 1
         heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
 
-    def _decode(self, request: Request) -> None:
+    def _decode(self, request: CoarseRequest) -> None:
         fleet, target = self.fleet, request.target
         if target is None:
             raise RuntimeError("KV travels to no worker")
@@ -282,7 +286,7 @@ class _Run:
             self._ended(request, request.first_s)
         self._changed(target)
 
-    def _end(self, worker: DecodeWorker) -> None:
+    def _end(self, worker: CoarseDecodeWorker) -> None:
         fleet, request = self.fleet, worker.end_one(self.fleet.now_s)
         if request.first_s == fleet.now_s:
             fleet.prefilled += 1
@@ -291,7 +295,7 @@ class _Run:
             self._ended(request, request.last_s)
         self._changed(worker)
 
-    def _ended(self, request: Request, at_s: float) -> None:
+    def _ended(self, request: CoarseRequest, at_s: float) -> None:
         request.last_s = at_s
         request.target = None
         self.fleet.ended += 1

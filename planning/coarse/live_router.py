@@ -9,13 +9,13 @@ import heapq
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from twostroke.planning.coarse.workers import DecodeWorker, PrefillWorker, Request
+from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarsePrefillWorker, CoarseRequest
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Path
-from twostroke.router.routing.cheapest_path import Need, cheapest_path
+from twostroke.router.routing.cheapest_path import PathQuery, cheapest_path
 from twostroke.router.routing.chooser import ANSWER_WEIGHT, FIRST_ANSWER_TOKENS
-from twostroke.router.routing.in_flight import Load
+from twostroke.router.routing.in_flight import WorkerLoad
 from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, known_workers
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.classes import SLOConfig
@@ -23,9 +23,9 @@ from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 
 CANDIDATES = 4
 """Of each role: with so many and with 32, latencies of a fleet of 64 differ by less than those of two seeds."""
-_NO_LOAD = Load()
+_NO_LOAD = WorkerLoad()
 
-W = TypeVar("W", PrefillWorker, DecodeWorker)
+W = TypeVar("W", CoarsePrefillWorker, CoarseDecodeWorker)
 
 
 class Shortlist(Generic[W]):
@@ -76,13 +76,13 @@ class LiveRouter:
         one = slo.default_class
         self._promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
         self._classes: Classes = {one.name: (one.priority, one.share)}
-        self._prefill = Shortlist[PrefillWorker]()
-        self._decode = Shortlist[DecodeWorker]()
+        self._prefill = Shortlist[CoarsePrefillWorker]()
+        self._decode = Shortlist[CoarseDecodeWorker]()
         self._known: dict[int, KnownWorker] = {}
-        self._workers: dict[Peer, PrefillWorker | DecodeWorker] = {}
+        self._workers: dict[Peer, CoarsePrefillWorker | CoarseDecodeWorker] = {}
         self._num_known = 0
 
-    def follow(self, prefill: Sequence[PrefillWorker], decode: Sequence[DecodeWorker]) -> None:
+    def follow(self, prefill: Sequence[CoarsePrefillWorker], decode: Sequence[CoarseDecodeWorker]) -> None:
         """These workers take requests now."""
         self._prefill.drop_all_but(prefill)
         self._decode.drop_all_but(decode)
@@ -98,11 +98,13 @@ class LiveRouter:
         self._workers = {peer: worker for peer, worker in self._workers.items() if id(worker) in there}
         self._known = {key: known for key, known in self._known.items() if key in there}
 
-    def choose(self, request: Request, now_s: float) -> tuple[PrefillWorker | DecodeWorker, DecodeWorker] | None:
+    def choose(
+        self, request: CoarseRequest, now_s: float
+    ) -> tuple[CoarsePrefillWorker | CoarseDecodeWorker, CoarseDecodeWorker] | None:
         """Who reads and who writes; None where the request is refused. Raises NoPath without a decode worker."""
         self._now_s = now_s
         self._turn += 1
-        need = Need(
+        need = PathQuery(
             num_tokens=request.prompt_tokens,
             answer_tokens=max(1.0, min(self._answer_tokens, request.output_tokens)),
             promise=self._promise,
@@ -119,33 +121,33 @@ class LiveRouter:
         if not self._is_admitted(request, path):
             return None
         writer = self._workers[path.decode.peer]
-        if not isinstance(writer, DecodeWorker):
+        if not isinstance(writer, CoarseDecodeWorker):
             raise TypeError("a prefill worker can't write answers")
         return (writer if path.prefill is None else self._workers[path.prefill.peer]), writer
 
-    def reads(self, worker: PrefillWorker) -> None:
+    def reads(self, worker: CoarsePrefillWorker) -> None:
         """A prompt has been queued there."""
         if self._prefill.has(worker):
             self._prefill.put(worker, worker.free_s)
 
-    def changed(self, worker: DecodeWorker) -> None:
+    def changed(self, worker: CoarseDecodeWorker) -> None:
         """Requests have come, or ended, there."""
         if self._decode.has(worker):
             self._decode.put(worker, worker.num_requests)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: CoarseRequest) -> None:
         """Learn from an answer."""
         self._answer_tokens += ANSWER_WEIGHT * (request.output_tokens - self._answer_tokens)
         self._admission.ended(self._asked(request), request.output_tokens, None, None)
 
-    def _is_admitted(self, request: Request, path: Path) -> bool:
+    def _is_admitted(self, request: CoarseRequest, path: Path) -> bool:
         try:
             self._admission.admit(self._asked(request), path, 0.0, False)
         except Overloaded:
             return False
         return True
 
-    def _asked(self, request: Request) -> GenerateRequest:
+    def _asked(self, request: CoarseRequest) -> GenerateRequest:
         return GenerateRequest(
             request_id="",
             router_id="",
@@ -156,12 +158,12 @@ class LiveRouter:
             promise=self._promise,
         )
 
-    def _meet(self, worker: PrefillWorker | DecodeWorker) -> None:
+    def _meet(self, worker: CoarsePrefillWorker | CoarseDecodeWorker) -> None:
         profile = worker.profile
         self._num_known += 1
         peer = Peer(f"simulated-{self._num_known}", 1)
         info = WorkerInfo(
-            role="prefill" if isinstance(worker, PrefillWorker) else "decode",
+            role="prefill" if isinstance(worker, CoarsePrefillWorker) else "decode",
             peer=peer,
             token_address=Address("", 0),
             transfer_addresses=(Address("", 0),),
@@ -174,17 +176,17 @@ class LiveRouter:
         known = known_workers([info])[0]
         self._known[id(worker)] = known
         self._workers[peer] = worker
-        if isinstance(worker, PrefillWorker):  # nothing but its queue changes
+        if isinstance(worker, CoarsePrefillWorker):  # nothing but its queue changes
             self._update(known, WorkerStats(), profile)
 
-    def _of_reader(self, worker: PrefillWorker) -> KnownWorker:
+    def _of_reader(self, worker: CoarsePrefillWorker) -> KnownWorker:
         known = self._known[id(worker)]
         wait_s = worker.free_s - self._now_s
         known.requests = float(wait_s > 0)
         known.queued = {self._promise.class_name: wait_s / known.queue_token_s} if wait_s > 0 else {}
         return known
 
-    def _of_writer(self, worker: DecodeWorker) -> KnownWorker:
+    def _of_writer(self, worker: CoarseDecodeWorker) -> KnownWorker:
         known, promise = self._known[id(worker)], self._promise
         worker.advance(self._now_s)
         queued: tuple[QueuedWork, ...] = ()

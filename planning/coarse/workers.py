@@ -15,7 +15,7 @@ from twostroke.worker.profile import WorkerProfile
 
 
 @dataclass(slots=True)
-class Request:
+class CoarseRequest:
     """One, and what became of it."""
 
     at_s: float
@@ -23,7 +23,7 @@ class Request:
     output_tokens: int
     first_s: float = math.inf  # when its first token was there
     last_s: float = math.inf
-    target: "DecodeWorker | None" = None  # that is to write the answer, once a router has said so
+    target: "CoarseDecodeWorker | None" = None  # that is to write the answer, once a router has said so
     is_refused: bool = False
 
     @property
@@ -37,7 +37,7 @@ class Request:
         return (self.last_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-class PrefillWorker:
+class CoarsePrefillWorker:
     """Prompts share steps, first come first served, as in the live scheduler; each waits for its last one's end."""
 
     def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float) -> None:
@@ -47,8 +47,8 @@ class PrefillWorker:
         self.free_s = 0.0
         self.gone_s: float | None = None
         self.ends_s = math.inf  # of the step that runs
-        self._queue: deque[tuple[Request, int]] = deque()  # and how much of it is computed
-        self._step: list[tuple[Request, int]] = []  # and how much of it will be
+        self._queue: deque[tuple[CoarseRequest, int]] = deque()  # and how much of it is computed
+        self._step: list[tuple[CoarseRequest, int]] = []  # and how much of it will be
 
     def end_of(self, tokens: int, now_s: float) -> float:
         """When a prompt that comes now would be done, about."""
@@ -59,14 +59,14 @@ class PrefillWorker:
             return begin_s + alone_s
         return begin_s + alone_s - costs.base_s * (-(-tokens // step_tokens) - tokens / step_tokens)  # in shared steps
 
-    def add(self, request: Request, now_s: float) -> None:
+    def add(self, request: CoarseRequest, now_s: float) -> None:
         """A prompt comes; where nothing runs, a step begins with it."""
         self.free_s = self.end_of(request.prompt_tokens, now_s)
         self._queue.append((request, 0))
         if self.ends_s == math.inf:
             self._begin(now_s)
 
-    def end_step(self, now_s: float) -> list[Request]:
+    def end_step(self, now_s: float) -> list[CoarseRequest]:
         """The prompts that are computed now; the next step begins."""
         ended = [request for request, done in self._step if done == request.prompt_tokens]
         self._queue.extendleft((request, done) for request, done in self._step if done < request.prompt_tokens)
@@ -89,10 +89,10 @@ class PrefillWorker:
 
 
 @dataclass(slots=True)
-class Row:
+class DecodingRow:
     """A request that decodes, or waits to."""
 
-    request: Request
+    request: CoarseRequest
     end_step: float = 0.0
 
 
@@ -104,11 +104,11 @@ SETTINGS = DecodeConfig()
 class Prompt:
     """One that waits, or is read."""
 
-    request: Request
+    request: CoarseRequest
     left: float = 1.0  # the share of it that is unread
 
 
-class DecodeWorker:
+class CoarseDecodeWorker:
     """Continuous batching: t = base + B row + K context a step, K growing by B each; steps are real numbers here.
 
     `read` is told of requests whose prompts are to be computed here, `join` of those whose KV has come.
@@ -126,8 +126,8 @@ class DecodeWorker:
         self.now_s = ready_s
         self.context = 0.0
         self.held_tokens = 0  # reserved in the KV cache
-        self.rows: list[tuple[float, int, Row]] = []  # heap, by the step at which they end
-        self.waiting: deque[Row] = deque()
+        self.rows: list[tuple[float, int, DecodingRow]] = []  # heap, by the step at which they end
+        self.waiting: deque[DecodingRow] = deque()
         self.waiting_tokens = 0  # of their prompts
         self.pace_s = tpot_s * SETTINGS.tpot_safety
         self.prompts: deque[Prompt] = deque()
@@ -145,14 +145,14 @@ class DecodeWorker:
         """All that are here, or on their way."""
         return len(self.rows) + len(self.waiting) + self.coming + len(self.prompts)
 
-    def join(self, request: Request, now_s: float) -> None:
+    def join(self, request: CoarseRequest, now_s: float) -> None:
         """A request whose KV has come."""
         self.advance(now_s)
-        self.waiting.append(Row(request))
+        self.waiting.append(DecodingRow(request))
         self.waiting_tokens += request.prompt_tokens
         self._admit()
 
-    def read(self, request: Request, now_s: float) -> None:
+    def read(self, request: CoarseRequest, now_s: float) -> None:
         """A request that has come, and whose prompt is computed here."""
         self.advance(now_s)
         self.prompts.append(Prompt(request))
@@ -166,7 +166,7 @@ class DecodeWorker:
         ends_s = self.now_s + max(0.0, self.prompts[0].left) / share_a_second
         return min(ends_s, self.now_s + left / steps_a_second) if self.rows else ends_s
 
-    def end_one(self, now_s: float) -> Request:
+    def end_one(self, now_s: float) -> CoarseRequest:
         """The request whose prompt, or whose answer, has ended; `last_s` tells which."""
         self.advance(now_s)
         if not self.prompts or (self.rows and self.rows[0][0] - self.step < 1e-6 < self.prompts[0].left):
@@ -179,7 +179,7 @@ class DecodeWorker:
             self.join(request, now_s)
         return request
 
-    def _end_row(self, now_s: float) -> Request:
+    def _end_row(self, now_s: float) -> CoarseRequest:
         end_step, _, row = heapq.heappop(self.rows)
         self.step = end_step
         request = row.request

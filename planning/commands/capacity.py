@@ -15,11 +15,11 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.operations import Held
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.capacity import Case, batching, border, capacity, lines, model_of_numbers, sizes
+from twostroke.planning.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.commands.plan import model_of, workload_for
 from twostroke.planning.literature import check_lines
-from twostroke.planning.roofline import Machine, as_mha
-from twostroke.planning.search import Terms
+from twostroke.planning.roofline import WorkerHardware, as_mha
+from twostroke.planning.search import PlanConstraints
 from twostroke.planning.tables import tables
 from twostroke.protocol.errors import ConfigError
 
@@ -154,15 +154,15 @@ def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> Held:
     return Held(arguments.quantization, itemsize, itemsize if arguments.kv_cache_dtype == "auto" else 1.0)
 
 
-def _case(arguments: argparse.Namespace, shape: ModelConfig) -> Case:
+def _case(arguments: argparse.Namespace, shape: ModelConfig) -> CapacityCase:
     hardware = _hardware(arguments)
     held = _held(arguments, hardware)
-    terms = Terms(kv_itemsize=held.kv_itemsize, efficiency=efficiency_of(arguments.efficiency))
+    terms = PlanConstraints(kv_itemsize=held.kv_itemsize, efficiency=efficiency_of(arguments.efficiency))
     contexts = arguments.context or [one for one in CONTEXTS if one <= shape.max_position] or [shape.max_position]
-    return Case(
+    return CapacityCase(
         name=f"{arguments.model or 'the numbers given'}{' as MHA' if arguments.mha else ''}",
         shape=shape,
-        machine=Machine(hardware, arguments.gpus, held, terms.efficiency),
+        machine=WorkerHardware(hardware, arguments.gpus, held, terms.efficiency),
         terms=terms,
         contexts=contexts,
         tpot_s=arguments.tpot,

@@ -23,12 +23,20 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.answer import Answer, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
 from twostroke.planning.profiles import among_busy, profile_of
-from twostroke.planning.roofline import Machine
-from twostroke.planning.search import Budget, Search, Terms, check_floors, machine_of, nowhere, profiles_of
+from twostroke.planning.roofline import WorkerHardware
+from twostroke.planning.search import (
+    Budget,
+    FleetSearch,
+    PlanConstraints,
+    check_floors,
+    machine_of,
+    nowhere,
+    profiles_of,
+)
 from twostroke.planning.trials import decide
-from twostroke.planning.workload import Promise, Workload, promise_of, sample_of
+from twostroke.planning.workload import SLOTargets, Workload, promise_of, sample_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
@@ -84,16 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What a plan is asked for."""
 
     shape: ModelConfig
     workload: Workload
-    promise: Promise
-    terms: Terms
+    promise: SLOTargets
+    terms: PlanConstraints
     hardware: Mapping[str, Hardware]  # by name; none where workers are measured
 
-    def machine(self, profile: WorkerProfile) -> Machine:
+    def machine(self, profile: WorkerProfile) -> WorkerHardware:
         hardware, shares = self.hardware[profile.hardware], profile.context_parallel
         return machine_of(hardware, profile.ranks, profile.quantization, self.terms, context_parallel=shares)
 
@@ -106,10 +114,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     shape, promise = model_of(arguments.model), promise_of(arguments.slo)
     workload = workload_for(arguments, shape)
     hardware = {} if arguments.costs is not None else {one.name: one for one in _hardware(arguments)}
-    asked = Asked(shape, workload, promise, _terms(arguments), hardware)
+    asked = PlanRequest(shape, workload, promise, _terms(arguments), hardware)
     profiles = _kinds(arguments, asked)
     budget = Budget(arguments.gpus, arguments.usd_per_hour)
-    search = Search(profiles, profiles, workload, promise, budget)
+    search = FleetSearch(profiles, profiles, workload, promise, budget)
     _say(f"{len(profiles)} profiles of worker have room; searching")
     found = decide(search, workload, promise, arguments.rate, _say, simulates=not arguments.formulas)
     best = found.answers[0]
@@ -171,9 +179,11 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
     return sample_of(plan, Path(arguments.workload).stem)
 
 
-def _terms(arguments: argparse.Namespace) -> Terms:
+def _terms(arguments: argparse.Namespace) -> PlanConstraints:
     kv = None if arguments.kv_cache_dtype == "auto" else 1.0
-    return Terms(kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency_of(arguments.efficiency))
+    return PlanConstraints(
+        kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency_of(arguments.efficiency)
+    )
 
 
 def _prices(text: str | None) -> dict[str, float]:
@@ -206,7 +216,7 @@ def _quantizations(arguments: argparse.Namespace) -> list[Quantization]:
     return found
 
 
-def _kinds(arguments: argparse.Namespace, asked: Asked) -> list[WorkerProfile]:
+def _kinds(arguments: argparse.Namespace, asked: PlanRequest) -> list[WorkerProfile]:
     shape, workload, terms = asked.shape, asked.workload, asked.terms
     if arguments.costs is not None:
         return [_measured(arguments, workload, asked.promise)]
@@ -218,7 +228,7 @@ def _kinds(arguments: argparse.Namespace, asked: Asked) -> list[WorkerProfile]:
     return profiles
 
 
-def _measured(arguments: argparse.Namespace, workload: Workload, promise: Promise) -> WorkerProfile:
+def _measured(arguments: argparse.Namespace, workload: Workload, promise: SLOTargets) -> WorkerProfile:
     known = profile_of(arguments.costs)
     prices = _prices(arguments.price)
     if workload.longest > known.kv_tokens:
@@ -238,7 +248,11 @@ def _say(line: str) -> None:
 
 
 def _print(
-    arguments: argparse.Namespace, asked: Asked, answers: Sequence[Answer], changes: Sequence[str], text: str
+    arguments: argparse.Namespace,
+    asked: PlanRequest,
+    answers: Sequence[PlannedLayout],
+    changes: Sequence[str],
+    text: str,
 ) -> None:
     best, workload, promise = answers[0], asked.workload, asked.promise
     print(
@@ -270,7 +284,7 @@ def _print(
     print(f"\n# serve it: twostroke serve --config FILE{copy}\n{text}")
 
 
-def _draw(folder: Path, best: Answer, asked: Asked) -> None:
+def _draw(folder: Path, best: PlannedLayout, asked: PlanRequest) -> None:
     from twostroke.planning.pictures import batch_sweep, phases, roofline, write_pictures
     from twostroke.planning.queueing import rows_s
 

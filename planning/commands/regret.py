@@ -22,7 +22,7 @@ from twostroke.loadtests.run_folder import make_folder
 from twostroke.planning.against import plan_for
 from twostroke.planning.measured import Candidate, Measured, measure, read_measured, say
 from twostroke.planning.trials import simulated_goodput
-from twostroke.planning.workload import Promise, Workload, promise_of, sample_of
+from twostroke.planning.workload import SLOTargets, Workload, promise_of, sample_of
 from twostroke.protocol.errors import ConfigError
 
 CANDIDATES = (
@@ -95,7 +95,7 @@ def _workload(arguments: argparse.Namespace) -> Any:
         raise ConfigError(str(error)) from error
 
 
-def planned_goodputs(found: Mapping[Candidate, Measured], sample: Workload, promise: Promise) -> dict[str, float]:
+def planned_goodputs(found: Mapping[Candidate, Measured], sample: Workload, promise: SLOTargets) -> dict[str, float]:
     """Return what a plan expects of each layout by its workers' costs alone, the one that it chooses first."""
     planned: dict[str, float] = {}
     for candidate, measured in found.items():

@@ -39,9 +39,9 @@ from twostroke.planning.against import plan_for
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
 from twostroke.planning.profiles import PROFILES, among_busy, profile_of
-from twostroke.planning.search import Terms, nowhere, profiles_of
+from twostroke.planning.search import PlanConstraints, nowhere, profiles_of
 from twostroke.planning.trials import shares_of
-from twostroke.planning.workload import Promise, Workload, sample_of
+from twostroke.planning.workload import SLOTargets, Workload, sample_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
@@ -87,7 +87,7 @@ class Found:
     """Everything known so far, by mode in the order of measurement; rates are requests a second."""
 
     sample: Workload
-    promise: Promise
+    promise: SLOTargets
     layouts: dict[Mode, Layout] = field(default_factory=dict)
     measured: dict[Mode, Measured] = field(default_factory=dict)
     simulated: dict[Mode, list[float]] = field(default_factory=dict)  # capacities, by seed
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         sample = sample_of(msgspec.structs.replace(plan, seconds=1e9), Path(arguments.workload).stem)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
-    found = Found(sample, Promise(plan.slo.ttft_s or UNBOUNDED_S, plan.slo.tpot_s or UNBOUNDED_S))
+    found = Found(sample, SLOTargets(plan.slo.ttft_s or UNBOUNDED_S, plan.slo.tpot_s or UNBOUNDED_S))
     exit_code = 0
     try:
         if is_unmeasured(arguments):
@@ -228,7 +228,7 @@ def _by_profile(arguments: argparse.Namespace, found: Found) -> None:
 def gpu_profile(gpu: str, model: str, sample: Workload) -> WorkerProfile:
     """Return a worker of one such GPU, by its roofline. Raises ConfigError for an unknown GPU or model, and where the
     model, or the longest request, has no room."""
-    hardware, shape, terms = hardware_of(gpu), published_model(model), Terms()
+    hardware, shape, terms = hardware_of(gpu), published_model(model), PlanConstraints()
     fitting = [one for one in profiles_of(shape, hardware, ("auto",), sample, terms) if one.ranks == 1]
     if not fitting:
         raise nowhere(shape, [hardware], sample, terms)
@@ -297,7 +297,7 @@ def _draw(
     workers = max(SPLIT_WORKERS, shown.num_prefill + shown.num_decode)
     say(f"pictures: every split of {workers} workers")
 
-    def capacity(layout: Layout, promise: Promise = found.promise) -> float:
+    def capacity(layout: Layout, promise: SLOTargets = found.promise) -> float:
         return capacity_by_simulation(layout, found.sample, promise, first)
 
     splits = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.cluster.autoscaling.policy import Memory, decide
+from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import load_yaml
@@ -41,16 +41,16 @@ from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.planning.against import FIGURES, against
 from twostroke.planning.baselines import compare_baselines
 from twostroke.planning.coarse.day import DAY_S, day_of, scaling_of
-from twostroke.planning.coarse.fleet import Fleet
+from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import Request
+from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.profiles import PROFILES, profile_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
-from twostroke.simulator.deployment import Fault
+from twostroke.simulator.deployment import WorkerCrash
 from twostroke.worker.profile import BLOCK_TOKENS, CALL_S
 
 EXACT_WORKERS, EXACT_REQUESTS = 16, 3_000
@@ -145,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             prefill + decode,
             _nothing if arguments.json else print,
         )
-    say = Progress(arguments)
+    say = ProgressLine(arguments)
     scaling: dict[str, float] = {}
     slo = _slo(config, plan.slo, is_asked=arguments.config is not None)
     if is_exact:
@@ -261,7 +261,7 @@ def _slo(config: ClusterConfig, asked: SLO, *, is_asked: bool) -> SLOConfig:
     return SLOConfig(classes=(SLOClass(name="standard", ttft_s=asked.ttft_s, tpot_s=asked.tpot_s),), admission=False)
 
 
-class Progress:
+class ProgressLine:
     """A line on stderr, some times a second at most."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -290,11 +290,11 @@ def _nothing(line: str) -> None:
     """Where nothing but the last line is wanted."""
 
 
-def _faults(path: Path | None) -> Sequence[Fault]:
+def _faults(path: Path | None) -> Sequence[WorkerCrash]:
     if path is None:
         return ()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Fault, ...])
+        return msgspec.json.decode(path.read_bytes(), type=tuple[WorkerCrash, ...])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"--faults {path}: {error}") from error
 
@@ -309,8 +309,8 @@ def _coarse(
     autoscaling: AutoscalingConfig,
     arguments: argparse.Namespace,
     progress: Callable[[int], None],
-) -> tuple[list[Request], dict[str, float]]:
-    requests = [Request(*one[:3]) for one in _lengths(plan, arguments.requests)]
+) -> tuple[list[CoarseRequest], dict[str, float]]:
+    requests = [CoarseRequest(*one[:3]) for one in _lengths(plan, arguments.requests)]
     if not requests:
         raise ConfigError("no request comes in that time")
     longest = max(one.prompt_tokens + one.output_tokens for one in requests)
@@ -321,11 +321,11 @@ def _coarse(
         )
     one = slo.default_class
     router = LiveRouter(slo, decodes_alone=layout.mode != "disaggregated")
-    fleet = Fleet(layout.decode, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=router)
+    fleet = CoarseFleet(layout.decode, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=router)
     counts = layout.num_prefill, layout.num_decode
-    memory = Memory()
+    memory = PolicyMemory()
 
-    def scaler(fleet: Fleet) -> tuple[int, int]:
+    def scaler(fleet: CoarseFleet) -> tuple[int, int]:
         nonlocal memory
         if not autoscaling.enabled:
             return counts
@@ -338,7 +338,7 @@ def _coarse(
     return requests, scaling_of(fleet, counts, ends_s)
 
 
-def _coarse_records(requests: Sequence[Request]) -> Iterator[Record]:
+def _coarse_records(requests: Sequence[CoarseRequest]) -> Iterator[Record]:
     """Of each answer the first and the last token alone."""
     for number, one in enumerate(requests):
         token_s = None if one.is_refused else (one.first_s + CALL_S, one.last_s + CALL_S)

@@ -1,7 +1,7 @@
 """One try of a request on one pair of workers: read `Attempt.events`.
 
 Everything an attempt opens (two calls, one stream) ends with it, on every path: finish, fault, the client leaving.
-What happens on the way is told to its `Progress`, which tells all who keep count of it.
+What happens on the way is told to its `AttemptObserver`, which tells all who keep count of it.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
 from twostroke.router.fleet import Fleet, Path
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.poison import Case
+from twostroke.router.health.poison import SuspectRequest
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class AttemptDeps:
     """What all attempts of a router replica share. `secret` is the cluster's, to sign tickets."""
 
     fleet: Fleet
@@ -47,7 +47,7 @@ class Surroundings:
 
 
 @dataclass(eq=False)
-class Progress:
+class AttemptObserver:
     """Of one attempt on `path`: its sequence's stages, its places at workers, and what is known of those workers.
 
     `failed` gets a prefill worker that fails.
@@ -55,8 +55,8 @@ class Progress:
 
     path: Path
     hold: Hold
-    case: Case
-    stages: Stages
+    case: SuspectRequest
+    stages: SequenceStages
     failed: set[Peer]
     records: WorkerRecords
     chooser: PathChooser
@@ -176,7 +176,7 @@ class PrefillMoved(WorkerLost):
 class Attempt:
     """One try. It has its own request id, so that nothing of another try can be taken for it."""
 
-    def __init__(self, around: Surroundings, request: GenerateRequest, progress: Progress):
+    def __init__(self, around: AttemptDeps, request: GenerateRequest, progress: AttemptObserver):
         """`request` is this try's own, the outputs so far in its tokens. Raises WorkerLost without a channel."""
         self._channels = around.channels
         self._fleet = around.fleet

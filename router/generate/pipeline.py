@@ -15,12 +15,12 @@ from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
-from twostroke.router.generate.attempt import Attempt, PrefillMoved, Progress, Surroundings, out_of_time
+from twostroke.router.generate.attempt import Attempt, AttemptDeps, AttemptObserver, PrefillMoved, out_of_time
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.reading import ReadingAttempt
+from twostroke.router.generate.reading import ScoreAttempt
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
 
@@ -71,7 +71,7 @@ class Pipeline:
         )
         self._budget = RetryBudget(config, clock)
         self._chooser = PathChooser(workers=fleet.workers, channels=channels, clock=clock, config=config)
-        self._around = Surroundings(fleet, channels, secret, config)
+        self._around = AttemptDeps(fleet, channels, secret, config)
         self.on_decision: Callable[[float], None] = lambda seconds: None
         """Told of every choice of workers how long it took."""
 
@@ -84,7 +84,7 @@ class Pipeline:
         """Workers that are there, and are left out because they keep failing."""
         return self._records.ejected()
 
-    async def generate(self, request: GenerateRequest, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: GenerateRequest, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
         """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
 
         Of a prompt that is read alone it is one event, a PromptRead.
@@ -106,14 +106,14 @@ class Pipeline:
                 path, hold = await self._find(request, sent, failed)
             if stages.attempts == 0:
                 self._let_in(request, path, hold, stages)
-            progress = Progress(path, hold, case, stages, failed, self._records, self._chooser, self._clock)
+            progress = AttemptObserver(path, hold, case, stages, failed, self._records, self._chooser, self._clock)
             failure: WorkerLost | RequestError | None = None
             try:
                 async with self._until(deadline):
                     await progress.begin()
                 tried = self._next_try(request, sent, stages)
                 _log.debug("an attempt begins", extra=about(tried.log_context))
-                kind: type[Attempt | ReadingAttempt] = Attempt if tried.reading is None else ReadingAttempt
+                kind: type[Attempt | ScoreAttempt] = Attempt if tried.reading is None else ScoreAttempt
                 attempt = kind(self._around, tried, progress)
                 async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
                     is_first = True
@@ -200,7 +200,7 @@ class Pipeline:
                     raise NoPath("no decode worker can be reached; try again shortly") from error
             await asyncio.sleep(self._config.retry_poll_s)
 
-    def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: Stages) -> None:
+    def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: SequenceStages) -> None:
         """Before the first attempt. Raises what admission refuses the request with: at once, and nobody failed."""
         try:
             self._admit(request, path, self._clock() - stages.arrive, stages.follows)
@@ -211,7 +211,7 @@ class Pipeline:
         stages.admit = self._clock()
         self._budget.count_first_attempt()
 
-    def _next_try(self, request: GenerateRequest, sent: Sequence[int], stages: Stages) -> GenerateRequest:
+    def _next_try(self, request: GenerateRequest, sent: Sequence[int], stages: SequenceStages) -> GenerateRequest:
         """The request as the workers see it now, under an id of its own."""
         return msgspec.structs.replace(
             request,
@@ -232,7 +232,7 @@ class Pipeline:
             raise out_of_time() from error
 
 
-def _tell_of_resumption(stages: Stages, num_tokens: int, pause_s: float) -> None:
+def _tell_of_resumption(stages: SequenceStages, num_tokens: int, pause_s: float) -> None:
     """The client stood still for `pause_s` after its `num_tokens`, and goes on."""
     extra = about(stages.log_context, tokens=num_tokens, pause_s=round(pause_s, 3))
     _log.info("a stream goes on at another attempt", extra=extra)

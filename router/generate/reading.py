@@ -8,22 +8,22 @@ from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
 from twostroke.protocol.log_context import about
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import GenerateRequest, PromptScores, TokenEvent
-from twostroke.router.generate.attempt import Progress, Surroundings, out_of_time
+from twostroke.router.generate.attempt import AttemptDeps, AttemptObserver, out_of_time
 
 _log = logging.getLogger(__name__)
 
 
-class PromptRead(TokenEvent, frozen=True, array_like=True):
+class PromptScored(TokenEvent, frozen=True, array_like=True):
     """All that a prompt's reading gives, with the one token after it where that is wanted."""
 
     scores: PromptScores | None = None
     embedding: bytes = b""  # as in PrefillReply
 
 
-class ReadingAttempt:
+class ScoreAttempt:
     """One try. The worker's token channel tells only that it lives: what it has to say comes with the call's reply."""
 
-    def __init__(self, around: Surroundings, request: GenerateRequest, progress: Progress):
+    def __init__(self, around: AttemptDeps, request: GenerateRequest, progress: AttemptObserver):
         """As Attempt. Raises WorkerLost without a channel."""
         self._channels = around.channels
         self._fleet = around.fleet
@@ -61,7 +61,7 @@ class ReadingAttempt:
             event = reply.event
             self._progress.read(self._request, reply)
             self._stream.push(
-                PromptRead(
+                PromptScored(
                     event.request_id,
                     event.index,
                     event.tokens,

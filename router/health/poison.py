@@ -66,7 +66,7 @@ class Stay(Enum):
 
 
 @dataclass(frozen=True)
-class Strike:
+class WorkerDeath:
     """A worker that died while the request was there."""
 
     worker: Peer
@@ -78,7 +78,7 @@ class Strike:
 
 
 @dataclass(eq=False)
-class Case:
+class SuspectRequest:
     """One request under way."""
 
     fingerprint: bytes
@@ -92,7 +92,7 @@ class Case:
 class _Waiting:
     """A suspect that may not be tried on its workers yet."""
 
-    case: Case
+    case: SuspectRequest
     workers: Collection[Peer]
     woken: asyncio.Future[None]
 
@@ -116,26 +116,26 @@ class Suspects:
         self._clock = clock
         self._is_gone = is_gone
         self._tell = tell
-        self._there: dict[Peer, dict[Case, None]] = {}
+        self._there: dict[Peer, dict[SuspectRequest, None]] = {}
         self._died: dict[Peer, float] = {}  # lately, and when
-        self._strikes: OrderedDict[bytes, list[Strike]] = OrderedDict()
+        self._strikes: OrderedDict[bytes, list[WorkerDeath]] = OrderedDict()
         self._verdicts = Verdicts(clock, most=config.max_refused, longest_s=config.refuse_s)
         self._waiting: list[_Waiting] = []  # in the order in which they came
 
     # --- a request's way ---
 
-    def open(self, request: GenerateRequest) -> Case:
+    def open(self, request: GenerateRequest) -> SuspectRequest:
         """A request comes. Raises PoisonRequest where it was found guilty before."""
-        case = Case(fingerprint_of(request))
+        case = SuspectRequest(fingerprint_of(request))
         self.check(case)
         return case
 
-    def check(self, case: Case) -> None:
+    def check(self, case: SuspectRequest) -> None:
         """Raises PoisonRequest where the case, or another of its fingerprint, has been found guilty meanwhile."""
         if self._verdicts.holds(case.fingerprint):
             raise PoisonRequest
 
-    async def may_try(self, case: Case, workers: Collection[Peer]) -> None:
+    async def may_try(self, case: SuspectRequest, workers: Collection[Peer]) -> None:
         """Wait until the case may be tried on `workers`, and hold them for it. Raises PoisonRequest.
 
         A suspect waits until it is the only one there, and the only one of its fingerprint anywhere; others pass.
@@ -160,7 +160,7 @@ class Suspects:
         for worker in workers:
             self.stay(case, worker, Stay.HELD if is_suspect else Stay.AWAITS)
 
-    async def judge(self, case: Case) -> None:
+    async def judge(self, case: SuspectRequest) -> None:
         """Raises PoisonRequest where the case has taken two workers down. Where they live after all, it is innocent."""
         self.check(case)
         deadline = self._clock() + self._config.verdict_s
@@ -177,12 +177,12 @@ class Suspects:
             await asyncio.sleep(_POLL_S)
             self.check(case)
 
-    def stay(self, case: Case, worker: Peer, stay: Stay) -> None:
+    def stay(self, case: SuspectRequest, worker: Peer, stay: Stay) -> None:
         """What the request does at `worker` from now on."""
         case.stays[worker] = stay
         self._there.setdefault(worker, {})[case] = None
 
-    def leave(self, case: Case, worker: Peer) -> None:
+    def leave(self, case: SuspectRequest, worker: Peer) -> None:
         """It has nothing to do with `worker` any more. Harmless where it never had."""
         case.stays.pop(worker, None)
         there = self._there.get(worker)
@@ -192,13 +192,13 @@ class Suspects:
                 del self._there[worker]
         self._wake()
 
-    def prompt_done(self, case: Case) -> None:
+    def prompt_done(self, case: SuspectRequest) -> None:
         """A prefill worker has computed the prompt, and lives."""
         case.is_prompt_done = True
         self._clear(case.fingerprint, lambda strike: strike.is_prompt)
         self._wake()
 
-    def got_on(self, case: Case, worker: Peer, position: int) -> None:
+    def got_on(self, case: SuspectRequest, worker: Peer, position: int) -> None:
         """`worker` has drawn output token `position` by itself."""
         if case.stays.get(worker) is not None:
             self.stay(case, worker, Stay.STREAMS)
@@ -229,7 +229,7 @@ class Suspects:
                 struck.add(case.fingerprint)
                 self._strike(
                     case.fingerprint,
-                    Strike(
+                    WorkerDeath(
                         worker=worker,
                         at=self._clock(),
                         position=case.position,
@@ -239,11 +239,11 @@ class Suspects:
                     ),
                 )
 
-    def is_suspect(self, case: Case) -> bool:
+    def is_suspect(self, case: SuspectRequest) -> bool:
         """Whether it may only be tried where no other suspect is."""
         return any(not strike.was_streaming for strike in self._strikes.get(case.fingerprint, ()))
 
-    def accused_of(self, case: Case) -> tuple[Peer, ...]:
+    def accused_of(self, case: SuspectRequest) -> tuple[Peer, ...]:
         """Two workers that it has taken down, provided that they are gone; none where it may be innocent."""
         strikes = self._strikes.get(case.fingerprint, [])
         others = [strike for strike in strikes if strike.worker != strikes[-1].worker]
@@ -269,7 +269,7 @@ class Suspects:
         """Fingerprints with strikes; 0 when all is well."""
         return len(self._strikes)
 
-    def _convict(self, case: Case) -> None:
+    def _convict(self, case: SuspectRequest) -> None:
         """Refuse it from now on, everywhere."""
         self._strikes.pop(case.fingerprint, None)
         self._tell(self._verdicts.learn([Verdict(case.fingerprint, min(self._config.refuse_s, LONGEST_S))]))
@@ -300,7 +300,7 @@ class Suspects:
                 fingerprints.add(one.case.fingerprint)
             one.woken.set_result(None)
 
-    def _under_way(self, *, but: Case | None = None) -> tuple[set[Peer], set[bytes]]:
+    def _under_way(self, *, but: SuspectRequest | None = None) -> tuple[set[Peer], set[bytes]]:
         """What may take workers down: where a suspect is computed, or is about to be; and all such fingerprints."""
         busy: set[Peer] = set()
         fingerprints: set[bytes] = set()
@@ -315,10 +315,10 @@ class Suspects:
         return busy, fingerprints
 
     @staticmethod
-    def _has_room(case: Case, workers: Collection[Peer], busy: set[Peer], fingerprints: set[bytes]) -> bool:
+    def _has_room(case: SuspectRequest, workers: Collection[Peer], busy: set[Peer], fingerprints: set[bytes]) -> bool:
         return case.fingerprint not in fingerprints and busy.isdisjoint(workers)
 
-    def _paused_until(self, case: Case) -> float:
+    def _paused_until(self, case: SuspectRequest) -> float:
         """When a suspect may be tried again at the earliest.
 
         Routers don't tell each other of suspects: so that two of them seldom try theirs on one worker at the same
@@ -328,7 +328,7 @@ class Suspects:
         pause_s = self._config.pause_s * (1 + _SPREAD * case.fingerprint[0] / 255)
         return max((strike.at for strike in strikes), default=float("-inf")) + pause_s
 
-    def _strike(self, fingerprint: bytes, strike: Strike) -> None:
+    def _strike(self, fingerprint: bytes, strike: WorkerDeath) -> None:
         self._strikes.setdefault(fingerprint, []).append(strike)
         self._strikes.move_to_end(fingerprint)
         while len(self._strikes) > _MOST_REMEMBERED:
@@ -341,7 +341,7 @@ class Suspects:
         paused = self._clock() - self._config.pause_s
         self._died = {worker: at for worker, at in self._died.items() if at > paused}
 
-    def _clear(self, fingerprint: bytes, is_cleared: Callable[[Strike], bool]) -> None:
+    def _clear(self, fingerprint: bytes, is_cleared: Callable[[WorkerDeath], bool]) -> None:
         strikes = self._strikes.get(fingerprint)
         if strikes is None:
             return

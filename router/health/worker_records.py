@@ -20,7 +20,7 @@ from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import ROLES
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, Path
-from twostroke.router.health.poison import Case, Stay, Suspects, SuspectsConfig
+from twostroke.router.health.poison import Stay, SuspectRequest, Suspects, SuspectsConfig
 
 K = TypeVar("K", bound=Hashable)
 
@@ -211,7 +211,7 @@ class WorkerRecords:
 
     # --- an attempt's way ---
 
-    async def begin(self, case: Case, path: Path) -> None:
+    async def begin(self, case: SuspectRequest, path: Path) -> None:
         """Before the first call; a suspect waits for its turn. Raises PoisonRequest."""
         case.is_prompt_done = False
         await self.suspects.may_try(case, path.workers)
@@ -222,24 +222,24 @@ class WorkerRecords:
         else:
             self._pairs.begin((path.prefill.peer, path.decode.peer))
 
-    def computes(self, case: Case, worker: Peer) -> None:
+    def computes(self, case: SuspectRequest, worker: Peer) -> None:
         """The worker is about to be called: it may compute the prompt from now on. Raises PoisonRequest."""
         self.suspects.check(case)
         self.suspects.stay(case, worker, Stay.FRESH)
 
-    def prompt_done(self, case: Case, prefill: Peer, decode: Peer) -> None:
+    def prompt_done(self, case: SuspectRequest, prefill: Peer, decode: Peer) -> None:
         """The prefill worker has drawn the first token, and the decode worker may go on from it."""
         self.suspects.prompt_done(case)
         self.suspects.leave(case, prefill)
         self.suspects.stay(case, decode, Stay.FRESH)
         self._ejection.succeeded(prefill)
 
-    def has_kv(self, case: Case, decode: Peer) -> None:
+    def has_kv(self, case: SuspectRequest, decode: Peer) -> None:
         """The decode worker has shown that the prompt's KV is there."""
         if case.stays.get(decode) in (Stay.AWAITS, Stay.HELD):
             self.suspects.stay(case, decode, Stay.FRESH)
 
-    def got_on(self, case: Case, path: Path, position: int) -> None:
+    def got_on(self, case: SuspectRequest, path: Path, position: int) -> None:
         """The decode worker has drawn output token `position` by itself."""
         decode = path.decode.peer
         self.suspects.got_on(case, decode, position)
@@ -247,12 +247,12 @@ class WorkerRecords:
         if path.prefill is not None:
             self._pairs.succeeded((path.prefill.peer, decode))
 
-    async def may_compute(self, case: Case, decode: Peer) -> None:
+    async def may_compute(self, case: SuspectRequest, decode: Peer) -> None:
         """The prefill has failed, and the decode worker is to do without. A suspect waits. Raises PoisonRequest."""
         await self.suspects.may_try(case, [decode])
         self.suspects.stay(case, decode, Stay.FRESH)
 
-    def failed(self, case: Case, worker: Peer, error: TwostrokeError) -> None:
+    def failed(self, case: SuspectRequest, worker: Peer, error: TwostrokeError) -> None:
         """The worker failed the request, or the request the worker: only the former is held against the worker."""
         if isinstance(error, RequestError | WorkerLeaving):  # it lives, and computes nothing for the request any more
             self.suspects.leave(case, worker)
@@ -269,7 +269,7 @@ class WorkerRecords:
         """KV did not get from one to the other. Whose fault that is, nobody knows: it is held against neither."""
         self._pairs.failed((prefill, decode))
 
-    def ended(self, case: Case, path: Path) -> None:
+    def ended(self, case: SuspectRequest, path: Path) -> None:
         """The attempt has nothing open any more."""
         for worker in path.workers:
             self.suspects.leave(case, worker)

@@ -34,25 +34,25 @@ from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange
 from twostroke.router.observe.scrape import exposition
 from twostroke.router.openai.answers import (
     ChatCompletion,
-    ChatFormat,
+    ChatWriter,
     Completion,
-    CompletionFormat,
+    CompletionWriter,
     ErrorObject,
-    Format,
-    WholeFormat,
+    ResponseWriter,
+    StreamWriter,
 )
-from twostroke.router.openai.embeddings import EmbeddingFormat, EmbeddingRequest, Embeddings, embedding_jobs
+from twostroke.router.openai.embeddings import EmbeddingRequest, Embeddings, EmbeddingWriter, embedding_jobs
 from twostroke.router.openai.generation import Generation
-from twostroke.router.openai.jobs import Terms, chat_prompt
+from twostroke.router.openai.jobs import RequestLimits, chat_prompt
 from twostroke.router.openai.messages import (
     CountTokensRequest,
     MessageError,
     MessageObject,
-    MessagesFormat,
     MessagesRequest,
+    MessagesWriter,
     TokenCount,
 )
-from twostroke.router.openai.responses import ResponseObject, ResponsesFormat, ResponsesRequest
+from twostroke.router.openai.responses import ResponseObject, ResponsesRequest, ResponsesWriter
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -151,7 +151,7 @@ Held = Annotated[ExitStack, Depends(held)]
 
 async def _generate(
     asked: CompletionRequest | ChatRequest | EmbeddingRequest,
-    form: Callable[..., WholeFormat],
+    form: Callable[..., ResponseWriter],
     request: Request,
     held: ExitStack,
 ) -> Response:
@@ -170,7 +170,7 @@ async def _generate(
         has_key=tenant is not None,
         key_class=None if tenant is None else tenant.slo_class,
     )
-    terms = Terms(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt)
+    terms = RequestLimits(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt)
     if tenant is not None:
         held.enter_context(tenant.in_flight(asked.num_choices))
     held.enter_context(service.gate.room(asked.num_choices))
@@ -190,7 +190,7 @@ async def _generate(
     if tenant is not None:
         held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = held.enter_context(service.gate.cuttable())
-    if asked.stream and isinstance(writer, Format):
+    if asked.stream and isinstance(writer, StreamWriter):
         response = await streamed(request, generation.events(), cut, writer.failure)
     else:
         body = await until_disconnect(request.receive, generation.whole(), cut)
@@ -222,13 +222,13 @@ _GENERATES: dict[str, Any] = {
 @keyed.post("/v1/completions", response_model=Completion, **_GENERATES)
 async def completions(asked: CompletionRequest, request: Request, held: Held) -> Response:
     """Continue a prompt."""
-    return await _generate(asked, CompletionFormat, request, held)
+    return await _generate(asked, CompletionWriter, request, held)
 
 
 @keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_GENERATES)
 async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
     """Answer a chat."""
-    return await _generate(asked, ChatFormat, request, held)
+    return await _generate(asked, ChatWriter, request, held)
 
 
 @keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
@@ -237,13 +237,13 @@ async def responses(asked: ResponsesRequest, request: Request, held: Held, servi
     service.check(asked)
     draft = asked.draft()
     with draft.naming():
-        return await _generate(draft.chat(), partial(ResponsesFormat, asked), request, held)
+        return await _generate(draft.chat(), partial(ResponsesWriter, asked), request, held)
 
 
 @keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
 async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
     """A vector for each text."""
-    return await _generate(asked, EmbeddingFormat, request, held)
+    return await _generate(asked, EmbeddingWriter, request, held)
 
 
 @keyed.post(
@@ -254,7 +254,7 @@ async def messages(asked: MessagesRequest, request: Request, held: Held, service
     service.check(asked)
     draft = asked.draft()
     with draft.naming():
-        return await _generate(draft.chat(), MessagesFormat, request, held)
+        return await _generate(draft.chat(), MessagesWriter, request, held)
 
 
 @keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
@@ -263,7 +263,7 @@ async def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCoun
     service.check(asked)
     draft = asked.draft()
     with draft.naming():  # a prompt that is too long is counted, too: to know that is what clients ask for
-        jobs = await service.jobs.make(draft.chat(), Terms(2**31, Promise()))
+        jobs = await service.jobs.make(draft.chat(), RequestLimits(2**31, Promise()))
     return {"input_tokens": jobs[0].request.num_prompt_tokens}
 
 

@@ -42,7 +42,7 @@ class Deadlines:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body, answer = _Body(receive, self._body_s), _Answer(send, self._send_s)
+        body, answer = _TimedBody(receive, self._body_s), _TimedResponse(send, self._send_s)
         headers = Headers(scope=scope)
         waits_to_send = headers.get("expect", "").lower() == "100-continue"
 
@@ -69,7 +69,7 @@ class _ClientStalled(Exception):
     """The client takes nothing of what it is sent."""
 
 
-class _Body:
+class _TimedBody:
     """A request's body as it comes, until its deadline."""
 
     def __init__(self, receive: Receive, timeout_s: float):
@@ -103,7 +103,7 @@ class _Body:
             return  # the client has taken too long
 
 
-class _Answer:
+class _TimedResponse:
     """An answer as it is sent, piece by piece. One timer looks after all pieces: a stream has thousands a second."""
 
     def __init__(self, send: Send, timeout_s: float):

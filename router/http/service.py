@@ -20,13 +20,13 @@ from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
-from twostroke.router.observe.access_log import Exchange
+from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.feed import Feed
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import (
     OtherRouters,
-    RouterReading,
+    RouterMetricsSample,
     no_other_routers,
     other_versions_family,
     own_collections_family,
@@ -144,13 +144,13 @@ class RouterService:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
-    def began(self, exchange: Exchange) -> None:
+    def began(self, exchange: HttpExchange) -> None:
         """A request has come."""
         if self.traces is not None:
             self.traces.begin(exchange)
         self.feed.began(exchange)
 
-    def over(self, exchange: Exchange) -> None:
+    def over(self, exchange: HttpExchange) -> None:
         """A request has ended: count it, and hand it to those who trace."""
         if exchange.refusal is not None:
             self._metrics.refused(exchange.refusal)
@@ -273,18 +273,18 @@ class RouterService:
         own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 
-    def reading(self) -> RouterReading:
+    def reading(self) -> RouterMetricsSample:
         """This router's numbers."""
         planned = planned_families(self.expected(), self.scaling())
         left_out = other_versions_family(self.other_versions())
-        return RouterReading(
+        return RouterMetricsSample(
             self.config.router_id,
             (*self._metrics.registry.collect(), *planned, left_out, own_collections_family()),
             tuple(self._worker_numbers()),
             frozenset(self.pipeline.ejected()),
         )
 
-    async def readings(self) -> list[RouterReading]:
+    async def readings(self) -> list[RouterMetricsSample]:
         """The numbers of all routers that answer, this one's first."""
         return [self.reading(), *await self.other_routers()]
 

@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to the last of its answer: an `Exchange`, and its line in the access log.
+"""One HTTP request from its first byte to the last of its answer: an `HttpExchange`, and its line in the access log.
 
 Traces and counters hear of it in the same place. All take numbers and names from it, never a word of a prompt, an
 answer or a key.
@@ -19,7 +19,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.protocol.log_context import LOG_CONTEXT, LogContext, about
 from twostroke.protocol.requests import GenerateRequest
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ MINTED = "twostroke.minted_id"
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class HttpExchange:
     """Moments are the service's clock, in seconds."""
 
     request_id: str
@@ -58,8 +58,8 @@ class Exchange:
     refusal: TwostrokeError | None = None  # the error that it was answered with, where errors are counted
     is_stream: bool = False
     requests: Sequence[GenerateRequest] = field(default=())  # one for each choice
-    stages: Sequence[Stages] = field(default=())  # likewise
-    leaders: Sequence[Stages] = field(default=())  # of these, the first of each prompt
+    stages: Sequence[SequenceStages] = field(default=())  # likewise
+    leaders: Sequence[SequenceStages] = field(default=())  # of these, the first of each prompt
     has_minted_id: bool = False  # else the id is the client's own text
     num_prompt_tokens: int = 0  # prompts count once, however many choices each has
     trace_id: str = ""  # of the client's trace context, or of the trace that begins here; empty: there is none
@@ -76,8 +76,8 @@ class Exchange:
     def generates(
         self,
         requests: Sequence[GenerateRequest],
-        stages: Sequence[Stages],
-        leaders: Sequence[Stages],
+        stages: Sequence[SequenceStages],
+        leaders: Sequence[SequenceStages],
         num_prompt_tokens: int,
         *,
         is_stream: bool,
@@ -101,16 +101,18 @@ class Exchange:
         return sum(stages.num_cached_tokens for stages in self.leaders)
 
 
-def exchange_of(request: HTTPConnection) -> Exchange:
+def exchange_of(request: HTTPConnection) -> HttpExchange:
     """The exchange that the request is a part of. For an app with `Exchanges`."""
-    exchange: Exchange = request.scope[_EXCHANGE]
+    exchange: HttpExchange = request.scope[_EXCHANGE]
     return exchange
 
 
 class Exchanges:
     """Middleware: tells `began` of each request, logs it when it is over, and tells `over` of it."""
 
-    def __init__(self, app: ASGIApp, clock: Clock, began: Callable[[Exchange], None], over: Callable[[Exchange], None]):
+    def __init__(
+        self, app: ASGIApp, clock: Clock, began: Callable[[HttpExchange], None], over: Callable[[HttpExchange], None]
+    ):
         self._app = app
         self._clock = clock
         self._began = began
@@ -123,7 +125,7 @@ class Exchanges:
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = _TRACE_PARENT.fullmatch(trace.get("traceparent", ""))
-        exchange = Exchange(
+        exchange = HttpExchange(
             LOG_CONTEXT.get().request_id,
             scope["method"],
             scope["path"],
@@ -151,7 +153,7 @@ class Exchanges:
             self._over(exchange)
 
 
-def _log_line(exchange: Exchange) -> None:
+def _log_line(exchange: HttpExchange) -> None:
     level = logging.DEBUG if exchange.path in _QUIET_PATHS else logging.INFO
     if _log.isEnabledFor(level):
         _log.log(
@@ -163,7 +165,7 @@ def _log_line(exchange: Exchange) -> None:
         )
 
 
-def _fields(exchange: Exchange) -> dict[str, Any]:
+def _fields(exchange: HttpExchange) -> dict[str, Any]:
     fields: dict[str, Any] = {"status": exchange.status, "e2e_s": round(exchange.ended - exchange.began, 4)}
     if exchange.code is not None:
         fields["code"] = exchange.code

@@ -22,8 +22,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.observe.access_log import Exchange
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.access_log import HttpExchange
+from twostroke.router.observe.stages import SequenceStages
 
 LOOK_S = 0.1
 """Between two looks of a subscriber."""
@@ -67,16 +67,16 @@ class Feed:
         self._workers = workers
         self._clock = clock
         self._numbers = count(1)
-        self._under_way: dict[Exchange, int | None] = {}  # with their numbers, once they generate
+        self._under_way: dict[HttpExchange, int | None] = {}  # with their numbers, once they generate
         self._ended: deque[Ended] = deque(maxlen=MOST_ENDED)
         self._num_ended = 0  # those that have fallen out of the ring, too
         self._subscribers: Counter[str | None] = Counter()
 
-    def began(self, exchange: Exchange) -> None:
+    def began(self, exchange: HttpExchange) -> None:
         """A request has come. It has no sequences unless it is to generate some, and has been understood."""
         self._under_way[exchange] = None
 
-    def over(self, exchange: Exchange) -> None:
+    def over(self, exchange: HttpExchange) -> None:
         """The request is over."""
         for name, request, stages in self._sequences(exchange):
             fields = _fields(exchange, request, stages) | {"state": "over", "end": _end(exchange, stages)}
@@ -160,7 +160,7 @@ class Feed:
         ]
         return shown, sum(1 for _ in mine)
 
-    def _sequences(self, exchange: Exchange) -> Iterator[tuple[str, GenerateRequest, Stages]]:
+    def _sequences(self, exchange: HttpExchange) -> Iterator[tuple[str, GenerateRequest, SequenceStages]]:
         """Those of a request, each with its name in the feed."""
         number = self._under_way[exchange]
         if number is None and exchange.requests:
@@ -169,7 +169,7 @@ class Feed:
             yield f"{number}.{choice}", request, stages
 
 
-def _fields(exchange: Exchange, request: GenerateRequest, stages: Stages) -> dict[str, Any]:
+def _fields(exchange: HttpExchange, request: GenerateRequest, stages: SequenceStages) -> dict[str, Any]:
     """What is known of a sequence; None is what has not happened, or not yet. Moments are those of events' `now`."""
     path = stages.path
     prefill = None if path is None or path.prefill is None else path.prefill
@@ -202,7 +202,7 @@ def _fields(exchange: Exchange, request: GenerateRequest, stages: Stages) -> dic
     }
 
 
-def _state(stages: Stages) -> str:
+def _state(stages: SequenceStages) -> str:
     if stages.begun is None:
         return "waiting"
     if stages.finish is not None:
@@ -210,7 +210,7 @@ def _state(stages: Stages) -> str:
     return "prompt" if stages.first_token is None else "decoding"
 
 
-def _end(exchange: Exchange, stages: Stages) -> str:
+def _end(exchange: HttpExchange, stages: SequenceStages) -> str:
     """How it ended: a finish reason, the code of an error, or `left`, where its client did."""
     if exchange.code is not None:
         return exchange.code

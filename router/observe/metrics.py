@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.protocol.requests import GenerateRequest
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.slo.admission import Admission, Limit
 from twostroke.router.slo.attainment import SLOAttainment, SLOVerdict
 from twostroke.router.slo.classes import SLOClass
@@ -75,7 +75,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, Sequence[float]]] = {
     "decode_s": ("request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS),
     "num_output_tokens": ("request_generation_tokens", "Tokens of a choice.", _COUNT_BUCKETS),
 }
-"""What is observed of a choice that is over, by the attribute of `Stages`: name, help, buckets."""
+"""What is observed of a choice that is over, by the attribute of `SequenceStages`: name, help, buckets."""
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
@@ -191,7 +191,9 @@ class RouterMetrics:
         if request.grammar:
             self._constrained.inc()
 
-    def ended(self, request: GenerateRequest, stages: Stages, outcome: Outcome, verdict: SLOVerdict | None) -> None:
+    def ended(
+        self, request: GenerateRequest, stages: SequenceStages, outcome: Outcome, verdict: SLOVerdict | None
+    ) -> None:
         """A choice that had begun is over. Without a verdict its promises don't count: its client has left."""
         self._in_flight.dec()
         self._outcomes.labels(self._model, outcome).inc()
@@ -220,7 +222,7 @@ class RouterMetrics:
         """Of the last minutes."""
         return self._attainment.of(class_name, self._clock())
 
-    def _judged(self, class_name: str, stages: Stages, verdict: SLOVerdict) -> None:
+    def _judged(self, class_name: str, stages: SequenceStages, verdict: SLOVerdict) -> None:
         self._verdicts.labels(self._model, class_name, verdict).inc()
         self._attainment.record(class_name, verdict, self._clock())
         if stages.predicted is not None:

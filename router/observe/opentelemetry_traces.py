@@ -36,8 +36,8 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from twostroke.router.observe.access_log import Exchange
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.access_log import HttpExchange
+from twostroke.router.observe.stages import SequenceStages
 
 MAX_CHOICES = 16
 """Of one request, that have spans; a request may have more."""
@@ -94,12 +94,12 @@ class OpenTelemetryTraces:
         self._wall_clock = wall_clock
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: HttpExchange) -> None:
         """Draw the id of the request's trace, which its log lines tell, where it takes no part in a client's."""
         if not exchange.trace_id:
             exchange.trace_id = format_trace_id(RandomIdGenerator.generate_trace_id(self._ids))
 
-    def record(self, exchange: Exchange) -> None:
+    def record(self, exchange: HttpExchange) -> None:
         """Make the spans of a request that is over just now."""
         operation = OPERATIONS.get(exchange.route or "")
         if operation is None:
@@ -145,7 +145,7 @@ class _Spans:
         return int((moment + self.offset_s) * 1e9)
 
 
-def _attributes(exchange: Exchange, operation: str, model: str) -> dict[str, AttributeValue]:
+def _attributes(exchange: HttpExchange, operation: str, model: str) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
         "http.request.method": exchange.method,
         "http.route": exchange.route or "",
@@ -186,7 +186,7 @@ def _attributes(exchange: Exchange, operation: str, model: str) -> dict[str, Att
     }
 
 
-def _add_choice(spans: _Spans, parent: Context, index: int, stages: Stages) -> None:
+def _add_choice(spans: _Spans, parent: Context, index: int, stages: SequenceStages) -> None:
     if stages.admit is not None and not stages.follows:
         spans.end(spans.begin("router/admission", stages.arrive, parent), stages.admit)
     for number, tried in enumerate(stages.tries, start=1):

@@ -127,7 +127,7 @@ _KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float | None]]] 
 
 
 @dataclass(frozen=True)
-class RouterReading:
+class RouterMetricsSample:
     """The numbers of one router at one moment; travels between routers."""
 
     router: str  # its replica's id
@@ -138,11 +138,11 @@ class RouterReading:
     protocol: str = field(default_factory=lambda: PROTOCOL)
 
 
-OtherRouters = Callable[[], Awaitable[Sequence[RouterReading]]]
+OtherRouters = Callable[[], Awaitable[Sequence[RouterMetricsSample]]]
 """Fetches the readings of all other routers that answer in time."""
 
 
-async def no_other_routers() -> Sequence[RouterReading]:
+async def no_other_routers() -> Sequence[RouterMetricsSample]:
     """Where there is one router."""
     return ()
 
@@ -154,7 +154,7 @@ def other_versions_family(names: Mapping[Role, Collection[str]]) -> Metric:
     return family(Gauges, "workers_of_another_version", about, ("role",), numbers)
 
 
-def exposition(readings: Sequence[RouterReading]) -> bytes:
+def exposition(readings: Sequence[RouterMetricsSample]) -> bytes:
     """The series of these routers and of the workers, in Prometheus' text format."""
     return generate_latest(Scrape(readings))
 
@@ -163,7 +163,7 @@ def exposition(readings: Sequence[RouterReading]) -> bytes:
 class Scrape(Collector):
     """All series of these routers and of the workers."""
 
-    readings: Sequence[RouterReading]
+    readings: Sequence[RouterMetricsSample]
 
     def collect(self) -> Iterable[Metric]:
         """A family has one place in a text, so the samples of all routers go there."""
@@ -179,14 +179,14 @@ class Scrape(Collector):
         return [*families.values(), *_worker_families(_newest(self.readings))]
 
 
-def _newest(readings: Sequence[RouterReading]) -> WorkerNumbers:
+def _newest(readings: Sequence[RouterMetricsSample]) -> WorkerNumbers:
     """Each worker once, as the router tells that has heard of it last: else its counters could fall between scrapes."""
     told = [one for reading in readings for one in reading.workers]
     told.sort(key=lambda one: one[1].steps)
     return list({info.peer.worker_id: (info, stats) for info, stats in told}.values())
 
 
-def _ejected(reading: RouterReading) -> Metric:
+def _ejected(reading: RouterMetricsSample) -> Metric:
     """Which of the workers one router leaves out: whether it does is its own affair."""
     ejected = {_labels(info): info.peer in reading.ejected for info, _ in reading.workers}
     about = "1 while a router leaves it out, since it keeps failing."

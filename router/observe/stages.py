@@ -13,11 +13,11 @@ import msgspec
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.log_context import NO_REQUEST, LogContext
 from twostroke.protocol.requests import FinishReason
-from twostroke.router.fleet import Estimate, Path
+from twostroke.router.fleet import Path, PathEstimate
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
+class WorkerTimings:
     """What workers have told of an attempt; None is what has not happened, or not yet."""
 
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
@@ -28,11 +28,11 @@ class Told:
     decode_queue_s: float | None = None
 
 
-_TOLD = fields(Told)
+_TOLD = fields(WorkerTimings)
 
 
 @dataclass(slots=True)
-class Try(Told):
+class AttemptStages(WorkerTimings):
     """One attempt that is over: when it was, who was asked, and what they told of it."""
 
     begin: float
@@ -43,14 +43,14 @@ class Try(Told):
 
 
 @dataclass(slots=True)
-class Stages(Told):
+class SequenceStages(WorkerTimings):
     """The stamps of one sequence. A resumed sequence keeps the durations of its last attempt."""
 
     arrive: float
     first_token: float | None = None
     finish: float | None = None
     admit: float | None = None  # tokenised, its path chosen, and let through
-    expected: Estimate | None = None  # of the path that it was admitted on
+    expected: PathEstimate | None = None  # of the path that it was admitted on
     follows: bool = False  # admitted together with another choice of the same response
     attempts: int = 0
     path: Path | None = None  # of the last attempt, as the three moments below
@@ -58,7 +58,7 @@ class Stages(Told):
     prompt_done: float | None = None  # the prefill worker has replied
     decoding: float | None = None  # the decode worker has drawn a token of its own
     num_skipped_tokens: int = 0  # prompt tokens whose KV the decode worker had, and the transfer left out
-    tries: list[Try] = field(default_factory=list)  # those that are over
+    tries: list[AttemptStages] = field(default_factory=list)  # those that are over
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0  # of these
@@ -84,7 +84,7 @@ class Stages(Told):
         """Keep what is known of the attempt that was from `begin` to `end`, and failed with `error` if there is one."""
         prefill, decode = path.worker_ids
         self.tries.append(
-            Try(
+            AttemptStages(
                 begin=begin,
                 end=end,
                 prefill=prefill,
@@ -100,7 +100,7 @@ class Stages(Told):
         yield self.log_context.prefill_worker, self.log_context.decode_worker
 
     @property
-    def predicted(self) -> tuple[Estimate, float] | None:
+    def predicted(self) -> tuple[PathEstimate, float] | None:
         """What was expected when it was admitted, and its time to first token since; None where they don't compare."""
         if self.expected is None or self.admit is None or self.first_token is None or self.attempts > 1:
             return None

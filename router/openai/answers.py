@@ -1,6 +1,6 @@
 """What OpenAI's generation endpoints answer: errors, usage, completions and chats, whole or as server-sent events.
 
-Answers are TypedDicts: FastAPI documents them, msgspec writes them. `ChoicesFormat` builds the answers of both
+Answers are TypedDicts: FastAPI documents them, msgspec writes them. `ChoicesWriter` builds the answers of both
 endpoints, which say themselves how a choice has its text, and how its log-probabilities.
 """
 
@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.protocol.requests import FinishReason
-from twostroke.router.observe.stages import Stages
-from twostroke.router.openai.jobs import Job
+from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
 from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
@@ -93,7 +93,7 @@ class Usage(TypedDict):
     stages: NotRequired[list[StageTimes]]
 
 
-def stage_times(stages: Stages) -> StageTimes:
+def stage_times(stages: SequenceStages) -> StageTimes:
     """A choice's stages as the response shows them."""
     times = {name: getattr(stages, name) for name in StageTimes.__annotations__ if name.endswith("_s")}
     counts = {"resumes": stages.resumes, "preemptions": stages.num_preemptions}
@@ -101,7 +101,7 @@ def stage_times(stages: Stages) -> StageTimes:
     return cast(StageTimes, told | {name: count for name, count in counts.items() if count})
 
 
-class _Choice(TypedDict):
+class _ChoiceHead(TypedDict):
     """What all choices have, and what chunks add to them."""
 
     index: int
@@ -109,7 +109,7 @@ class _Choice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class _Answer(TypedDict):
+class _ResponseHead(TypedDict):
     """What all answers have, and the events of a stream."""
 
     id: str
@@ -127,7 +127,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(_Choice):
+class CompletionChoice(_ChoiceHead):
     """A choice of a completion, or what a chunk adds to it."""
 
     text: str
@@ -136,7 +136,7 @@ class CompletionChoice(_Choice):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(_Answer):
+class Completion(_ResponseHead):
     """The answer of /v1/completions, and each event of its stream."""
 
     object: Literal["text_completion"]
@@ -215,21 +215,21 @@ class DeltaMessage(Reasoning, total=False):
     function_call: CalledFunction
 
 
-class ChatChoice(_Choice):
+class ChatChoice(_ChoiceHead):
     """A choice of a chat that is not streamed."""
 
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
-class ChunkChoice(_Choice):
+class ChunkChoice(_ChoiceHead):
     """What a chunk adds to a choice of a chat."""
 
     delta: DeltaMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_ResponseHead):
     """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -239,7 +239,7 @@ class ChatCompletion(_Answer):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class ChatChunk(_Answer):
+class ChatChunk(_ResponseHead):
     """One event of a chat's stream."""
 
     object: Literal["chat.completion.chunk"]
@@ -257,7 +257,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
     arguments: str = ""  # JSON text; the deltas of a call put together are its arguments
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """What one event adds to a choice."""
 
     index: int  # of the choice
@@ -272,19 +272,19 @@ class Delta(msgspec.Struct, frozen=True):
     stop_string: str = ""  # that ended the choice
 
 
-class WholeFormat(ABC):
+class ResponseWriter(ABC):
     """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
         """The body of a response that is not streamed; `choices` are the deltas of each choice."""
 
 
-class Format(WholeFormat):
+class StreamWriter(ResponseWriter):
     """That of an endpoint which can stream, too."""
 
     @abstractmethod
-    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+    def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         """The server-sent events of one delta, with `usage` so far where it is given; empty where it tells nothing yet.
 
         Half a character, or what may begin a stop string, is no news.
@@ -299,7 +299,7 @@ class Format(WholeFormat):
         """The events that end a stream which has begun, and then failed."""
 
 
-class ChoicesFormat(Format):
+class ChoicesWriter(StreamWriter):
     """Writes choices side by side, and a stream as chunks of them: what completions and chats have in common."""
 
     id_prefix: ClassVar[str]
@@ -309,7 +309,7 @@ class ChoicesFormat(Format):
     def __init__(
         self,
         asked: GenerationFields,
-        jobs: Sequence[Job],
+        jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
         model: str,
@@ -329,13 +329,13 @@ class ChoicesFormat(Format):
             self._head["service_tier"] = service_tier
         self._opened: set[int] = set()  # the choices that have had an event
 
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
         written = [self._choice(delta, is_chunk=False) for delta in self._best([_joined(deltas) for deltas in choices])]
         for index, choice in enumerate(written):
             choice["index"] = index
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
-    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+    def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         is_news = delta.text or delta.reasoning or delta.tool_calls or delta.shown or delta.finish_reason
         if not (is_news or self._return_token_ids):
             return b""
@@ -348,14 +348,14 @@ class ChoicesFormat(Format):
         return error_event(error)
 
     @abstractmethod
-    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         """The members of a choice that tell its text."""
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs | ChatLogprobs:
         """The log-probabilities of these tokens."""
 
-    def _choice(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+    def _choice(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
         choice = self._content(delta, is_chunk=is_chunk)
         choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
@@ -365,9 +365,9 @@ class ChoicesFormat(Format):
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _best(self, choices: Sequence[Delta]) -> list[Delta]:
+    def _best(self, choices: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
         """The choices that are told of: where a prompt has more, those whose tokens are the likeliest in the mean."""
-        ranked: dict[int, list[Delta]] = {}  # by prompt
+        ranked: dict[int, list[ChoiceDelta]] = {}  # by prompt
         for choice in choices:
             ranked.setdefault(self._jobs[choice.index].group, []).append(choice)
         for of_prompt in ranked.values():
@@ -375,7 +375,7 @@ class ChoicesFormat(Format):
                 of_prompt.sort(key=self._mean_logprob, reverse=True)
         return [choice for of_prompt in ranked.values() for choice in of_prompt[: self._num_told]]
 
-    def _mean_logprob(self, choice: Delta) -> float:
+    def _mean_logprob(self, choice: ChoiceDelta) -> float:
         job = self._jobs[choice.index]
         drawn = choice.shown[job.request.num_prompt_tokens if job.echoes_logprobs else 0 :]
         return sum(token.sampled.logprob or 0.0 for token in drawn) / max(1, len(drawn))
@@ -391,13 +391,13 @@ class ChoicesFormat(Format):
         return {"prompt_token_ids": self._jobs[index].request.token_ids} if self._return_token_ids else {}
 
 
-class CompletionFormat(ChoicesFormat):
+class CompletionWriter(ChoicesWriter):
     """Writes a completion. What is told of the prompt goes before the first tokens of a choice."""
 
     id_prefix = "cmpl"
     name = chunk_name = "text_completion"
 
-    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         if delta.index in self._opened:
             return {"text": delta.text}
         self._opened.add(delta.index)
@@ -420,21 +420,21 @@ class CompletionFormat(ChoicesFormat):
         return logprobs
 
 
-class ChatFormat(ChoicesFormat):
+class ChatWriter(ChoicesWriter):
     """Writes a chat."""
 
     id_prefix = "chatcmpl"
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
         self._head |= self._prompt(0)
         if (scores := _joined(choices[0]).prompt_logprobs) is not None:
             self._head["prompt_logprobs"] = scores
         return super().whole(choices, usage)
 
-    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
-        """As `ChoicesFormat.events`; an event with the role goes before all others of a choice."""
+    def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
+        """As `ChoicesWriter.events`; an event with the role goes before all others of a choice."""
         told = super().events(delta, usage)
         if delta.index in self._opened:
             return told
@@ -447,13 +447,13 @@ class ChatFormat(ChoicesFormat):
         }
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
-    def _choice(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+    def _choice(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         choice = super()._choice(delta, is_chunk=is_chunk)
         if self._tells_function_call and delta.finish_reason == "tool_calls":
             choice["finish_reason"] = "function_call"
         return choice
 
-    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         if is_chunk:
             told: DeltaMessage = {}
             if self._tells_function_call:
@@ -493,7 +493,7 @@ def token_logprobs(tokens: Sequence[ShownToken], piece_of: Callable[[int], Token
     ]
 
 
-def _reasoning(delta: Delta) -> Reasoning:
+def _reasoning(delta: ChoiceDelta) -> Reasoning:
     return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 
@@ -515,7 +515,7 @@ def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCall]:
     return [*calls.values()]
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
+def _joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     """All that a choice got, as if it had come at once."""
     text = "".join(delta.text for delta in deltas)
     token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
@@ -523,7 +523,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     reasoning = "".join(delta.reasoning for delta in deltas)
     tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
     first = deltas[0]  # has what is told of the prompt
-    return Delta(
+    return ChoiceDelta(
         first.index,
         text,
         token_ids,

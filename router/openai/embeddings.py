@@ -8,10 +8,10 @@ import msgspec
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from twostroke.protocol.requests import GenerateRequest, ReadingParams, SamplingParams
-from twostroke.router.openai.answers import Delta, PromptTokensDetails, Usage, WholeFormat, encode_json
+from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
+from twostroke.router.openai.answers import ChoiceDelta, PromptTokensDetails, ResponseWriter, Usage, encode_json
 from twostroke.router.openai.fields import FieldError, ShortText
-from twostroke.router.openai.jobs import Job, JobMaker, PromptToRead, Terms
+from twostroke.router.openai.jobs import ChoiceJob, JobMaker, PromptToScore, RequestLimits
 from twostroke.router.openai.schemas import (
     MAX_CHOICES,
     ModelRequest,
@@ -65,10 +65,10 @@ class EmbeddingRequest(ModelRequest, TextFields):
         return fields
 
 
-async def embedding_jobs(maker: JobMaker, asked: EmbeddingRequest, terms: Terms) -> list[Job]:
+async def embedding_jobs(maker: JobMaker, asked: EmbeddingRequest, terms: RequestLimits) -> list[ChoiceJob]:
     """One for each input. Raises RequestError naming the field at fault."""
-    params = ReadingParams(pooling=asked.pooling or "last")
-    jobs: list[Job] = []
+    params = ScoringParams(pooling=asked.pooling or "last")
+    jobs: list[ChoiceJob] = []
     for index, text in enumerate(asked.inputs):
         token_ids = await maker.prompt_ids(asked, text, "input", terms.max_context)
         request = GenerateRequest(
@@ -82,7 +82,7 @@ async def embedding_jobs(maker: JobMaker, asked: EmbeddingRequest, terms: Terms)
             promise=terms.promise,
             reading=params,
         )
-        jobs.append(Job(index, index, request, (), prompt=PromptToRead(request)))
+        jobs.append(ChoiceJob(index, index, request, (), prompt=PromptToScore(request)))
     return jobs
 
 
@@ -111,13 +111,13 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
-class EmbeddingFormat(WholeFormat):
+class EmbeddingWriter(ResponseWriter):
     """Writes embeddings."""
 
     def __init__(
         self,
         asked: EmbeddingRequest,
-        jobs: Sequence[Job],
+        jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
         model: str,
@@ -128,7 +128,7 @@ class EmbeddingFormat(WholeFormat):
         self._is_base64 = asked.encoding_format == "base64"
         self._model = model
 
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
         data = [
             # Written one by one: as Python's numbers all of them together would take several times their text.
             msgspec.Raw(

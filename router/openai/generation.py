@@ -19,21 +19,21 @@ from twostroke.protocol.errors import TwostrokeError, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.generate.reading import PromptRead
-from twostroke.router.observe.access_log import Exchange
+from twostroke.router.generate.reading import PromptScored
+from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.openai.answers import (
-    Delta,
-    Format,
+    ChoiceDelta,
+    ResponseWriter,
+    StreamWriter,
     ToolCallDelta,
     Usage,
-    WholeFormat,
     internal_error,
     stage_times,
 )
 from twostroke.router.openai.embeddings import EmbeddingRequest
-from twostroke.router.openai.jobs import ChatReading, Job
+from twostroke.router.openai.jobs import ChatParsing, ChoiceJob
 from twostroke.router.openai.schemas import MAX_CHOICES, GenerationFields
 from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.slo.admission import Admission, Overloaded
@@ -61,7 +61,7 @@ class ChoiceRunner:
     admission: Admission
     clock: Clock
 
-    async def deltas(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, job: ChoiceJob, stages: SequenceStages) -> AsyncGenerator[ChoiceDelta, None]:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
         writer = ChoiceWriter(job, self.tokenizer)
         outcome: Outcome = "abort"
@@ -77,7 +77,7 @@ class ChoiceRunner:
                         self.metrics.inter_token_latency.observe(now - last)
                     last = now
                     # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
-                    is_read = isinstance(event, PromptRead)
+                    is_read = isinstance(event, PromptScored)
                     delta = await asyncio.to_thread(writer.add, event) if is_read else writer.add(event)
                     stages.num_reasoning_tokens, stages.num_unread = writer.num_reasoning_tokens, writer.num_unread
                     if delta.finish_reason is not None:
@@ -102,7 +102,7 @@ class ChoiceRunner:
             if outcome != "error":
                 self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
 
-    async def _events(self, job: Job, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
+    async def _events(self, job: ChoiceJob, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
         """What is read off the prompt, where something is to be, then the tokens; always `aclose` it."""
         prompt = job.prompt
         if prompt is None:
@@ -111,11 +111,13 @@ class ChoiceRunner:
                     yield event
             return
         is_all = job.request.max_tokens == prompt.request.max_tokens
-        reading = stages if is_all else Stages(stages.arrive, follows=stages.follows, log_context=stages.log_context)
+        reading = (
+            stages if is_all else SequenceStages(stages.arrive, follows=stages.follows, log_context=stages.log_context)
+        )
         if prompt.answers_with is None:  # else by another choice
             async with aclosing(self.pipeline.generate(prompt.request, reading)) as events:
                 async for event in events:
-                    assert isinstance(event, PromptRead)
+                    assert isinstance(event, PromptScored)
                     prompt.answers_with = event
         assert prompt.answers_with is not None
         if is_all:
@@ -134,7 +136,7 @@ class ChoiceRunner:
 class ChoiceWriter:
     """Writes one choice's text. The token that stopped it is counted, but has neither text nor log-probability."""
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer):
+    def __init__(self, job: ChoiceJob, tokenizer: TextTokenizer):
         self._job = job
         self._tokenizer = tokenizer
         self._text = new_detokenizer(tokenizer, shows_special=job.shows_special)
@@ -155,14 +157,14 @@ class ChoiceWriter:
     def _is_over(self) -> bool:
         return self._chat is not None and self._chat.is_over
 
-    def add(self, event: TokenEvent) -> Delta:
+    def add(self, event: TokenEvent) -> ChoiceDelta:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
         stopped_by_token = event.finish_reason == "stop" and bool(event.tokens)
         last = len(event.tokens) - 1
         text = ""
         token_ids: list[int] = []
         shown: list[ShownToken] = []
-        scores = event.scores if isinstance(event, PromptRead) else None
+        scores = event.scores if isinstance(event, PromptScored) else None
         if scores is not None and self._job.echoes_logprobs:
             alternatives = self._job.request.sampling.logprobs or 0
             shown += echoed(scores, self._job.request.token_ids, alternatives, self._tokenizer, self._job.echo)
@@ -184,8 +186,10 @@ class ChoiceWriter:
             text += self._stops.flush()
         if self._stops.stopped or self._is_over:
             finish = "stop"
-        delta = Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=self._stops.found)
-        if isinstance(event, PromptRead):
+        delta = ChoiceDelta(
+            self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=self._stops.found
+        )
+        if isinstance(event, PromptScored):
             told = None
             if scores is not None and self._job.prompt_logprobs is not None:
                 told = prompt_logprobs(scores, self._job.request.token_ids, self._job.prompt_logprobs, self._tokenizer)
@@ -225,7 +229,7 @@ class ChoiceWriter:
 class _ChatText:
     """What a chat's answer has beside content, collected until it is taken."""
 
-    def __init__(self, how: ChatReading):
+    def __init__(self, how: ChatParsing):
         self._parser = how.parser()
         self._includes_reasoning = how.includes_reasoning
         self._reasoning = ""
@@ -276,10 +280,10 @@ def _call_id() -> str:
     return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(9))
 
 
-Generate = Callable[[Job], AsyncGenerator[Delta, None]]
+Generate = Callable[[ChoiceJob], AsyncGenerator[ChoiceDelta, None]]
 
 
-def run_choices(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
+def run_choices(jobs: Sequence[ChoiceJob], generate: Generate) -> AsyncGenerator[ChoiceDelta, None]:
     """The deltas of all jobs as they come; always `aclose` it.
 
     The first choice of each prompt gets its first token before the others start: they then find the prompt in the
@@ -288,13 +292,13 @@ def run_choices(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta
     return generate(jobs[0]) if len(jobs) == 1 else _run_together(jobs, generate)
 
 
-async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
-    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
+async def _run_together(jobs: Sequence[ChoiceJob], generate: Generate) -> AsyncGenerator[ChoiceDelta, None]:
+    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
     prompt_done = {job.group: asyncio.Event() for job in jobs}
     leaders = {job.group: job.index for job in reversed(jobs)}
     places = asyncio.Semaphore(MAX_CHOICES)
 
-    async def run(job: Job) -> None:
+    async def run(job: ChoiceJob) -> None:
         """Put the job's deltas into the queue, then None, or what it failed with."""
         done = prompt_done[job.group]
         if job.index != leaders[job.group]:
@@ -333,9 +337,9 @@ class Generation:
         self,
         runner: ChoiceRunner,
         asked: GenerationFields | EmbeddingRequest,
-        jobs: Sequence[Job],
-        form: WholeFormat,
-        exchange: Exchange,
+        jobs: Sequence[ChoiceJob],
+        form: ResponseWriter,
+        exchange: HttpExchange,
     ):
         self._runner = runner
         self._asked = asked
@@ -346,7 +350,7 @@ class Generation:
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
         judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
         self._stages = [  # fill up on the way
-            Stages(exchange.began, follows=job is not judged, log_context=exchange.log_context(job.index))
+            SequenceStages(exchange.began, follows=job is not judged, log_context=exchange.log_context(job.index))
             for job in jobs
         ]
         exchange.generates(
@@ -369,7 +373,7 @@ class Generation:
 
     async def whole(self) -> bytes:
         """The body of the response. Raises TwostrokeError where a choice fails."""
-        choices: list[list[Delta]] = [[] for _ in self._jobs]
+        choices: list[list[ChoiceDelta]] = [[] for _ in self._jobs]
         async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
             async for delta in deltas:
                 choices[delta.index].append(delta)
@@ -383,7 +387,7 @@ class Generation:
         Fails like `whole` before the first event. Later, the stream ends with the format's failure.
         """
         asked, form = self._asked, self._form
-        if isinstance(asked, EmbeddingRequest) or not isinstance(form, Format):
+        if isinstance(asked, EmbeddingRequest) or not isinstance(form, StreamWriter):
             raise TypeError("this endpoint does not stream")
         began, in_chunks = False, asked.has_usage_in_every_chunk
         try:
@@ -400,7 +404,7 @@ class Generation:
             return
         yield form.ending(self._usage())
 
-    def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
+    def _deltas(self, job: ChoiceJob) -> AsyncGenerator[ChoiceDelta, None]:
         return self._runner.deltas(job, self._stages[job.index])
 
     def _failed(self, error: Exception) -> TwostrokeError:

@@ -12,8 +12,8 @@ import msgspec
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
-from twostroke.protocol.requests import GenerateRequest, Promise, ReadingParams, SamplingParams
-from twostroke.router.generate.reading import PromptRead
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams, ScoringParams
+from twostroke.router.generate.reading import PromptScored
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -24,7 +24,7 @@ from twostroke.router.openai.schemas import (
 )
 from twostroke.router.openai.structured import grammar_of
 from twostroke.router.openai.tools import Tool
-from twostroke.router.text.call_grammar import AnswerGrammar, Function
+from twostroke.router.text.call_grammar import AnswerGrammar, CallableFunction
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import GrammarChecks
 from twostroke.router.text.output_format import CallSyntax, OutputFormat
@@ -38,15 +38,15 @@ _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leav
 
 
 @dataclass
-class PromptToRead:
+class PromptToScore:
     """What is to be told of a prompt, once for all of its choices."""
 
     request: GenerateRequest  # with `reading`
-    answers_with: PromptRead | None = None  # None: not read yet
+    answers_with: PromptScored | None = None  # None: not read yet
 
 
 @dataclass(frozen=True)
-class Job:
+class ChoiceJob:
     """One choice of a response."""
 
     index: int  # of the choice in the response
@@ -56,15 +56,15 @@ class Job:
     echo: str = ""  # shown before the first token
     shows_stop: bool = False  # the stop string or token that ends it has its text in it
     shows_special: bool = False  # special tokens have their names in it
-    prompt: PromptToRead | None = None  # before the first token, where something is to be read off it
+    prompt: PromptToScore | None = None  # before the first token, where something is to be read off it
     echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
     prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
     left_out: tuple[str, ...] = ()  # keywords of lenient schemas that the answer is not held to
-    chat: "ChatReading | None" = None  # how the answer is taken apart; None: it is text
+    chat: "ChatParsing | None" = None  # how the answer is taken apart; None: it is text
 
 
 @dataclass(frozen=True)
-class ChatReading:
+class ChatParsing:
     """What it takes to tell a chat's calls and thoughts from its content."""
 
     opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
@@ -76,7 +76,7 @@ class ChatReading:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestLimits:
     """On which terms a request is served, beside what it asks for itself."""
 
     max_context: int  # tokens, prompt and output together
@@ -102,7 +102,7 @@ class JobMaker:
         self._vocab_size = vocab_size or (lambda: tokenizer.vocab_size)
         self._grammars = Grammars(lambda: msgspec.structs.replace(tokenizer.vocabulary, size=self._vocab_size()))
 
-    async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
+    async def make(self, asked: CompletionRequest | ChatRequest, terms: RequestLimits) -> list[ChoiceJob]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
         checks = GrammarChecks(
             self._grammars, salt=_salted(terms.cache_salt, asked.cache_salt), client=terms.cache_salt
@@ -117,7 +117,7 @@ class JobMaker:
         left_out = tuple(sorted(checks.left_out))
         return [replace(job, left_out=left_out) for job in jobs] if left_out else jobs
 
-    def _check_items(self, asked: CompletionRequest | ChatRequest, jobs: Sequence[Job]) -> None:
+    def _check_items(self, asked: CompletionRequest | ChatRequest, jobs: Sequence[ChoiceJob]) -> None:
         """Raises RequestError where the response may come to hold more items than are allowed."""
         prompts = {job.group: job.prompt.request for job in jobs if job.prompt is not None}
         items = sum(map(_scored_items, prompts.values()))
@@ -132,8 +132,8 @@ class JobMaker:
                 param=param,
             )
 
-    async def _of_completion(self, asked: CompletionRequest, terms: Terms, grammar: str) -> list[Job]:
-        jobs: list[Job] = []
+    async def _of_completion(self, asked: CompletionRequest, terms: RequestLimits, grammar: str) -> list[ChoiceJob]:
+        jobs: list[ChoiceJob] = []
         for group, prompt in enumerate(asked.prompts):
             token_ids = await self.prompt_ids(asked, prompt, "prompt", terms.max_context)
             default = min(DEFAULT_COMPLETION_TOKENS, terms.max_context - len(token_ids))
@@ -150,7 +150,9 @@ class JobMaker:
             jobs += _choices(asked, request, group, echo, scored)
         return jobs
 
-    async def _of_chat(self, asked: ChatRequest, terms: Terms, grammar: str, checks: GrammarChecks) -> list[Job]:
+    async def _of_chat(
+        self, asked: ChatRequest, terms: RequestLimits, grammar: str, checks: GrammarChecks
+    ) -> list[ChoiceJob]:
         text = chat_prompt(self._tokenizer, asked)
         token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         self._check_vocabulary(token_ids, "messages")
@@ -166,7 +168,7 @@ class JobMaker:
         request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
         return _choices(asked, request, chat=chat)
 
-    def _reading(self, asked: ChatRequest, prompt: str) -> ChatReading | None:
+    def _reading(self, asked: ChatRequest, prompt: str) -> ChatParsing | None:
         """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
         form, tools = self._format(asked), asked.allowed_tools
         if tools and form is None:
@@ -179,7 +181,7 @@ class JobMaker:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
         opened = form.language.parser(prompt, by_name or None, is_parallel=asked.is_parallel)
-        return ChatReading(opened, asked.include_reasoning is not False)
+        return ChatParsing(opened, asked.include_reasoning is not False)
 
     def _format(self, asked: ChatRequest) -> OutputFormat | None:
         """Return the format of the answer: the model's own, or the generic one for calls that its own does not tell."""
@@ -190,7 +192,7 @@ class JobMaker:
         return form if is_known else self._tokenizer.generic_format
 
     async def _whole_grammar(
-        self, asked: ChatRequest, chat: ChatReading | None, grammar: str, checks: GrammarChecks
+        self, asked: ChatRequest, chat: ChatParsing | None, grammar: str, checks: GrammarChecks
     ) -> str:
         """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
         form, forced, budget = self._format(asked), asked.forced_tools, asked.thinking_token_budget
@@ -207,7 +209,7 @@ class JobMaker:
             )
         offered = [] if call is None else asked.allowed_tools
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
-        calls, functions = "", list[Function]()
+        calls, functions = "", list[CallableFunction]()
         if call is not None and (forced or is_strict or (grammar and offered)):
             functions = [await self._function(asked, tool, call, checks) for tool in forced or offered]
             is_free = not forced and not grammar
@@ -231,20 +233,22 @@ class JobMaker:
         whole = rules.of_answer(thinking, rest, is_open=is_open, most_tokens=budget, answer=grammar)
         return await checks.check(whole, param)
 
-    async def _function(self, asked: ChatRequest, tool: Tool, call: CallSyntax, checks: GrammarChecks) -> Function:
+    async def _function(
+        self, asked: ChatRequest, tool: Tool, call: CallSyntax, checks: GrammarChecks
+    ) -> CallableFunction:
         """A tool, as it is to be called. Of one that may be called, and is not strict, arguments are any object.
 
         Raises RequestError for a schema that can't be followed.
         """
         name, is_strict = tool.function.name, bool(tool.function.strict)
         if not is_strict and not asked.forced_tools:
-            return Function(name, {}, is_strict)
+            return CallableFunction(name, {}, is_strict)
         schema: Mapping[str, Any] = tool.function.parameters or {}
         param = f"{asked.path_of(tool)}.parameters"
         schema = await checks.schema(schema, param, lenient=not is_strict)
         if call.argument is not None and is_strict and schema and "properties" not in schema:
             raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
-        return Function(name, schema, is_strict)
+        return CallableFunction(name, schema, is_strict)
 
     async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
         """The token ids of a text, or those given; the last ones, where a prompt is to be cut.
@@ -286,7 +290,7 @@ class JobMaker:
         param: str,
         default_tokens: int,
         logprobs: int | None,
-        terms: Terms,
+        terms: RequestLimits,
         grammar: str,
     ) -> GenerateRequest:
         """Of one prompt, which the field `param` has, for its first choice."""
@@ -399,8 +403,8 @@ def _choices(
     group: int = 0,
     echo: str = "",
     echoed_logprobs: int | None = None,
-    chat: ChatReading | None = None,
-) -> list[Job]:
+    chat: ChatParsing | None = None,
+) -> list[ChoiceJob]:
     """The `n` jobs of one prompt, after those of the groups before."""
     num = asked.num_candidates
     stop = tuple(asked.stop or ())
@@ -409,10 +413,10 @@ def _choices(
         wanted = [one for one in (asked.prompt_logprobs, echoed_logprobs) if one is not None]
         # One token comes with the reading; more, or several choices', are drawn after it.
         max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0
-        params = ReadingParams(logprobs=max(wanted, default=None))
-        prompt = PromptToRead(msgspec.structs.replace(request, max_tokens=max_tokens, reading=params))
+        params = ScoringParams(logprobs=max(wanted, default=None))
+        prompt = PromptToScore(msgspec.structs.replace(request, max_tokens=max_tokens, reading=params))
     return [
-        Job(
+        ChoiceJob(
             group * num + i,
             group,
             _reseeded(request, i),

@@ -14,9 +14,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import TwostrokeError, public_error
-from twostroke.router.openai.answers import Delta, Format, Usage, encode_json, named_event
+from twostroke.router.openai.answers import ChoiceDelta, StreamWriter, Usage, encode_json, named_event
 from twostroke.router.openai.fields import ShortText, StrictModel, Text
-from twostroke.router.openai.jobs import Job
+from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
     GenerationFields,
@@ -153,7 +153,7 @@ class Thinking(StrictModel):
     display: ShortText | None = None
 
 
-class OutputFormat(StrictModel):
+class JsonOutputFormat(StrictModel):
     """`output_config.format`."""
 
     type: Literal["json_schema"]
@@ -164,7 +164,7 @@ class OutputConfig(StrictModel):
     """`output_config`."""
 
     effort: ShortText | None = None
-    format: OutputFormat | None = None
+    format: JsonOutputFormat | None = None
 
 
 _NAMES = {
@@ -399,13 +399,13 @@ _MEMBERS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 """Of deltas, by the type of the block that they add to."""
 
 
-class MessagesFormat(Format):
+class MessagesWriter(StreamWriter):
     """Writes a message: blocks one after the other, of which the last may be open."""
 
     def __init__(
         self,
         asked: GenerationFields,
-        jobs: Sequence[Job],
+        jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
         model: str,
@@ -420,13 +420,13 @@ class MessagesFormat(Format):
         self._has_begun = False
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
         for delta in choices[0]:
             for _ in self._told(delta):
                 pass
         return encode_json(self._message(usage))
 
-    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+    def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         begin = b""
         if not self._has_begun:
             self._has_begun = True
@@ -442,7 +442,7 @@ class MessagesFormat(Format):
     def failure(self, error: TwostrokeError) -> bytes:
         return _written([{**message_error(error)}])
 
-    def _told(self, delta: Delta) -> Iterator[Event]:
+    def _told(self, delta: ChoiceDelta) -> Iterator[Event]:
         if delta.reasoning:
             yield from self._add("thinking", delta.reasoning)
         if delta.text:

@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.router.openai.answers import (
-    Delta,
-    Format,
+    ChoiceDelta,
+    StreamWriter,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -25,7 +25,7 @@ from twostroke.router.openai.answers import (
     token_logprobs,
 )
 from twostroke.router.openai.fields import ShortText, StrictModel, Text
-from twostroke.router.openai.jobs import Job
+from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import MAX_LOGPROBS, GenerationFields, SamplingFields, Stop
 from twostroke.router.openai.tools import FunctionName
 from twostroke.router.openai.translation import ChatDraft, only
@@ -41,7 +41,7 @@ JsonSchema = dict[str, Any]
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class TextPart(StrictModel):
+class ResponseTextPart(StrictModel):
     """A part of a message, or of what a function returned."""
 
     type: Literal["input_text", "output_text"]
@@ -50,7 +50,7 @@ class TextPart(StrictModel):
     logprobs: Any = None
 
 
-class RefusalPart(StrictModel):
+class ResponseRefusalPart(StrictModel):
     """What a model said instead of an answer."""
 
     type: Literal["refusal"]
@@ -119,9 +119,9 @@ def _type_of(value: Any) -> str:
 
 # Tags are no words, so that `explain` takes them for no part of a path.
 Part = Annotated[
-    Annotated[TextPart, Tag("type input_text")]
-    | Annotated[TextPart, Tag("type output_text")]
-    | Annotated[RefusalPart, Tag("type refusal")],
+    Annotated[ResponseTextPart, Tag("type input_text")]
+    | Annotated[ResponseTextPart, Tag("type output_text")]
+    | Annotated[ResponseRefusalPart, Tag("type refusal")],
     Discriminator(_type_of),
     BeforeValidator(only(("input_text", "output_text", "refusal"), "this server reads and writes text alone")),
 ]
@@ -142,7 +142,7 @@ Item = Annotated[
 ]
 
 
-class Function(StrictModel):
+class FunctionTool(StrictModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -152,7 +152,7 @@ class Function(StrictModel):
     strict: bool | None = None
 
 
-Tool = Annotated[Function, BeforeValidator(only(("function",), "give a function, and run it yourself"))]
+Tool = Annotated[FunctionTool, BeforeValidator(only(("function",), "give a function, and run it yourself"))]
 
 
 class NamedFunction(StrictModel):
@@ -175,7 +175,7 @@ class TextFormat(StrictModel):
     strict: bool | None = None
 
 
-class TextFields(StrictModel):
+class ResponseTextFields(StrictModel):
     """`text`."""
 
     format: TextFormat | None = None
@@ -230,7 +230,7 @@ class ResponsesRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    text: TextFields | None = None
+    text: ResponseTextFields | None = None
     reasoning: ReasoningFields | None = None
     metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] | None = None
 
@@ -248,7 +248,7 @@ class ResponsesRequest(SamplingFields):
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
-        text, reasoning = self.text or TextFields(), self.reasoning or ReasoningFields()
+        text, reasoning = self.text or ResponseTextFields(), self.reasoning or ReasoningFields()
         wants_logprobs = bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
         draft.set(
             max_completion_tokens=self.max_output_tokens,
@@ -299,14 +299,14 @@ def _add_items(
                 draft.name(f"messages.{len(draft.messages) - 1}.content", f"{origin}.output")
 
 
-def _chat_content(content: str | Sequence[TextPart | RefusalPart]) -> str | list[dict[str, str]]:
+def _chat_content(content: str | Sequence[ResponseTextPart | ResponseRefusalPart]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    texts = [part.text if isinstance(part, TextPart) else part.refusal for part in content]
+    texts = [part.text if isinstance(part, ResponseTextPart) else part.refusal for part in content]
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _chat_tool(tool: Function) -> dict[str, Any]:
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -411,14 +411,14 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class ResponsesFormat(Format):
+class ResponsesWriter(StreamWriter):
     """Writes a response: items one after the other, of which the last may be open."""
 
     def __init__(
         self,
         request: ResponsesRequest,
         asked: GenerationFields,
-        jobs: Sequence[Job],
+        jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
         model: str,
@@ -437,13 +437,13 @@ class ResponsesFormat(Format):
         self._has_begun = False
         self._numbers = itertools.count()  # of events
 
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
         for delta in choices[0]:
             for _ in self._told(delta):
                 pass
         return encode_json(self._response(usage))
 
-    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+    def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         return self._written(self._told(delta))
 
     def ending(self, usage: Usage) -> bytes:
@@ -455,7 +455,7 @@ class ResponsesFormat(Format):
     def _written(self, events: Iterable[Event]) -> bytes:
         return b"".join(named_event(one["type"], {**one, "sequence_number": next(self._numbers)}) for one in events)
 
-    def _told(self, delta: Delta) -> Iterator[Event]:
+    def _told(self, delta: ChoiceDelta) -> Iterator[Event]:
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "response.created", "response": self._response(None)}
@@ -557,9 +557,15 @@ class ResponsesFormat(Format):
         }
 
 
-def _head(request: ResponsesRequest, job: Job, model: str, created: int, service_tier: str | None) -> dict[str, Any]:
+def _head(
+    request: ResponsesRequest, job: ChoiceJob, model: str, created: int, service_tier: str | None
+) -> dict[str, Any]:
     """What does not change while a response comes."""
-    text, reasoning, choice = request.text or TextFields(), request.reasoning or ReasoningFields(), request.tool_choice
+    text, reasoning, choice = (
+        request.text or ResponseTextFields(),
+        request.reasoning or ReasoningFields(),
+        request.tool_choice,
+    )
     form = text.format or TextFormat(type="text")
     head = {
         "id": f"resp_{secrets.token_hex(12)}",

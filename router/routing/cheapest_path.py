@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from twostroke.protocol.requests import Peer, Promise
-from twostroke.router.fleet import Estimate, NoPath, Path
+from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.workers import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Classes, KnownWorker
 
 HOP_S = 0.002
@@ -32,7 +32,7 @@ NOBODY: LeftOut = {}
 T = TypeVar("T")
 
 
-class Need(NamedTuple):
+class PathQuery(NamedTuple):
     """What a request asks of its workers."""
 
     num_tokens: int  # of the prompt, and of what was sent of the answer
@@ -42,7 +42,7 @@ class Need(NamedTuple):
     min_pull_tokens: int | None  # what a pull must spare; None: nothing is pulled
 
 
-class Reading(msgspec.Struct, frozen=True, gc=False):
+class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     """What the prompt would cost on a worker of either role, in the cheaper way, with or without a pull."""
 
     worker: KnownWorker
@@ -53,7 +53,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     new_tokens: int  # to be computed
 
 
-class Answering(msgspec.Struct, frozen=True, gc=False):
+class DecodeCost(msgspec.Struct, frozen=True, gc=False):
     """What the answer would cost on a decode worker."""
 
     worker: KnownWorker
@@ -62,10 +62,10 @@ class Answering(msgspec.Struct, frozen=True, gc=False):
     step_s: float  # of each step with it
 
 
-class _Choice(msgspec.Struct, frozen=True, gc=False):
+class _PathCost(msgspec.Struct, frozen=True, gc=False):
     after_s: float  # from the first token to the last, with the way to the second
-    reading: Reading
-    answering: Answering
+    reading: PrefillCost
+    answering: DecodeCost
     transfer_s: float
 
     @property
@@ -76,7 +76,7 @@ class _Choice(msgspec.Struct, frozen=True, gc=False):
 def cheapest_path(
     prefill: Sequence[KnownWorker],
     decode: Sequence[KnownWorker],
-    need: Need,
+    need: PathQuery,
     *,
     left_out: LeftOut = NOBODY,
     decodes_alone: bool = True,
@@ -95,7 +95,7 @@ def cheapest_path(
     answering = [answer(worker, need) for worker in able_to_decode(decode, need.num_tokens, left_out)]
     best = _best_pair(need, reading, answering, turn)
     if best is None or decodes_alone:
-        alone = [_Choice(then.total_s, read(then.worker, need, source), then, 0.0) for then in answering]
+        alone = [_PathCost(then.total_s, read(then.worker, need, source), then, 0.0) for then in answering]
         # A pull may make others nearly as good as those that hold the prompt's beginning.
         quickest = _pick(
             alone,
@@ -108,7 +108,7 @@ def cheapest_path(
     return _path(best, source)
 
 
-def read(worker: KnownWorker, need: Need, source: KnownWorker | None) -> Reading:
+def read(worker: KnownWorker, need: PathQuery, source: KnownWorker | None) -> PrefillCost:
     """A prompt's cost on one worker, which can pull what `source` has of it."""
     most = need.num_tokens - 1  # the last token is always computed: the next is drawn from it
     held = worker.held if worker.held < most else most
@@ -124,11 +124,11 @@ def read(worker: KnownWorker, need: Need, source: KnownWorker | None) -> Reading
             rest_s, rest_cost_s = _computing(worker, rest, offered)
             if way_s + rest_cost_s < cost_s:
                 pull_s, prefill_s, cost_s, new_tokens = way_s, rest_s, way_s + rest_cost_s, rest
-    return Reading(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens)
+    return PrefillCost(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens)
 
 
 def cheapest_reader(
-    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], need: Need, *, left_out: LeftOut, turn: int
+    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], need: PathQuery, *, left_out: LeftOut, turn: int
 ) -> Path:
     """For a prompt after which nothing is written: the prefill worker that is through with it first.
 
@@ -145,11 +145,11 @@ def cheapest_reader(
     )
     if not best.worker.token_s:
         return Path(None, best.worker.info)
-    estimate = Estimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0)
+    estimate = PathEstimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0)
     return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens)
 
 
-def answer(worker: KnownWorker, need: Need) -> Answering:
+def answer(worker: KnownWorker, need: PathQuery) -> DecodeCost:
     """The answer's cost on one decode worker.
 
     A slot is there where batch, blocks and everybody's time between tokens allow; else some request must end first. Of
@@ -167,10 +167,10 @@ def answer(worker: KnownWorker, need: Need) -> Answering:
     slot_s = 0.0
     if too_many > 0:
         slot_s = min(too_many, worker.requests) * worker.end_s * need.answer_tokens
-    return Answering(worker, slot_s + need.answer_tokens * step_s, slot_s, step_s)
+    return DecodeCost(worker, slot_s + need.answer_tokens * step_s, slot_s, step_s)
 
 
-def transfer_s(worker: KnownWorker, need: Need, *, hidden_s: float, last_tokens: float) -> float:
+def transfer_s(worker: KnownWorker, need: PathQuery, *, hidden_s: float, last_tokens: float) -> float:
     """What is left of the KV's transfer to a decode worker when a prefill of `hidden_s` ends.
 
     The last layer of the last `last_tokens` can't be hidden at all.
@@ -192,9 +192,11 @@ def _computing(worker: KnownWorker, new_tokens: int, before: int) -> tuple[float
     return prefill_s, prefill_s + worker.stalled * prompt_s
 
 
-def _best_pair(need: Need, reading: Sequence[Reading], answering: Sequence[Answering], turn: int) -> _Choice | None:
+def _best_pair(
+    need: PathQuery, reading: Sequence[PrefillCost], answering: Sequence[DecodeCost], turn: int
+) -> _PathCost | None:
     """A prefill and a decode worker. Decode workers of one kind are weighed together: the same can send to them."""
-    best: _Choice | None = None
+    best: _PathCost | None = None
     for kind in dict.fromkeys(one.worker.kind for one in answering):
         takers = [one for one in answering if one.worker.kind == kind and one.worker.takes]
         senders = [one for one in reading if takers and one.worker.kind in takers[0].worker.takes]
@@ -202,10 +204,10 @@ def _best_pair(need: Need, reading: Sequence[Reading], answering: Sequence[Answe
             continue
         first = _pick(senders, lambda one: one.total_s, lambda one: (-one.worker.held,), turn)
         last_tokens = min(first.new_tokens, first.worker.chunk_tokens)
-        choices: list[_Choice] = []
+        choices: list[_PathCost] = []
         for then in takers:
             sending_s = transfer_s(then.worker, need, hidden_s=first.prefill_s, last_tokens=last_tokens)
-            choices.append(_Choice(sending_s + then.total_s, first, then, sending_s))
+            choices.append(_PathCost(sending_s + then.total_s, first, then, sending_s))
         choice = _pick(
             choices, lambda one: one.after_s, lambda one: (one.answering.worker.requests, one.transfer_s), turn
         )
@@ -214,10 +216,10 @@ def _best_pair(need: Need, reading: Sequence[Reading], answering: Sequence[Answe
     return best
 
 
-def _path(choice: _Choice, source: KnownWorker | None) -> Path:
+def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
     """With what is expected of it."""
     reading, answering = choice.reading, choice.answering
-    estimate = Estimate(
+    estimate = PathEstimate(
         queue_s=reading.queue_s,
         pull_s=reading.pull_s,
         prefill_s=reading.prefill_s,

@@ -10,10 +10,10 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Pref
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.fleet import Estimate, NoPath, Path
+from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.cheapest_path import (
-    Need,
+    PathQuery,
     cheapest_path,
     cheapest_reader,
     leave_out,
@@ -76,7 +76,7 @@ class PathChooser:
         self._cached: BlockIndex | None = None
         if config.policy == "kv_aware":
             self._cached = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
-        self._trials = Trials()
+        self._trials = CostProbes()
         self._turn = 0
         self._answer_tokens = FIRST_ANSWER_TOKENS
         channels.listener.told = self._view.told
@@ -173,8 +173,8 @@ class PathChooser:
         self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
         self._expect(path.decode, request, sent[:-1])
 
-    def _need(self, request: GenerateRequest, sent: Sequence[int]) -> Need:
-        return Need(
+    def _need(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:
+        return PathQuery(
             num_tokens=len(request.token_ids) + len(sent),
             answer_tokens=max(1.0, min(self._answer_tokens, request.max_tokens - len(sent))),
             promise=request.promise,
@@ -199,7 +199,7 @@ class PathChooser:
             for worker, held in zip(self._view.workers, tokens, strict=True):
                 worker.held = held
 
-    def _trial(self, need: Need, best: Path) -> Path | None:
+    def _trial(self, need: PathQuery, best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one."""
         now = self._clock()
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
@@ -227,7 +227,7 @@ class PathChooser:
             self._cached.expect(worker, request, sent)
 
 
-def _first_token_s(estimate: Estimate) -> float:
+def _first_token_s(estimate: PathEstimate) -> float:
     """Until the first token is computed and the second can be."""
     return estimate.ttft_s + estimate.transfer_s
 
@@ -237,7 +237,7 @@ _LOOK_S = 1.0  # between two looks for somebody to be tried: they cost more than
 _NUM_LENGTHS = 12  # by powers of 4
 
 
-class Trials:
+class CostProbes:
     """Which idle prefill worker is to be tried against its costs.
 
     What a worker has fitted may be wrong, or of a time when its machine was slow. If it is thought slow, nothing is

@@ -1,7 +1,7 @@
 """What this router replica has under way at each worker: exact, and newer than the workers' own numbers.
 
-A worker's numbers tell of all routers' requests, but are a moment old. `Load.joined` joins the two without counting
-work twice.
+A worker's numbers tell of all routers' requests, but are a moment old. `WorkerLoad.joined` joins the two without
+counting work twice.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ class Place(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(slots=True)
-class Work:
+class WorkSum:
     """A sum of places."""
 
     requests: int = 0
@@ -41,12 +41,12 @@ class Work:
 
 
 @dataclass(slots=True)
-class Load:
+class WorkerLoad:
     """This router's work at one worker: all there is now, what the worker's numbers count in, what came since."""
 
-    now: Work = field(default_factory=Work)
-    told: Work = field(default_factory=Work)
-    since: Work = field(default_factory=Work)
+    now: WorkSum = field(default_factory=WorkSum)
+    told: WorkSum = field(default_factory=WorkSum)
+    since: WorkSum = field(default_factory=WorkSum)
     fresh: dict[Place, float] = field(default_factory=dict)  # held since the numbers came, or just before: and when
 
     @staticmethod
@@ -110,16 +110,16 @@ class InFlight:
     def __init__(self, clock: Clock, changed: Callable[[Peer], None] = lambda worker: None):
         self._clock = clock
         self._changed = changed
-        self._loads: dict[Peer, Load] = {}
+        self._loads: dict[Peer, WorkerLoad] = {}
         self._total = 0
 
     def hold(self, places: Sequence[Place], when_computed: Callable[[], None] = lambda: None) -> Hold:
         """Count a request in at these places. `when_computed` is called once, when its first token has come."""
         return Hold(self, places, when_computed)
 
-    def load(self, worker: Peer) -> Load:
+    def load(self, worker: Peer) -> WorkerLoad:
         """This router's work at `worker`."""
-        return self._loads.get(worker) or Load()
+        return self._loads.get(worker) or WorkerLoad()
 
     def total(self) -> int:
         """All places held: 0 when idle."""
@@ -135,8 +135,8 @@ class InFlight:
             return
         now = self._clock()
         load.fresh = {place: at for place, at in load.fresh.items() if now - at < _DELIVERY_S}
-        load.since = Work()
-        load.told = Work(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
+        load.since = WorkSum()
+        load.told = WorkSum(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
         for place in load.fresh:
             load.since.add(place, 1)
             load.told.add(place, -1)
@@ -150,7 +150,7 @@ class InFlight:
     def _enter(self, place: Place) -> None:
         load = self._loads.get(place.worker)
         if load is None:
-            load = self._loads[place.worker] = Load()
+            load = self._loads[place.worker] = WorkerLoad()
         load.now.add(place, 1)
         load.since.add(place, 1)
         load.fresh[place] = self._clock()

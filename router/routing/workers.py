@@ -12,7 +12,7 @@ from twostroke.protocol.kv_layout import TYPICAL_TOKENS, incompatibility
 from twostroke.protocol.requests import Peer, Promise
 from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, typical
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.routing.in_flight import InFlight, Load
+from twostroke.router.routing.in_flight import InFlight, WorkerLoad
 
 AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
 """Tiers of workers. Those between the first and the last are taken for want of a better one: first those that fail many
@@ -63,7 +63,7 @@ class KnownWorker:
     def update(
         self,
         stats: WorkerStats | None,
-        load: Load,
+        load: WorkerLoad,
         costs: StepCosts | None,
         classes: "Classes",
         *,
@@ -131,7 +131,7 @@ class KnownWorker:
             tokens = min(tokens, self.queued.get(promise.class_name, 0.0) / promise.share)
         return tokens * self.queue_token_s
 
-    def _update_queue(self, stats: WorkerStats, load: Load, classes: "Classes") -> float:
+    def _update_queue(self, stats: WorkerStats, load: WorkerLoad, classes: "Classes") -> float:
         """Returns half of the usual prompt that waits."""
         queued: dict[str, float] = {}
         num_queued = num_tokens = 0

@@ -21,7 +21,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.fleet import Estimate, Path
+from twostroke.router.fleet import Path, PathEstimate
 from twostroke.router.slo.attainment import ClassHistory, Correction
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import DecayingSum
@@ -129,7 +129,7 @@ class Admission:
         self,
         request: GenerateRequest,
         num_output_tokens: int,
-        predicted: tuple[Estimate, float] | None,
+        predicted: tuple[PathEstimate, float] | None,
         tpot_s: float | None,
     ) -> None:
         """Learn from a request that is over. `predicted`: what was expected of it, and its time to first token then."""
@@ -151,7 +151,7 @@ class Admission:
         return 1.0 if history is None else history.ttft.factor(self._clock())
 
     def _fault(
-        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, waited_s: float
+        self, request: GenerateRequest, path: Path, estimate: PathEstimate, history: ClassHistory, waited_s: float
     ) -> _Fault | None:
         promise = request.promise
         now = self._clock()
@@ -173,13 +173,13 @@ class Admission:
                 return _Fault("ttft", reason, predicted_s - limit_s)
         return None if is_idle else self._slow_steps(request, path, estimate, history, part)
 
-    def _is_idle(self, path: Path, estimate: Estimate) -> bool:
+    def _is_idle(self, path: Path, estimate: PathEstimate) -> bool:
         """Whether the request would have the path to itself: no better time will come for it."""
         stats = self._stats(path.decode.peer)
         return estimate.queue_s == 0 and stats is not None and stats.num_running + stats.num_waiting == 0
 
     def _slow_steps(
-        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, part: float
+        self, request: GenerateRequest, path: Path, estimate: PathEstimate, history: ClassHistory, part: float
     ) -> _Fault | None:
         """Whether tokens would come too slowly: this request's, or those of requests that run already."""
         stats = self._stats(path.decode.peer)
@@ -218,7 +218,7 @@ class Admission:
         tokens = sum(one.tokens.value(now) for one in self._classes.values())
         return history.tokens.value(now) < history.share * tokens
 
-    def _is_probe(self, fault: _Fault, path: Path, estimate: Estimate, history: ClassHistory, now: float) -> bool:
+    def _is_probe(self, fault: _Fault, path: Path, estimate: PathEstimate, history: ClassHistory, now: float) -> bool:
         """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out.
 
         A worker that is thought too slow even for a prompt alone is tried though others let in what they can: with
@@ -231,12 +231,12 @@ class Admission:
         since = history.admitted_at if self._is_below_share(history, now) else self._admitted_at
         return now - since > max(PROBE_S, 2 * estimate.ttft_s)
 
-    def _untried_s(self, path: Path, estimate: Estimate, now: float) -> float:
+    def _untried_s(self, path: Path, estimate: PathEstimate, now: float) -> float:
         """Until the path is tried with a prompt that is thought to take too long even alone."""
         tried_s = now - self._load(path, now).sent_at
         return max(estimate.queue_s, max(PROBE_S, 2 * estimate.prefill_s) - tried_s)
 
-    def _prompt_s(self, request: GenerateRequest, path: Path, estimate: Estimate, now: float) -> float:
+    def _prompt_s(self, request: GenerateRequest, path: Path, estimate: PathEstimate, now: float) -> float:
         """Until the prompt is computed, with all that will come before it."""
         promise, load = request.promise, self._load(path, now)
         # Each of the other routers has probably sent as much as this one has, and the worker's stats don't tell of it.
@@ -281,7 +281,9 @@ class Admission:
     def _history(self, promise: Promise) -> ClassHistory:
         return self._classes.setdefault(promise.class_name, ClassHistory(promise.priority, promise.share))
 
-    def _retry_after_s(self, fault: _Fault, path: Path, estimate: Estimate, history: ClassHistory, now: float) -> int:
+    def _retry_after_s(
+        self, fault: _Fault, path: Path, estimate: PathEstimate, history: ClassHistory, now: float
+    ) -> int:
         """When the path can take it, after those who were refused lately and will come back, too.
 
         Where it never can, when it is next tried all the same.
@@ -293,12 +295,12 @@ class Admission:
         return math.ceil(min(max(expected_s, 1.0), float(MOST_RETRY_AFTER_S)))
 
 
-def _tpot_s(estimate: Estimate, num_outputs: float) -> float:
+def _tpot_s(estimate: PathEstimate, num_outputs: float) -> float:
     """The mean time between tokens: steps, and the way to the second token, which the first doesn't wait for."""
     return estimate.step_s + (estimate.transfer_s + estimate.decode_slot_s) / max(1.0, num_outputs - 1)
 
 
-def _hopeless(estimate: Estimate, ttft_s: float) -> str:
+def _hopeless(estimate: PathEstimate, ttft_s: float) -> str:
     return (
         f"computing the prompt takes {estimate.prefill_s:.2g} s even alone, and its class promises the first token "
         f"within {ttft_s:.2g} s: choose another class, or loosen the promise (x-slo-ttft-ms)"

@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"<\|\w+\|>")
 
 
 @dataclass(frozen=True)
-class Function:
+class CallableFunction:
     """A function that may be called."""
 
     name: str
@@ -38,7 +38,7 @@ class AnswerGrammar:
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if controls else None
 
     def of_calls(
-        self, how: CallSyntax, functions: Sequence[Function], *, is_parallel: bool, is_free: bool = False
+        self, how: CallSyntax, functions: Sequence[CallableFunction], *, is_parallel: bool, is_free: bool = False
     ) -> str:
         """The rules of `calls`: one call, or where `is_parallel` one or more.
 
@@ -64,7 +64,7 @@ class AnswerGrammar:
         rules.append(f"calls: {trigger} {self._literal(how.first)} call {more} {self._literal(how.last)}")
         return "\n".join(rules)
 
-    def _arguments(self, rule: str, how: ArgumentSyntax, function: Function) -> list[str]:
+    def _arguments(self, rule: str, how: ArgumentSyntax, function: CallableFunction) -> list[str]:
         """The rules of arguments that stand one by one, in the schema's order; any, where it names none.
 
         Texts are held to `enum` and `const` alone.
@@ -91,7 +91,7 @@ class AnswerGrammar:
             parts.append(argument if key in required else f"({argument})?")
         return [f"{rule}: {' '.join(parts) or _NOTHING}", *rules]
 
-    def _bare_object(self, rule: str, quote: str, function: Function) -> list[str]:
+    def _bare_object(self, rule: str, quote: str, function: CallableFunction) -> list[str]:
         """The rules of arguments that are an object whose keys stand bare, and its texts between two of `quote`."""
         whole = BareObject(
             rule,
@@ -153,7 +153,12 @@ class AnswerGrammar:
         return f"rest: free\n{self._free(None, (), thinking, is_bounded=True)}"
 
     def until_calls(
-        self, how: CallSyntax, functions: Sequence[Function], thinking: ThinkingSyntax | None, *, is_bounded: bool
+        self,
+        how: CallSyntax,
+        functions: Sequence[CallableFunction],
+        thinking: ThinkingSyntax | None,
+        *,
+        is_bounded: bool,
     ) -> str:
         """The rule of `rest` that takes text, and behind it `calls` that are free, or none; of calls that it
         `marks_calls` of. Where thoughts are bounded the text has none."""
@@ -162,7 +167,7 @@ class AnswerGrammar:
     def _free(
         self,
         call: CallSyntax | None,
-        functions: Sequence[Function],
+        functions: Sequence[CallableFunction],
         thinking: ThinkingSyntax | None,
         *,
         is_bounded: bool,
@@ -220,7 +225,7 @@ def _may_be_text(schema: Mapping[str, Any]) -> bool:
     )
 
 
-def _json(schema: Mapping[str, Any], function: Function) -> str:
+def _json(schema: Mapping[str, Any], function: CallableFunction) -> str:
     """JSON that the schema takes, in Lark."""
     options = {"lenient": not function.is_strict, "whitespace_pattern": WHITE_SPACE}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"

@@ -139,7 +139,7 @@ def _marks(said: Sequence[Any]) -> tuple[Mark, ...]:
 
 
 @dataclass(frozen=True)
-class Event:
+class RegionText:
     """A stretch of the answer; stretches follow one another without gaps."""
 
     kind: Literal["text", "open", "close"]
@@ -171,7 +171,7 @@ class RegionScanner:
         self._value_at = 0
         self._watch()
 
-    def add(self, text: str, *, is_control: bool = False) -> Iterator[Event]:
+    def add(self, text: str, *, is_control: bool = False) -> Iterator[RegionText]:
         """The events that `text` brings; all are to be taken before anything else is added."""
         if is_control:
             self._controls.append(len(self._text))
@@ -187,12 +187,12 @@ class RegionScanner:
             self._next = {mark: (begin - cut, is_found) for mark, (begin, is_found) in self._next.items()}
             self._controls = [begin - cut for begin in self._controls if begin >= cut]
 
-    def end(self) -> Iterator[Event]:
+    def end(self) -> Iterator[RegionText]:
         """The events of what was held, at the end of the answer."""
         self._next.clear()
         yield from self._events(ends=True)
         if self._open is not None and self._open is not self._regions.implicit:
-            yield Event("close", self._open.name, "")
+            yield RegionText("close", self._open.name, "")
 
     def _watch(self) -> None:
         """Look for the marks that count where the position is."""
@@ -204,7 +204,7 @@ class RegionScanner:
         self._watched = [one for one in opens if self._is_blank or not one[1].is_first]
         self._watched += [(implicit, mark) for mark in implicit.closes] if implicit is not None else []
 
-    def _events(self, *, ends: bool) -> Iterator[Event]:
+    def _events(self, *, ends: bool) -> Iterator[RegionText]:
         while True:
             begin = min((self._nearest(mark, ends) for _, mark in self._watched), default=len(self._text))
             yield from self._told(begin)
@@ -268,7 +268,7 @@ class RegionScanner:
                 return
             self._value_at, self._in_value = found + len(mark), not self._in_value
 
-    def _marked(self, region: Region, match: Any) -> Iterator[Event]:
+    def _marked(self, region: Region, match: Any) -> Iterator[RegionText]:
         text = self._text[self._at : match.end()]
         self._at = self._from = match.end()
         self._is_blank = False
@@ -276,11 +276,11 @@ class RegionScanner:
         self._open = self._regions.implicit if is_close or region.is_empty else region
         self._in_value, self._value_at = False, self._at
         self._watch()
-        yield Event("close" if is_close else "open", region.name, text, {} if is_close else match.groupdict())
+        yield RegionText("close" if is_close else "open", region.name, text, {} if is_close else match.groupdict())
         if region.is_empty:
-            yield Event("close", region.name, "")
+            yield RegionText("close", region.name, "")
 
-    def _told(self, end: int) -> Iterator[Event]:
+    def _told(self, end: int) -> Iterator[RegionText]:
         """Tell the text before `end`."""
         if end > self._at:
             text = self._text[self._at : end]
@@ -288,7 +288,7 @@ class RegionScanner:
             self._is_blank = self._is_blank and text.isspace()
             if self._open is not None and self._open.values is not None:
                 self._follow_values(self._open.values, end)
-            yield Event("text", "" if self._open is None else self._open.name, text)
+            yield RegionText("text", "" if self._open is None else self._open.name, text)
 
     def _nearest(self, mark: Mark, ends: bool) -> int:
         """Return the next position at which the mark may begin; the text's length where there is none yet."""

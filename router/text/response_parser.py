@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.text.regions import SEARCH_S, Event, Regions, RegionScanner
+from twostroke.router.text.regions import SEARCH_S, Regions, RegionScanner, RegionText
 from twostroke.router.text.written_calls import (
     BareCalls,
+    CallStep,
     CallText,
-    Step,
     TaggedCalls,
     WrittenCalls,
     call_text,
@@ -139,7 +139,7 @@ def _calls_of_format(
 
 
 @dataclass
-class _Piece:
+class _PendingText:
     """A part of the text that no event has told yet."""
 
     text: str
@@ -175,7 +175,7 @@ class ResponseParser:
         self._tools = tools or {}
         self._is_parallel = is_parallel
         self._scanner = RegionScanner(language.regions if tools is not None else language.without_calls)
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[_PendingText] = deque()
         self._region = ""  # the region that is being written; empty: none, or content
         self._held: list[_Stretch] = []  # the region so far, which may be a call or not
         self._num_held = 0  # characters
@@ -192,7 +192,7 @@ class ResponseParser:
         self._lacks_header = language.has_headers
         self._typed: dict[str, Mapping[str, Any]] = {}  # schemas, as arguments are cast by them
         if opening:
-            self._follow(_Piece(opening, is_opening=True))
+            self._follow(_PendingText(opening, is_opening=True))
 
     def copy(self) -> "ResponseParser":
         """A parser of another response that begins as this one has."""
@@ -211,7 +211,7 @@ class ResponseParser:
     def add(self, text: str, *, is_control: bool = False) -> Parsed:
         """What `text` adds. Control tokens are read as marks, and never told."""
         if text:
-            self._follow(_Piece(text, is_control=is_control))
+            self._follow(_PendingText(text, is_control=is_control))
         return self._out.taken()
 
     def finish(self) -> Parsed:
@@ -226,7 +226,7 @@ class ResponseParser:
             self.num_unread += bool(parsed.content.strip())
         return parsed
 
-    def _follow(self, piece: _Piece) -> None:
+    def _follow(self, piece: _PendingText) -> None:
         if self.is_over:
             return
         self._pieces.append(piece)
@@ -234,7 +234,7 @@ class ResponseParser:
             self._all.append(piece.text)
         self._events(self._scanner.add(piece.text, is_control=piece.is_control))
 
-    def _events(self, events: Iterator[Event]) -> None:
+    def _events(self, events: Iterator[RegionText]) -> None:
         for event in events:
             stretch = self._stretch(len(event.text))
             if event.kind == "open":
@@ -249,7 +249,7 @@ class ResponseParser:
 
     def _stretch(self, length: int) -> _Stretch:
         """The next characters of the text."""
-        parts: list[tuple[str, _Piece]] = []
+        parts: list[tuple[str, _PendingText]] = []
         while length:
             piece = self._pieces[0]
             text = piece.text[piece.at : piece.at + length]
@@ -264,7 +264,7 @@ class ResponseParser:
             "".join(text for text, piece in parts if not (piece.is_control or piece.is_opening)),
         )
 
-    def _open(self, event: Event, mark: _Stretch) -> None:
+    def _open(self, event: RegionText, mark: _Stretch) -> None:
         self._region, self._groups = event.region, event.groups
         self._is_bare = self._ends_with_content = False
         self._lacks_header = self._language.has_headers and event.region != HEADERS
@@ -316,7 +316,7 @@ class ResponseParser:
         self._held.append(text)
         self._num_held += len(text.raw)
 
-    def _called(self, steps: list[Step]) -> None:
+    def _called(self, steps: list[CallStep]) -> None:
         """Tell what a region of calls has come to say; where it turns out to be none, all of it is content."""
         for step in steps:
             if step.is_content:

@@ -108,7 +108,7 @@ class BareCalls:
 
 
 @dataclass(frozen=True)
-class Step:
+class CallStep:
     """One thing that a region of calls says."""
 
     text: str
@@ -126,7 +126,7 @@ class WrittenCalls:
         self._how = how
         self._marked = marked
         self._tools = tools
-        self._steps: list[Step] = []
+        self._steps: list[CallStep] = []
         self._has_called = False
         self._state = "outside" if how.arguments else "bare"
         self._is_list = False
@@ -150,13 +150,13 @@ class WrittenCalls:
         """True while it is inside a text, as far as it was read: no text of JSON has a line break in it."""
         return self._is_string and not self._has_break and not self.is_none and self._state != "over"
 
-    def begin(self) -> list[Step]:
+    def begin(self) -> list[CallStep]:
         """What the mark says."""
         if not self._how.arguments:
             self._named(self._marked.get(self._how.name) or "")
         return self._taken()
 
-    def add(self, text: str) -> list[Step]:
+    def add(self, text: str) -> list[CallStep]:
         """What `text` says."""
         at = 0
         if self._state == "bare":
@@ -172,7 +172,7 @@ class WrittenCalls:
             at = end
         return self._taken()
 
-    def end(self) -> list[Step]:
+    def end(self) -> list[CallStep]:
         """What is left to say at the region's end."""
         if not self._has_called:
             self.is_none = True
@@ -180,14 +180,14 @@ class WrittenCalls:
             self._argue("{}")
         return self._taken()
 
-    def _taken(self) -> list[Step]:
+    def _taken(self) -> list[CallStep]:
         self._flush()
         steps, self._steps = self._steps, []
         return steps
 
     def _flush(self) -> None:
         if self._arguments and self._name in self._tools:
-            self._steps.append(Step("".join(self._arguments)))
+            self._steps.append(CallStep("".join(self._arguments)))
             self._arguments = []
 
     def _named(self, name: Any) -> None:
@@ -196,7 +196,7 @@ class WrittenCalls:
         self._name = name if isinstance(name, str) else ""
         if self._name in self._tools:
             self._has_called = True
-            self._steps.append(Step(self._name, is_name=True))
+            self._steps.append(CallStep(self._name, is_name=True))
         elif not self._has_called:
             self.is_none = True
 
@@ -352,7 +352,7 @@ class WrittenCalls:
             self._end_call()
             self._name = None
         elif self._has_called:
-            self._steps.append(Step("".join(self._object) + text, is_content=True))
+            self._steps.append(CallStep("".join(self._object) + text, is_content=True))
         else:
             self.is_none = True
         self._arguments = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.benchmarks.autoscaling import Pace, Sight, Story, holds, scaled_config, summarise
+from twostroke.benchmarks.autoscaling import MachinePace, Sight, Story, holds, scaled_config, summarise
 from twostroke.cluster.config.config import read_config
 from twostroke.loadtests.plan import Fixed
 from twostroke.loadtests.run_folder import Record, Status
@@ -66,7 +66,7 @@ def test_workers_that_never_came_or_never_left_are_no_success() -> None:
 
 
 def test_the_servers_configuration_is_a_sound_one() -> None:
-    pace = Pace(rate=4.0, ttft_s=0.06, tpot_s=0.004)
+    pace = MachinePace(rate=4.0, ttft_s=0.06, tpot_s=0.004)
     config = read_config(scaled_config(pace, Fixed(512, 256), most=3, cooldown_s=30))
     assert config.counts == {"prefill": (1, 1, 3), "decode": (1, 1, 3)}
     assert config.decode.num_blocks == 9 * (768 // 16 + 1)  # for twice 4 * 256 * 0.004 requests

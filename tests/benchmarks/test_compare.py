@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.benchmarks import compare
-from twostroke.benchmarks.compare import CompareError, Comparison, Figures, figures_of, in_turns
+from twostroke.benchmarks.compare import CommitRatio, CompareError, Figures, figures_of, in_turns
 
 OURS, BASE = Path("ours"), Path("base")
 
@@ -30,7 +30,7 @@ def test_commits_take_turns_and_each_turn_gives_a_ratio() -> None:
 
     (only,) = in_turns("engine", OURS, BASE, 3, run)
     assert ran == [OURS, BASE, BASE, OURS, OURS, BASE]
-    assert only == Comparison("p50_s", (2.0, 2.0, 2.0))
+    assert only == CommitRatio("p50_s", (2.0, 2.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_commits_take_turns_and_each_turn_gives_a_ratio() -> None:
     ],
 )
 def test_a_verdict_is_what_all_turns_agree_on(name: str, ratios: tuple[float, ...], verdict: str) -> None:
-    assert Comparison(name, ratios).verdict == verdict
+    assert CommitRatio(name, ratios).verdict == verdict
 
 
 def test_a_bench_that_fails_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:

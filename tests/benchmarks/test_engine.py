@@ -10,7 +10,7 @@ from twostroke.benchmarks.engine import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig
-from twostroke.model.operations import Limits, Work, decode_work, prefill_work
+from twostroke.model.operations import MachineLimits, OperationWork, decode_work, prefill_work
 from twostroke.model.sizes import expected_shapes
 
 
@@ -72,8 +72,8 @@ def test_layers_with_windows_read_and_weigh_no_more_than_their_window() -> None:
 
 
 def test_the_floor_is_the_slower_of_reading_and_computing() -> None:
-    assert Work(1, operations=8.0, bytes=3.0).floor_s(Limits(gemm=2.0, read=1.0)) == 4.0
-    assert Work(1, operations=8.0, bytes=5.0).floor_s(Limits(gemm=2.0, read=1.0)) == 5.0
+    assert OperationWork(1, operations=8.0, bytes=3.0).floor_s(MachineLimits(gemm=2.0, read=1.0)) == 4.0
+    assert OperationWork(1, operations=8.0, bytes=5.0).floor_s(MachineLimits(gemm=2.0, read=1.0)) == 5.0
 
 
 def test_the_random_model_is_a_checkpoint_of_its_shape(tmp_path: Path) -> None:

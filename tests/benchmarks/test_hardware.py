@@ -10,14 +10,14 @@ import torch
 from twostroke.cluster.cli import main
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.operations import Limits
+from twostroke.model.operations import MachineLimits
 from twostroke.model.published.hardware import hardware_of
 from twostroke.model.this_machine import row_of
-from twostroke.planning.search import Terms, machine_of, profiles_of
+from twostroke.planning.search import PlanConstraints, machine_of, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError
 
-ROUNDS = [Limits(gemm, read) for gemm, read in ((40e9, 9e9), (60e9, 12e9), (50e9, 50e9))]
+ROUNDS = [MachineLimits(gemm, read) for gemm, read in ((40e9, 9e9), (60e9, 12e9), (50e9, 50e9))]
 
 
 def test_the_row_is_the_medians_and_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_the_row_is_the_medians_and_comes_back_from_its_file(tmp_path: Path) -> 
     file = tmp_path / "cpu.json"
     file.write_bytes(msgspec.json.encode(row))
     assert hardware_of(str(file)) == row
-    held = machine_of(row, 1, "auto", Terms()).held
+    held = machine_of(row, 1, "auto", PlanConstraints()).held
     assert (held.itemsize, held.kv_itemsize) == (4.0, 4.0)
     assert row_of(ROUNDS, torch.bfloat16, "this-cpu", 0.1).itemsize == 2.0
 
@@ -40,7 +40,9 @@ def test_a_measured_cpu_is_planned_with_one_rank_a_worker(tmp_path: Path, capsys
     assert main(served) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     shape, workload = load_model_config(BUNDLED_MODEL_DIR), Workload("short", ((100, 10),))
-    assert [kind.ranks for kind in profiles_of(shape, hardware_of(str(file)), ("auto",), workload, Terms())] == [1]
+    assert [
+        kind.ranks for kind in profiles_of(shape, hardware_of(str(file)), ("auto",), workload, PlanConstraints())
+    ] == [1]
     assert set(best["hardware"].values()) == {"this-cpu"}
     assert "num_gpus" not in (tmp_path / "serving.yaml").read_text()
 
@@ -55,7 +57,7 @@ def test_a_file_that_is_no_row_says_how_one_is_made(content: str | None, tmp_pat
 
 
 def test_a_row_without_a_figure_is_refused(tmp_path: Path) -> None:
-    row = row_of([Limits(0.0, 1e9)], torch.float32, "this-cpu", 0.1)
+    row = row_of([MachineLimits(0.0, 1e9)], torch.float32, "this-cpu", 0.1)
     file = tmp_path / "cpu.json"
     file.write_bytes(msgspec.json.encode(row))
     with pytest.raises(ConfigError, match="above 0"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twostroke.benchmarks import pull
-from twostroke.benchmarks.pull import DRY, Order, PullSizes, Source, measure_pulls
+from twostroke.benchmarks.pull import DRY, PromptOrder, PullSizes, Source, measure_pulls
 from twostroke.benchmarks.worker_process import _Manager
 from twostroke.cluster.cli import main
 from twostroke.protocol.errors import TransferFailed, WorkerLost
@@ -44,7 +44,7 @@ def test_parts_that_can_not_be_had_there_are_refused(
 
 
 class _Ending(Source):
-    def send(self, order: Order) -> float:
+    def send(self, order: PromptOrder) -> float:
         raise TransferFailed("no KV today")
 
 

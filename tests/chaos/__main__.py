@@ -28,7 +28,7 @@ from tests.chaos.requests import draw_requests
 from tests.chaos.stalled_clients import StalledClients
 from tests.chaos.ties import unsteady
 from tests.chaos.verdict import Verdict, judge
-from twostroke.benchmarks.faults.load import MODEL, Answer, SteadyLoad, answers_of_all
+from twostroke.benchmarks.faults.load import MODEL, ClientAnswer, SteadyLoad, answers_of_all
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.protocol.errors import ConfigError
 
@@ -132,7 +132,7 @@ async def leaked_blocks(server: ServerUnderChaos) -> int:
         await asyncio.sleep(0.2)
 
 
-def keep(path: Path, began: float, answers: Sequence[Answer], faults: Sequence[Injected]) -> None:
+def keep(path: Path, began: float, answers: Sequence[ClientAnswer], faults: Sequence[Injected]) -> None:
     """The run's log. Times are of `time.monotonic`; `began` is what the progress counts from."""
     lines = [{"began": began}, *map(dataclasses.asdict, answers), *map(dataclasses.asdict, faults)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -21,7 +21,7 @@ from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_ap
 from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.stalled_clients import Part, StalledClients
 from tests.rigs.processes import comes, process_state
-from twostroke.benchmarks.faults.load import PATIENCE_S, SteadyLoad, Target
+from twostroke.benchmarks.faults.load import PATIENCE_S, ServerAddress, SteadyLoad
 from twostroke.benchmarks.faults.verdict import Injected
 
 BACK_MOST_S = 60.0
@@ -185,7 +185,7 @@ class Injector:
         """A guest's key is made, used, and revoked. Proof: it was taken before, and is refused at all routers now."""
         name, file = f"guest-{next(self._guests)}", self._server.keys_file
         begin = time.monotonic()
-        guest = Target(self._server.target.url, await asyncio.to_thread(new_api_key, file, name))
+        guest = ServerAddress(self._server.target.url, await asyncio.to_thread(new_api_key, file, name))
         await _told(guest, 200)
         revoked = time.monotonic()
         await asyncio.to_thread(revoke_api_key, file, name)
@@ -254,7 +254,7 @@ class Injector:
             await asyncio.sleep(POLL_S)
 
 
-async def _told(guest: Target, status: int) -> None:
+async def _told(guest: ServerAddress, status: int) -> None:
     """Return when all of several requests for the list of models get this status. Raises NotBack."""
     deadline = time.monotonic() + BACK_MOST_S
     while True:
@@ -266,7 +266,7 @@ async def _told(guest: Target, status: int) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _status_of_models(guest: Target) -> int:
+async def _status_of_models(guest: ServerAddress) -> int:
     """Return the status of GET /v1/models; 0 where the connection breaks, as at a router that is killed."""
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -12,7 +12,7 @@ from typing import IO, Any
 import msgspec
 
 from tests.chaos.orders import Control
-from twostroke.benchmarks.faults.load import Target
+from twostroke.benchmarks.faults.load import ServerAddress
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.local.asking import fetch_status
@@ -75,7 +75,7 @@ class ServerUnderChaos:
     def __init__(self, settings: dict[str, Any], keys_file: Path, log: Path):
         (self.port,) = free_ports(1)
         self.keys_file = keys_file
-        self.target = Target(f"http://127.0.0.1:{self.port}", new_api_key(keys_file, "load", "--admin"))
+        self.target = ServerAddress(f"http://127.0.0.1:{self.port}", new_api_key(keys_file, "load", "--admin"))
         self.control = Control()
         self._settings = {**settings, "auth": {"keys_file": str(keys_file)}}
         self._log = log

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from twostroke.benchmarks.faults.load import MODEL, Request
+from twostroke.benchmarks.faults.load import MODEL, KeyedRequest
 
 # Some prompts begin alike, so that caches are hit and prefixes pulled beside all the KV that travels.
 NUM_PREFIXES = 4
@@ -23,7 +23,7 @@ RECORD = {
 MOST_RECORDS = 8  # some fit into their `max_tokens`, others don't
 
 
-def draw_requests(seed: int, count: int) -> list[Request]:
+def draw_requests(seed: int, count: int) -> list[KeyedRequest]:
     """`count` different requests."""
     draw = random.Random(seed)
     prefixes = [_tokens(draw, PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
@@ -34,7 +34,7 @@ def draw_requests(seed: int, count: int) -> list[Request]:
             least = LONG_ANSWER if key % 30 == 14 else draw.randint(1, MOST_RECORDS)
             schema = {"type": "array", "items": RECORD, "minItems": least, "maxItems": least + 1}
             body |= {"guided_json": schema, "ignore_eos": False, "stop": []}
-        requests.append(Request(key, body))
+        requests.append(KeyedRequest(key, body))
     return requests
 
 

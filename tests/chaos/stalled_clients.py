@@ -10,7 +10,7 @@ import socket
 from typing import Literal
 from urllib.parse import urlsplit
 
-from twostroke.benchmarks.faults.load import MODEL, Target
+from twostroke.benchmarks.faults.load import MODEL, ServerAddress
 from twostroke.cluster.deployments.haproxy import REQUEST_S
 
 Part = Literal["head", "body", "large body"]
@@ -24,7 +24,7 @@ _SCORED_PROMPTS, _PROMPT_TOKENS = 3, 900  # 2 MB of log-probabilities
 class StalledClients:
     """All of one run."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: ServerAddress):
         self._target = target
         self._ended: list[asyncio.Task[bool]] = []
 

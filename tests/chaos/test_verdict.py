@@ -7,21 +7,21 @@ from collections.abc import Callable
 import pytest
 
 from tests.chaos.verdict import Normal, check_schema, judge, normal_of, stalls_by_fault
-from twostroke.benchmarks.faults.load import Answer, Choice, Request
+from twostroke.benchmarks.faults.load import ClientAnswer, ClientChoice, KeyedRequest
 from twostroke.benchmarks.faults.verdict import Family, Injected, check, has_repeats
 
-TWO_CHOICES = Request(7, {"n": 2})
+TWO_CHOICES = KeyedRequest(7, {"n": 2})
 
 
-def whole() -> Answer:
-    return Answer(
+def whole() -> ClientAnswer:
+    return ClientAnswer(
         TWO_CHOICES,
         sent_at=0.0,
         ended_at=1.0,
         status=200,
         choices=[
-            Choice([(0.1, [5, 6]), (0.2, [7])], "abc", ["length"], [-0.5, -1.0, -2.0], [0, 1, 2]),
-            Choice([(0.1, [8])], "x", ["stop"]),
+            ClientChoice([(0.1, [5, 6]), (0.2, [7])], "abc", ["length"], [-0.5, -1.0, -2.0], [0, 1, 2]),
+            ClientChoice([(0.1, [8])], "x", ["stop"]),
         ],
         usage={"completion_tokens": 4},
         has_end=True,
@@ -34,14 +34,14 @@ def test_an_answer_equal_to_the_expected_one_is_sound_however_it_was_cut_into_pi
     assert check(answer, whole()) == []
 
 
-def harmed(harm: Callable[[Answer], object]) -> list[str]:
+def harmed(harm: Callable[[ClientAnswer], object]) -> list[str]:
     answer = copy.deepcopy(whole())
     harm(answer)
     return [finding.flaw for finding in check(answer, whole())]
 
 
-def set_pieces(*tokens: int) -> Callable[[Answer], None]:
-    def harm(answer: Answer) -> None:
+def set_pieces(*tokens: int) -> Callable[[ClientAnswer], None]:
+    def harm(answer: ClientAnswer) -> None:
         answer.choices[0].pieces = [(0.1, list(tokens))]
 
     return harm
@@ -66,22 +66,22 @@ def set_pieces(*tokens: int) -> Callable[[Answer], None]:
         (lambda answer: answer.usage.__setitem__("completion_tokens", 5), "mismatched"),
     ],
 )
-def test_each_harm_is_found(harm: Callable[[Answer], object], verdict: str) -> None:
+def test_each_harm_is_found(harm: Callable[[ClientAnswer], object], verdict: str) -> None:
     assert verdict in harmed(harm)
 
 
 def test_a_client_that_left_must_have_seen_a_beginning_of_the_answer() -> None:
     answer = whole()
     answer.left, answer.has_end, answer.usage = True, False, None
-    answer.choices[0] = Choice([(0.1, [5, 6])], "ab", [], [-0.5, -1.0], [0, 1])
-    answer.choices[1] = Choice()
+    answer.choices[0] = ClientChoice([(0.1, [5, 6])], "ab", [], [-0.5, -1.0], [0, 1])
+    answer.choices[1] = ClientChoice()
     assert check(answer, whole()) == []
     answer.choices[0].pieces = [(0.1, [5, 7])]
     assert [finding.flaw for finding in check(answer, whole())] == ["mismatched"]
 
 
 def test_a_refused_request_is_not_lost() -> None:
-    answer = Answer(TWO_CHOICES, 0.0, status=429, choices=[Choice(), Choice()])
+    answer = ClientAnswer(TWO_CHOICES, 0.0, status=429, choices=[ClientChoice(), ClientChoice()])
     assert check(answer, whole()) == []
 
 
@@ -96,10 +96,10 @@ def test_tokens_beyond_the_end_are_a_mismatch() -> None:
 
 
 def test_an_answer_that_ends_must_be_of_its_schema() -> None:
-    request = Request(3, {"n": 1, "guided_json": {"type": "integer"}})
+    request = KeyedRequest(3, {"n": 1, "guided_json": {"type": "integer"}})
     for text, reason, flaws in [("12", "stop", []), ('"1', "length", []), ('"1"', "stop", ["invalid"])]:
-        answer = Answer(
-            request, 0.0, 1.0, 200, None, [Choice([(0.5, [1])], text, [reason])], {"completion_tokens": 1}, True
+        answer = ClientAnswer(
+            request, 0.0, 1.0, 200, None, [ClientChoice([(0.5, [1])], text, [reason])], {"completion_tokens": 1}, True
         )
         assert [finding.flaw for finding in check_schema(answer)] == flaws
 
@@ -108,22 +108,24 @@ def test_what_is_constrained_and_was_cut_by_a_kill_is_counted() -> None:
     schema = {"guided_json": {"type": "integer"}}
     for times, body, count in [((99.5, 100.5), schema, 1), ((100.5, 101.0), schema, 0), ((99.5, 100.5), {}, 0)]:
         answer = run_answer(99.0, *times)
-        answer = dataclasses.replace(answer, request=Request(0, {"n": 1, **body}))
+        answer = dataclasses.replace(answer, request=KeyedRequest(0, {"n": 1, **body}))
         answer.choices[0].text = "12"
         verdict = judge([answer], {0: answer}, [KILL], minutes=0.04, leaked_blocks=0, deaths=0)
         assert verdict.summary["constrained_through_kills"] == count
 
 
-REQUEST = Request(0, {"n": 1})
+REQUEST = KeyedRequest(0, {"n": 1})
 KILL = Injected("kill decode", "kill", 100.0, 104.0, "gone", back_s=4.0)
 ROUTER_KILL = Injected("kill router", "load", 100.0, 104.0, "gone")
 
 
-def run_answer(sent_at: float, *times: float, has_end: bool = True) -> Answer:
-    choice = Choice([(at, [index]) for index, at in enumerate(times)], finish_reasons=["length"] if has_end else [])
+def run_answer(sent_at: float, *times: float, has_end: bool = True) -> ClientAnswer:
+    choice = ClientChoice(
+        [(at, [index]) for index, at in enumerate(times)], finish_reasons=["length"] if has_end else []
+    )
     usage = {"completion_tokens": len(times)} if has_end else None
     error = None if has_end else "closed in the middle of the answer"
-    return Answer(REQUEST, sent_at, times[-1], 200, None, [choice], usage, has_end, error)
+    return ClientAnswer(REQUEST, sent_at, times[-1], 200, None, [choice], usage, has_end, error)
 
 
 EXPECTED = {0: run_answer(0.0, 0.25, 0.5)}
@@ -131,7 +133,7 @@ SOUND = run_answer(100.0, 100.25, 100.5)
 
 
 def failures(
-    *answers: Answer, faults: tuple[Injected, ...] = (KILL,), leaked_blocks: int = 0, deaths: int = 0
+    *answers: ClientAnswer, faults: tuple[Injected, ...] = (KILL,), leaked_blocks: int = 0, deaths: int = 0
 ) -> list[str]:
     return judge(answers, EXPECTED, faults, minutes=0.04, leaked_blocks=leaked_blocks, deaths=deaths).failures
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from tests.integration.schemas import takes
-from twostroke.benchmarks.faults.load import Answer
-from twostroke.benchmarks.faults.verdict import Family, Finding, Flaw, Injected, Wait, check, waits
+from twostroke.benchmarks.faults.load import ClientAnswer
+from twostroke.benchmarks.faults.verdict import ChoiceWait, Family, Finding, Flaw, Injected, check, waits
 from twostroke.loadtests.report.estimates import percentile
 
 BOUNDS_S: dict[Family, float] = {"kill": 2.0, "stop": 5.0, "partition": 5.0, "network": 2.0, "load": math.inf}
 """Of the stall that 99 of 100 streams see, at most. More load than there is room for may make clients wait."""
 
 
-def check_schema(answer: Answer) -> list[Finding]:
+def check_schema(answer: ClientAnswer) -> list[Finding]:
     """Find choices that ended by themselves and are not of the schema that was asked for."""
     if not answer.is_accepted or (schema := answer.request.schema) is None:
         return []
@@ -43,7 +43,7 @@ class Normal:
     between_s: float
 
 
-def normal_of(answer: Answer) -> Normal:
+def normal_of(answer: ClientAnswer) -> Normal:
     """The longest waits in this answer, which was given without faults."""
     first, between = (
         max((wait.length_s for wait in waits(answer) if wait.is_first is is_first), default=0.0)
@@ -53,7 +53,7 @@ def normal_of(answer: Answer) -> Normal:
 
 
 def stalls_by_fault(
-    answers: Sequence[Answer], normal: Mapping[int, Normal], faults: Sequence[Injected]
+    answers: Sequence[ClientAnswer], normal: Mapping[int, Normal], faults: Sequence[Injected]
 ) -> dict[str, list[float]]:
     """For each fault's name: the longest stall of each stream that was under way while one of that name was felt."""
     found: dict[str, list[float]] = defaultdict(list)
@@ -71,7 +71,7 @@ def stalls_by_fault(
     return dict(found)
 
 
-def _charged(wait: Wait, faults: Sequence[Injected]) -> list[Injected]:
+def _charged(wait: ChoiceWait, faults: Sequence[Injected]) -> list[Injected]:
     during = [fault for fault in faults if fault.begin < wait.end and wait.begin < fault.end]
     most = max((BOUNDS_S[fault.family] for fault in during), default=0.0)
     return [fault for fault in during if BOUNDS_S[fault.family] == most]
@@ -108,8 +108,8 @@ class Verdict:
 
 
 def judge(
-    answers: Sequence[Answer],
-    expected: Mapping[int, Answer],
+    answers: Sequence[ClientAnswer],
+    expected: Mapping[int, ClientAnswer],
     faults: Sequence[Injected],
     *,
     minutes: float,
@@ -180,7 +180,7 @@ def judge(
     return Verdict(rows, findings, summary, failures)
 
 
-def _lived_through(answer: Answer, faults: Sequence[Injected]) -> bool:
+def _lived_through(answer: ClientAnswer, faults: Sequence[Injected]) -> bool:
     """Whether one held to a schema had some of its tokens, and not all, when a decode worker was killed."""
     kills = [fault.begin for fault in faults if fault.name == "kill decode"]
     times = [at for choice in answer.choices for at, _ in choice.pieces]
@@ -188,11 +188,11 @@ def _lived_through(answer: Answer, faults: Sequence[Injected]) -> bool:
     return is_held and any(min(times) < kill < max(times) for kill in kills)
 
 
-def _is_whole_or_left(answer: Answer) -> bool:
+def _is_whole_or_left(answer: ClientAnswer) -> bool:
     return answer.left or answer.status == 429 or (answer.is_accepted and answer.has_end and answer.error is None)
 
 
-def _died_with(answer: Answer, kills: Sequence[float]) -> bool:
+def _died_with(answer: ClientAnswer, kills: Sequence[float]) -> bool:
     return any(
         answer.sent_at < kill + ROUTER_KILL_S and kill <= answer.ended_at < kill + ROUTER_KILL_S for kill in kills
     )

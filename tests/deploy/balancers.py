@@ -36,7 +36,7 @@ from tests.rigs.processes import comes
 from twostroke.benchmarks.clients import stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import processes_named, twostroke_server
-from twostroke.loadtests.generator.http_stream import Exchange, read_stream
+from twostroke.loadtests.generator.http_stream import ClientExchange, read_stream
 
 MODEL = "twostroke-bundled"
 SETTINGS = {"router": {"drain_notice_s": 6.0}, "prefill": {"threads": 1}, "decode": {"threads": 1}}
@@ -59,7 +59,7 @@ class Counts:
     failures: list[str] = field(default_factory=list)
 
 
-def outcome(result: Exchange) -> str:
+def outcome(result: ClientExchange) -> str:
     """done, cut (an answer that began and did not end), or what was said instead."""
     raw = b"".join(data for _, data in result.arrivals)
     if not raw.startswith(b"HTTP/1.1 200"):
@@ -67,7 +67,7 @@ def outcome(result: Exchange) -> str:
     return "done" if b"data: [DONE]" in raw else "cut"
 
 
-async def ask(url: str, number: int) -> Exchange:
+async def ask(url: str, number: int) -> ClientExchange:
     body = {"model": MODEL, "prompt": f"Request {number} tells of", "max_tokens": TOKENS, "ignore_eos": True}
     return await stream_completion(url, body)
 
@@ -92,7 +92,7 @@ async def phase(
                 return
             yield number / rate
 
-    async def ask_by_all(number: int, _: float) -> list[Exchange]:
+    async def ask_by_all(number: int, _: float) -> list[ClientExchange]:
         return await asyncio.gather(*(ask(proxy.url, number) for proxy in proxies.values()))
 
     counts = {name: Counts() for name in proxies}

@@ -24,7 +24,7 @@ from tests.deploy.monitoring import (
 from tests.deploy.programs import ROOT, needed, run
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import planned_families
-from twostroke.router.observe.scrape import RouterReading, Scrape, other_versions_family, own_collections_family
+from twostroke.router.observe.scrape import RouterMetricsSample, Scrape, other_versions_family, own_collections_family
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
@@ -42,7 +42,7 @@ def families() -> list[Metric]:
         other_versions_family({}),
         own_collections_family(),
     )
-    return list(Scrape([RouterReading("r", of_router, (), frozenset())]).collect())
+    return list(Scrape([RouterMetricsSample("r", of_router, (), frozenset())]).collect())
 
 
 def promtool(*arguments: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import MODEL, Server, serving
 from tests.rigs.processes import eventually
 from twostroke.benchmarks.clients import completion_body, stream_completion
-from twostroke.loadtests.generator.http_stream import Exchange, read_stream
+from twostroke.loadtests.generator.http_stream import ClientExchange, read_stream
 
 CLIENTS = 24
 LONG_ANSWERS = 2
@@ -61,9 +61,9 @@ def test_kv_goes_by_gloo_and_the_tokens_are_those_of_one_engine(server: Server, 
     server.check_tokens(expected)
 
 
-async def out_and_in(server: Server) -> list[tuple[Exchange, int]]:
+async def out_and_in(server: Server) -> list[tuple[ClientExchange, int]]:
     """Load until there are more workers, then long answers while these become fewer. What came, and what was asked."""
-    results: list[tuple[Exchange, int]] = []
+    results: list[tuple[ClientExchange, int]] = []
     draw = random.Random(4)
     has_grown = asyncio.Event()
 

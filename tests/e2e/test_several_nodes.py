@@ -16,19 +16,19 @@ import pytest
 from tests.e2e.conftest import MODEL, log_lines
 from twostroke.benchmarks.faults import load
 from twostroke.benchmarks.faults.demo import ISOLATED_PORT, choose_machines
-from twostroke.benchmarks.faults.load import Answer
+from twostroke.benchmarks.faults.load import ClientAnswer
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.nodes.ray_nodes import Node, NodeSpec, RayNodes
-from twostroke.cluster.local.nodes.site import Site, Worker, WorkerRole, node_for, settings
+from twostroke.cluster.local.nodes.site import ListedWorker, Site, WorkerRole, node_for, settings
 from twostroke.cluster.local.ray import free_ports
 
 SHORT = 16  # tokens
 LONG = 1000  # some seconds: a worker tells twice a second that it is busy
 
 
-def ask(url: str, max_tokens: int, prompt: int) -> Answer:
-    return asyncio.run(load.ask(load.Target(url), load.plain_request(MODEL, prompt, max_tokens=max_tokens)))
+def ask(url: str, max_tokens: int, prompt: int) -> ClientAnswer:
+    return asyncio.run(load.ask(load.ServerAddress(url), load.plain_request(MODEL, prompt, max_tokens=max_tokens)))
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Cluster:
         """The addresses of the nodes with a role's label."""
         return sorted(node.address for node in self.nodes if node.spec.name == role)
 
-    def workers(self, role: str) -> list[Worker]:
+    def workers(self, role: str) -> list[ListedWorker]:
         return [worker for worker in self.site.workers() if worker.role == role]
 
 
@@ -66,7 +66,7 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(rays, site, sections, nodes)
 
 
-def whole(answer: Answer) -> str:
+def whole(answer: ClientAnswer) -> str:
     assert answer.has_end, answer
     assert answer.error is None, answer
     return answer.choices[0].text
@@ -125,15 +125,15 @@ def test_a_stages_dead_node_ends_its_worker_and_a_new_node_brings_it_back(cluste
 
 
 def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cluster: Cluster) -> None:
-    def busy() -> list[Worker]:
+    def busy() -> list[ListedWorker]:
         return [worker for worker in cluster.workers("decode") if worker.num_running]
 
     # Workers' numbers lag behind: the last one may still tell of another test's request.
     cluster.site.await_that("no decode worker is busy", lambda: not busy())
-    answers: list[Answer] = []
+    answers: list[ClientAnswer] = []
     asking = threading.Thread(target=lambda: answers.append(ask(cluster.site.url, LONG, prompt=2)))
     asking.start()
-    answering: list[Worker] = []
+    answering: list[ListedWorker] = []
 
     def one_answers() -> bool:
         answering[:] = busy()

@@ -24,7 +24,7 @@ from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 SECRET = b"a secret of these tests"
 HOST = "127.0.0.1"
@@ -117,12 +117,12 @@ class Served:
     channels: TokenChannels
 
     async def generate(
-        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stages: Stages | None = None
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stages: SequenceStages | None = None
     ) -> list[int]:
         """The output tokens of one request that ignores EOS."""
         request = GenerateRequest("", "", tuple(prompt), len(prompt), sampling, max_tokens)
         tokens: list[int] = []
-        stages = stages or Stages(time.monotonic())
+        stages = stages or SequenceStages(time.monotonic())
         async with contextlib.aclosing(self.pipeline.generate(request, stages)) as events:
             async for event in events:
                 assert event.index == len(tokens)

@@ -15,8 +15,8 @@ from tests.integration.test_structured_output import site
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint, PromptReading
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.requests import GenerateRequest, ReadingParams, SamplingParams
-from twostroke.router.observe.stages import Stages
+from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
 from twostroke.worker.life import MOST_BROKEN_REQUESTS
@@ -59,7 +59,7 @@ async def test_a_grammar_is_followed_where_the_vocabularys_size_stands_in_text_c
 async def answer(served: Served, request: GenerateRequest) -> list[int]:
     """The tokens of a request as it is, without a router's checks."""
     tokens: list[int] = []
-    async for event in served.pipeline.generate(request, Stages(0.0)):
+    async for event in served.pipeline.generate(request, SequenceStages(0.0)):
         tokens += [token.token_id for token in event.tokens]
     return tokens
 
@@ -180,7 +180,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
         async with serve(folder, Shape(None, num_blocks=256)) as served:
             alone = [await answer(served, a_request(prompt)) for prompt in PROMPTS]
             info = served.fleet.infos[0]
-            read = a_request((5, 6, 7), request_id="read", router_id="router", reading=ReadingParams(logprobs=2))
+            read = a_request((5, 6, 7), request_id="read", router_id="router", reading=ScoringParams(logprobs=2))
             asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
             *beside, failed = await asyncio.gather(
                 *asked,

@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
-from twostroke.protocol.requests import GenerateRequest, ReadingParams
-from twostroke.router.generate.reading import PromptRead
-from twostroke.router.observe.stages import Stages
+from twostroke.protocol.requests import GenerateRequest, ScoringParams
+from twostroke.router.generate.reading import PromptScored
+from twostroke.router.observe.stages import SequenceStages
 
 PROMPT = list(range(3, 53))
-BY_BOTH = ReadingParams(logprobs=2, pooling="mean")
+BY_BOTH = ScoringParams(logprobs=2, pooling="mean")
 
 
 async def read(
-    served: Served, prompt: Sequence[int], params: ReadingParams, max_tokens: int = 0
-) -> tuple[PromptRead, Stages]:
-    stages = Stages(time.monotonic())
+    served: Served, prompt: Sequence[int], params: ScoringParams, max_tokens: int = 0
+) -> tuple[PromptScored, SequenceStages]:
+    stages = SequenceStages(time.monotonic())
     request = GenerateRequest("", "", tuple(prompt), len(prompt), GREEDY, max_tokens, reading=params)
     async with aclosing(served.pipeline.generate(request, stages)) as events:
         (event,) = [event async for event in events]
-    assert isinstance(event, PromptRead)
+    assert isinstance(event, PromptScored)
     return event, stages
 
 
-def assert_alike(event: PromptRead, expected: PromptRead) -> None:
+def assert_alike(event: PromptScored, expected: PromptScored) -> None:
     assert event.scores is not None
     assert expected.scores is not None
     assert (event.scores.token_ids, event.scores.ranks) == (expected.scores.token_ids, expected.scores.ranks)
@@ -56,7 +56,7 @@ def test_any_worker_reads_all_of_a_prompt_however_much_is_cached(shape: Shape, w
                 assert [token.token_id for token in event.tokens] == answer[:1]
                 assert_alike(event, expected)
                 assert stages.num_cached_tokens == 0
-            last, stages = await read(served, PROMPT, ReadingParams(pooling="last"))
+            last, stages = await read(served, PROMPT, ScoringParams(pooling="last"))
             assert stages.num_cached_tokens == 48
             assert not last.tokens
             assert last.finish_reason == "length"

@@ -19,7 +19,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens
 WAYS = [  # (transport, block size of the source, of the target)
@@ -37,7 +37,7 @@ def some_tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(count)]
 
 
-async def two_turns(served: Served, stages: Stages | None = None) -> tuple[list[int], list[int]]:
+async def two_turns(served: Served, stages: SequenceStages | None = None) -> tuple[list[int], list[int]]:
     """The answers of a chat's first turn and of its second."""
     prompt = some_tokens(FIRST, seed=1)
     first = await served.generate(prompt, ANSWER, GREEDY)
@@ -57,7 +57,7 @@ async def test_the_second_turn_computes_only_what_is_new(
 ) -> None:
     shape = replace(SHAPE, transport=transport, num_prefill=1, block_size=ours, decode_block_size=theirs)
     async with serve(folder, shape) as served:
-        stages = Stages(time.monotonic())
+        stages = SequenceStages(time.monotonic())
         assert await two_turns(served, stages) == answers
         stats = served.fleet.stats("prefill")
         held = (FIRST + ANSWER - 1) // theirs * theirs
@@ -120,7 +120,7 @@ async def test_a_decode_worker_alone_computes_only_what_nobody_holds(
     async with serve(folder, shape) as served:
         said = [*some_tokens(FIRST, seed=1), *first]
         pull_from(served, await prefix_elsewhere(served, said))
-        stages = Stages(time.monotonic())
+        stages = SequenceStages(time.monotonic())
         again = [*said, *some_tokens(MORE, seed=2)]
         assert await served.generate(again, REPLY, GREEDY, stages) == second
         stats = served.fleet.stats("decode")
@@ -172,7 +172,7 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
             unreachable = msgspec.structs.replace(served.fleet.infos[decode], transfer_addresses=(refusing,))
             served.fleet.infos[decode] = unreachable
         for count in (1, 2):  # the second finds what the first has learned of the pair: nothing
-            stages = Stages(time.monotonic())
+            stages = SequenceStages(time.monotonic())
             assert await served.generate(prompt, 20, GREEDY, stages) == answer
             await served.idle()
             assert (stages.attempts, stages.prefill_failures) == (1, 1)

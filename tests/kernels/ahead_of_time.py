@@ -34,7 +34,12 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels import dependent
-from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels.device_sampling import (
+    DrawParameters,
+    SamplingFeatures,
+    draw_on_device,
+    mask_on_device,
+)
 from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import (
@@ -48,10 +53,10 @@ from twostroke.model.cuda.kernels.kv_units import (
     paged_places,
 )
 from twostroke.model.cuda.kernels.latents import latent_decode, latent_decode_config
-from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
+from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
 from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
 
-TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
+TARGETS = {80: A100, 89: GpuTarget.of((8, 9), 142), 90: H100, 100: B200}
 
 
 HEADS = 32
@@ -102,7 +107,7 @@ def attention_over_fp8(capability: int, shapes: Shapes = _FP8_SHAPES) -> None:
 
 
 def run_attention(
-    target: Target,
+    target: GpuTarget,
     head_dim: int,
     block_size: int,
     dtype: torch.dtype,
@@ -326,7 +331,7 @@ def run_sampling(rows: int, vocab_size: int) -> None:
         keys=empty(torch.int64),
     )
     logits = torch.empty((rows, vocab_size), device="meta")
-    for asked in itertools.starmap(Asked, itertools.product((False, True), repeat=3)):
+    for asked in itertools.starmap(SamplingFeatures, itertools.product((False, True), repeat=3)):
         draw_on_device(logits, parameters, asked)
     words = torch.empty((rows, vocab_size // 32), dtype=torch.int32, device="meta")
     mask_on_device(logits, empty(torch.int64), words)

@@ -9,14 +9,14 @@ from triton.runtime.interpreter import InterpreterBuilder
 from tests.kernels.paged_cases import PagedCase, assert_close, in_fp8, paged_case
 from twostroke.model import reference
 from twostroke.model.cuda.kernels.attention import (
-    DecodeConfig,
-    PrefillConfig,
+    DecodeTiling,
+    PrefillTiling,
     decode_attention,
     decode_config,
     prefill_attention,
     prefill_config,
 )
-from twostroke.model.cuda.kernels.launch import A100, H100, Architecture, Target
+from twostroke.model.cuda.kernels.launch import A100, H100, Architecture, GpuTarget
 from twostroke.model.cuda.kernels.segments import SplitConfig
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -35,11 +35,11 @@ DIM_AND_DTYPE = pytest.mark.parametrize(
 )
 
 
-def check(case: PagedCase, config: PrefillConfig | DecodeConfig, expected: torch.Tensor | None = None) -> None:
+def check(case: PagedCase, config: PrefillTiling | DecodeTiling, expected: torch.Tensor | None = None) -> None:
     """All sequences by the kernel that the config is of, against the reference; a decode's query is its last token."""
-    layout = case.layout if isinstance(config, DecodeConfig) else replace(case.layout, num_decodes=0)
+    layout = case.layout if isinstance(config, DecodeTiling) else replace(case.layout, num_decodes=0)
     out = torch.full_like(case.q.flatten(1), float("nan"))
-    if isinstance(config, DecodeConfig):
+    if isinstance(config, DecodeTiling):
         decode_attention(case.q, case.kv_layer, layout, case.form, out, config)
     else:
         prefill_attention(case.q, case.kv_layer, layout, case.form, out, config)
@@ -48,13 +48,13 @@ def check(case: PagedCase, config: PrefillConfig | DecodeConfig, expected: torch
     assert_close(out, expected)
 
 
-def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeConfig:
+def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeTiling:
     """Of the contexts that the layout may have."""
     steps = -(-min(case.layout.max_context_len, case.form.window or 1 << 20) // block_n) + 1
-    return DecodeConfig(block_n, num_warps=4, num_stages=2, split=SplitConfig(programs, steps))
+    return DecodeTiling(block_n, num_warps=4, num_stages=2, split=SplitConfig(programs, steps))
 
 
-PLAIN = PrefillConfig(16, 16, num_warps=4, num_stages=2)
+PLAIN = PrefillTiling(16, 16, num_warps=4, num_stages=2)
 
 
 def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None:
@@ -78,11 +78,11 @@ def test_prefill_attention_equals_its_reference_at_every_head_dim(dim: int, dtyp
 def test_prefill_attention_is_right_at_the_edges_of_blocks(block_size: int, block_n: int) -> None:
     lengths = [(n, n) for n in (1, block_size - 1, block_size, block_size + 1)]
     lengths += [(1, block_size), (1, block_size + 1), (2, block_size + 1), (3, 2 * block_size)]
-    check(paged_case(lengths, block_size=block_size), PrefillConfig(32, block_n, num_warps=4, num_stages=2))
+    check(paged_case(lengths, block_size=block_size), PrefillTiling(32, block_n, num_warps=4, num_stages=2))
 
 
 @pytest.mark.parametrize("config", [PLAIN, wide(replace(PLAIN, block_n=32))], ids=str)
-def test_prefill_is_right_after_a_cached_prefix_of_any_alignment(config: PrefillConfig) -> None:
+def test_prefill_is_right_after_a_cached_prefix_of_any_alignment(config: PrefillTiling) -> None:
     check(paged_case([(3, prefix + 3) for prefix in range(34)], heads=2, groups=1, dim=16), config)
 
 
@@ -136,7 +136,7 @@ def test_prefill_sees_windows_of_any_length(window: int) -> None:
 
 
 @pytest.mark.parametrize("config", [WIDE, replace(WIDE, block_n=32)], ids=["plain", "wide"])
-def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillConfig) -> None:
+def test_prefills_windows_begin_at_any_place_in_a_block(config: PrefillTiling) -> None:
     lengths = [(3, 40 + prefix) for prefix in range(0, 33, 3)]
     check(paged_case(lengths, heads=2, groups=1, dim=16, window=18), config)
 
@@ -175,11 +175,11 @@ def test_a_cap_holds_where_its_exponential_would_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("query_len", "config"),
-    [(64, WIDE), (1, DecodeConfig(16, num_warps=4, num_stages=2, split=SplitConfig(2, 8)))],
+    [(64, WIDE), (1, DecodeTiling(16, num_warps=4, num_stages=2, split=SplitConfig(2, 8)))],
     ids=["prefill", "decode"],
 )
 def test_a_windows_work_does_not_grow_with_the_context(
-    query_len: int, config: PrefillConfig | DecodeConfig, monkeypatch: pytest.MonkeyPatch
+    query_len: int, config: PrefillTiling | DecodeTiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products = 0
     multiply = InterpreterBuilder.create_dot
@@ -285,25 +285,25 @@ def test_heads_wider_than_the_tables_are_refused() -> None:
 
 def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> None:
     with pytest.raises(ValueError, match=r"7\.5"):
-        Target.of((7, 5), 40)
-    assert Target.of((8, 0), 108) == A100
-    assert Target.of((9, 0), 132) == H100
-    assert Target.of((10, 0), 148).architecture is Architecture.HOPPER
-    assert Target.of((8, 9), 142).architecture is Architecture.SMALL
-    assert Target.of((12, 0), 170).architecture is Architecture.SMALL
+        GpuTarget.of((7, 5), 40)
+    assert GpuTarget.of((8, 0), 108) == A100
+    assert GpuTarget.of((9, 0), 132) == H100
+    assert GpuTarget.of((10, 0), 148).architecture is Architecture.HOPPER
+    assert GpuTarget.of((8, 9), 142).architecture is Architecture.SMALL
+    assert GpuTarget.of((12, 0), 170).architecture is Architecture.SMALL
 
 
 @pytest.mark.parametrize("as_bits", [False, True])
 @pytest.mark.parametrize("dtype", [wide(torch.float32), wide(torch.float16), torch.bfloat16])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, DecodeConfig(16, 4, 2, SplitConfig(1, 8)), DecodeConfig(16, 4, 2, SplitConfig(3, 8))],
+    [PLAIN, DecodeTiling(16, 4, 2, SplitConfig(1, 8)), DecodeTiling(16, 4, 2, SplitConfig(3, 8))],
     ids=["prefill", "decode", "segments"],
 )
 def test_a_cache_in_fp8_is_read_as_the_numbers_it_holds(
-    config: PrefillConfig | DecodeConfig, dtype: torch.dtype, as_bits: bool
+    config: PrefillTiling | DecodeTiling, dtype: torch.dtype, as_bits: bool
 ) -> None:
-    lengths = [(1, 1), (1, 33), (1, 90)] if isinstance(config, DecodeConfig) else [(2, 2), (19, 50)]
+    lengths = [(1, 1), (1, 33), (1, 90)] if isinstance(config, DecodeTiling) else [(2, 2), (19, 50)]
     form = {"window": 40, "soft_cap": 5.0, "has_sinks": True}
     case = in_fp8(paged_case(lengths, heads=6, dim=40, dtype=dtype, **form))
     expected = reference.attention(case.q, case.kv_layer, case.layout, case.form)

@@ -20,7 +20,7 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda import prompt_attention
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.kernels.attention import DecodeConfig
+from twostroke.model.cuda.kernels.attention import DecodeTiling
 from twostroke.model.cuda.kernels.launch import A100, H100
 from twostroke.model.cuda.kernels.segments import SplitConfig
 
@@ -80,7 +80,7 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
 def test_decodes_are_split_by_the_keys_that_a_window_leaves(
     window: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs: list[DecodeConfig] = []
+    configs: list[DecodeTiling] = []
     monkeypatch.setattr(cuda_backend, "decode_attention", lambda *arguments: configs.append(arguments[-1]))
     case = paged_case([(1, 5)], heads=8, groups=8, dim=128, dtype=torch.float16)
     layout = replace(case.layout, max_context_len=16384)

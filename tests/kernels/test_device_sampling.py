@@ -16,7 +16,12 @@ from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model import load
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cuda.kernels import device_sampling
-from twostroke.model.cuda.kernels.device_sampling import Asked, DrawParameters, draw_on_device, mask_on_device
+from twostroke.model.cuda.kernels.device_sampling import (
+    DrawParameters,
+    SamplingFeatures,
+    draw_on_device,
+    mask_on_device,
+)
 from twostroke.model.cuda.sampler import MOST_CAPTURED_ROWS, DeviceSampler
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.runner import ModelRunner
@@ -213,9 +218,9 @@ def test_rows_without_a_finite_logit_give_token_0_whatever_they_ask_for() -> Non
 
 @pytest.mark.parametrize("vocab_size", [4097, pytest.param(128256, marks=pytest.mark.wide)])
 def test_what_no_row_asks_for_is_not_launched(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Asked] = []
+    launched: list[SamplingFeatures] = []
 
-    def draw(logits: Tensor, parameters: DrawParameters, asked: Asked) -> Tensor:
+    def draw(logits: Tensor, parameters: DrawParameters, asked: SamplingFeatures) -> Tensor:
         launched.append(asked)
         if vocab_size < 10_000:
             assert draw_on_device(logits, parameters).tolist() == draw_on_device(logits, parameters, asked).tolist()
@@ -225,10 +230,10 @@ def test_what_no_row_asks_for_is_not_launched(vocab_size: int, monkeypatch: pyte
     logits = torch.randn((2, vocab_size), generator=torch.Generator().manual_seed(0))
     greedy, top_k_1 = SamplingParams(temperature=0.0, top_k=9, top_p=0.5), SamplingParams(top_k=1, top_p=0.5)
     cases = {
-        Asked(False, False, False): (greedy, top_k_1),
-        Asked(True, False, False): (greedy, SamplingParams(min_p=0.3)),
-        Asked(True, True, False): (SamplingParams(top_k=9), top_k_1),
-        Asked(True, False, True): (SamplingParams(), SamplingParams(top_p=0.5)),
+        SamplingFeatures(False, False, False): (greedy, top_k_1),
+        SamplingFeatures(True, False, False): (greedy, SamplingParams(min_p=0.3)),
+        SamplingFeatures(True, True, False): (SamplingParams(top_k=9), top_k_1),
+        SamplingFeatures(True, False, True): (SamplingParams(), SamplingParams(top_p=0.5)),
     }
     for asked, sampling in cases.items():
         draws = [Draw(one, [1], 1) for one in sampling]
@@ -412,7 +417,7 @@ def test_parameters_begin_where_no_number_of_rows_asks_for_kernels_of_its_own(
 ) -> None:
     given: list[DrawParameters] = []
 
-    def draw(logits: Tensor, parameters: DrawParameters, asked: Asked) -> Tensor:
+    def draw(logits: Tensor, parameters: DrawParameters, asked: SamplingFeatures) -> Tensor:
         given.append(parameters)
         return draw_on_device(logits, parameters, asked)
 

@@ -20,7 +20,7 @@ from twostroke.model.cuda.kernels.gemm import (
     gemm_config,
     pack_fp8,
 )
-from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
+from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 SMALL = GemmConfig(16, 16, FP8_GROUP, num_warps=1, num_stages=2)
@@ -116,20 +116,20 @@ def test_an_embedding_looks_up_a_ranks_rows(is_grouped: bool) -> None:
 
 
 def test_gpus_that_know_fp8_multiply_it_and_others_widen_weights() -> None:
-    def made(weight: QuantizedWeight, target: Target, dtype: torch.dtype = torch.bfloat16) -> type:
+    def made(weight: QuantizedWeight, target: GpuTarget, dtype: torch.dtype = torch.bfloat16) -> type:
         return type(CudaBackend(target).make_linear(weight, None, "auto", dtype))
 
     rows, blocks = make_weight(16, 256, False), make_weight(16, 256, True)
     for weight in (rows, blocks):
-        assert made(weight, H100) is made(weight, B200) is made(weight, Target.of((8, 9), 142)) is Fp8CudaLinear
-        assert made(weight, A100) is made(weight, Target.of((8, 6), 84)) is GroupedCudaLinear
+        assert made(weight, H100) is made(weight, B200) is made(weight, GpuTarget.of((8, 9), 142)) is Fp8CudaLinear
+        assert made(weight, A100) is made(weight, GpuTarget.of((8, 6), 84)) is GroupedCudaLinear
         assert made(weight, H100, torch.float32) is GroupedCudaLinear
     assert made(replace(blocks, scales=blocks.scales.repeat(1, 2), group_size=64), H100) is GroupedCudaLinear
     assert made(make_weight(16, 40, False), H100) is GroupedCudaLinear  # rows of no whole vectors
 
 
 def test_every_row_of_the_tables_has_steps_of_the_scales() -> None:
-    for target in (H100, B200, Target.of((8, 9), 142)):
+    for target in (H100, B200, GpuTarget.of((8, 9), 142)):
         for tokens in (1, 16, 17, 33, 65, 1000):
             config = gemm_config(target, torch.float8_e4m3fn, 8, tokens, 4096, 4096)
             assert config.block_k == FP8_GROUP

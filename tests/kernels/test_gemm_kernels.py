@@ -15,8 +15,8 @@ from twostroke.model.config import Activation
 from twostroke.model.cuda.backend import CudaLinear
 from twostroke.model.cuda.kernels.gemm import (
     Bits,
+    CudaPackedWeight,
     GemmConfig,
-    PackedWeight,
     SplitWorkspace,
     gemm,
     gemm_config,
@@ -25,7 +25,7 @@ from twostroke.model.cuda.kernels.gemm import (
     unpack,
     with_splits,
 )
-from twostroke.model.cuda.kernels.launch import A100, H100, Target
+from twostroke.model.cuda.kernels.launch import A100, H100, GpuTarget
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -35,7 +35,7 @@ SMALL = GemmConfig(16, 16, 32, num_warps=1, num_stages=2)
 
 def case(
     tokens: int, rows: int, columns: int, bits: Bits = 16, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, PackedWeight, Tensor]:
+) -> tuple[Tensor, CudaPackedWeight, Tensor]:
     """x, weight and bias; sums of about 1."""
     generator = torch.Generator().manual_seed(tokens + rows + columns)
     shapes = ((tokens, columns), (rows, columns), (rows,))
@@ -113,8 +113,8 @@ def test_sums_of_splits_are_added_in_the_order_of_the_columns() -> None:
         torch.testing.assert_close(parts[split], (x[:, part] @ weight.packed[:, part].T)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("target", [H100, A100, Target.of((8, 9), 142)])
-def test_every_split_has_columns_and_room_in_the_workspace(target: Target) -> None:
+@pytest.mark.parametrize("target", [H100, A100, GpuTarget.of((8, 9), 142)])
+def test_every_split_has_columns_and_room_in_the_workspace(target: GpuTarget) -> None:
     workspace = SplitWorkspace(torch.device("meta"))
     shapes = itertools.product((1, 16, 1024, 4096, 6144, 28672, 32768, 32769, 128256), (1, 64, 512, 4096, 14336))
     for (rows, columns), tokens, dtype in itertools.product(shapes, (1, 16, 17, 64), TOLERANCES):

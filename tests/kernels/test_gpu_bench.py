@@ -12,12 +12,12 @@ from tests.model.conftest import TINY as TINY_MODEL
 from twostroke.benchmarks.gpu import command as gpu
 from twostroke.benchmarks.gpu.command import Kind
 from twostroke.benchmarks.gpu.dry_run import DRY, TINY
-from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
 from twostroke.cluster.cli import main
 from twostroke.model.checkpoint.config_file import parse_model_config
 
 Summary = dict[str, object]
-GOOD, POOR = Row("good", 0.9, 0.8, "1 s", "a limit", predicted=0.95), Row("poor", 0.7, 0.8, "2 s", "a limit")
+GOOD, POOR = LimitRow("good", 0.9, 0.8, "1 s", "a limit", predicted=0.95), LimitRow("poor", 0.7, 0.8, "2 s", "a limit")
 
 
 @pytest.fixture
@@ -102,11 +102,11 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kind_of_row_that_fails_leaves_the_others_and_its_own_earlier_rows(
     last_line: Callable[[], Summary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    def fail(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
         yield GOOD
         raise RuntimeError("no room\nat all")
 
-    def one(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    def one(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
         yield POOR
 
     monkeypatch.setattr(gpu, "KINDS", {"bad": Kind(fail, 1), "some": Kind(one, 1)})
@@ -123,13 +123,13 @@ def test_a_kind_whose_share_of_the_time_is_up_leaves_the_rest_to_the_next(
     now = 0.0
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: now)
 
-    def slow(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    def slow(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
         nonlocal now
         for index in range(10):
             now += 100
             yield dataclasses.replace(GOOD, name=f"slow {index}")
 
-    def one(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    def one(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
         yield POOR
 
     monkeypatch.setattr(gpu, "KINDS", {"slow": Kind(slow, 3), "some": Kind(one, 1)})
@@ -145,7 +145,7 @@ def test_the_json_is_printed_when_the_time_is_up_in_the_midst_of_a_row(
 ) -> None:
     left, codes = threading.Event(), list[int]()
 
-    def hang(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    def hang(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
         yield GOOD
         assert left.wait(20)
         yield POOR
@@ -166,7 +166,7 @@ def test_the_json_is_printed_when_the_time_is_up_in_the_midst_of_a_row(
 def test_the_json_is_printed_when_somebody_interrupts(
     last_line: Callable[[], Summary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[Row]:
+    def interrupted(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
         yield GOOD
         raise KeyboardInterrupt
 

@@ -10,17 +10,17 @@ from tests.kernels.paged_cases import LatentCase, assert_close, latent_case, ove
 from twostroke.model import reference
 from twostroke.model.cuda import latents
 from twostroke.model.cuda.kernels.latents import write_latents
-from twostroke.model.cuda.kernels.launch import H100, Architecture, Target
+from twostroke.model.cuda.kernels.launch import H100, Architecture, GpuTarget
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.tensor_parallel import GroupRanks
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Few enough programs that contexts are split.
-SMALL = Target(Architecture.SMALL, multiprocessors=3)
+SMALL = GpuTarget(Architecture.SMALL, multiprocessors=3)
 
 
-def check(case: LatentCase, target: Target) -> None:
+def check(case: LatentCase, target: GpuTarget) -> None:
     attention = latents.CudaLatentAttention(case.heads, target)
     out = attention(case.q.clone(), case.cos_sin, case.kv_layer, case.layout)
     assert_close(out, case.expected(), scale=2.0)
@@ -28,7 +28,7 @@ def check(case: LatentCase, target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", [H100, SMALL])
-def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, target: Target) -> None:
+def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, target: GpuTarget) -> None:
     check(latent_case([(1, 1), (1, 16), (1, 150), (3, 3), (20, 50)], dtype=dtype), target)
 
 

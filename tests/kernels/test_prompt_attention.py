@@ -14,7 +14,7 @@ from twostroke.model import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.config import PrefillKernel
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
+from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -63,7 +63,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Flash:
     return flash
 
 
-def attended(case: PagedCase, setting: PrefillKernel = "fa3", target: Target = H100) -> Tensor:
+def attended(case: PagedCase, setting: PrefillKernel = "fa3", target: GpuTarget = H100) -> Tensor:
     attention = PromptAttention(target, setting)
     out = torch.full_like(rows_like(case.q), float("nan"))
     attention.prepare(case.q, case.kv_layer, case.form, EMPTY)
@@ -107,7 +107,7 @@ def test_flash_attention_that_fails_or_is_wrong_is_an_error_at_the_start(
 
 
 @pytest.mark.parametrize("target", [A100, B200], ids=["A100", "B200"])
-def test_flash_attention_is_for_hopper_alone(target: Target, installed: Flash) -> None:
+def test_flash_attention_is_for_hopper_alone(target: GpuTarget, installed: Flash) -> None:
     with pytest.raises(ValueError, match="needs a Hopper GPU and the package flash_attn_interface"):
         attended(small(), target=target)
 

@@ -32,7 +32,7 @@ from twostroke.model.load import prompt_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, OnLayer, PromptReading, SequenceStep
-from twostroke.protocol.requests import ReadingParams, SamplingParams
+from twostroke.protocol.requests import SamplingParams, ScoringParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -198,7 +198,7 @@ def test_places_that_a_step_leaves_empty_have_no_context_to_read(write_checkpoin
 def test_steps_that_fit_no_graph_or_draw_nothing_or_are_read_run_eagerly(write_checkpoint: Callable[..., Any]) -> None:
     _, graphs, (_, runner) = both(made(write_checkpoint(**TINY)))
     read = step(8, 0, [1])
-    reading = PromptReading(ReadingParams(logprobs=0), read.token_ids)
+    reading = PromptReading(ScoringParams(logprobs=0), read.token_ids)
     for batch in (
         [step(33, 0, [1, 2, 3])],
         [step(1, row, [row]) for row in range(5)],

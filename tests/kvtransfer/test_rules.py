@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.kvtransfer.rules.lifecycle import (
     ENDS,
-    Event,
     IllegalTransition,
     ReceiverState,
     SenderState,
+    TransferEvent,
     transition,
 )
 from twostroke.protocol.kv_layout import group_layers
@@ -51,14 +51,14 @@ ABORTED         -        -            -          -         ABORTED   ABORTED
 def cells(table: str, states: type[Enum]) -> list[tuple[Any, Any, Any]]:
     """Events that have no column can't happen to this side."""
     head, *rows = table.strip().splitlines()
-    columns = [Event[name] for name in head.split()]
+    columns = [TransferEvent[name] for name in head.split()]
     assert {row.split()[0] for row in rows} == set(states.__members__)
     return [
         (states[row.split()[0]], event, None if cell == "-" else states[cell])
         for row in rows
         for event, cell in (
             *zip(columns, row.split()[1:], strict=True),
-            *((event, "-") for event in Event if event not in columns),
+            *((event, "-") for event in TransferEvent if event not in columns),
         )
     ]
 

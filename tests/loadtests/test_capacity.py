@@ -15,7 +15,7 @@ from tests.loadtests.report.runs import read_sweep
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import (
     Crossing,
-    Search,
+    SearchRange,
     Sweep,
     SweepEnded,
     SweepPoint,
@@ -40,7 +40,7 @@ def at(rate: float, attainment: float) -> SweepPoint:
     return SweepPoint(rate, "", attainment, attainment, attainment, 0.0, valid=True)
 
 
-def searched(attainment: Callable[[float], float], target: float, search: Search) -> list[SweepPoint]:
+def searched(attainment: Callable[[float], float], target: float, search: SearchRange) -> list[SweepPoint]:
     measured: list[SweepPoint] = []
     while (rate := next_rate(measured, target, search)) is not None:
         measured.append(at(rate, attainment(rate)))
@@ -53,21 +53,21 @@ def searched(attainment: Callable[[float], float], target: float, search: Search
 def test_the_capacity_is_found_wherever_it_lies_and_wherever_the_search_begins(
     capacity: float, start: float, factor: float
 ) -> None:
-    measured = searched(curve(capacity), 0.9, Search(start, factor, precision=0.05))
+    measured = searched(curve(capacity), 0.9, SearchRange(start, factor, precision=0.05))
     found = crossing(measured, 0.9)
     assert found.rate == pytest.approx(capacity, rel=0.05)
     assert not found.is_lower_bound
 
 
 def test_a_search_doubles_then_bisects() -> None:
-    measured = searched(curve(11.0), 0.9, Search(1.0, precision=0.2))
+    measured = searched(curve(11.0), 0.9, SearchRange(1.0, precision=0.2))
     assert [round(each.rate, 2) for each in measured] == [1, 2, 4, 8, 16, 11.31, 9.51]
 
 
 def test_what_is_known_of_another_target_is_not_measured_again() -> None:
-    measured = searched(curve(11.0), 0.9, Search(1.0))
+    measured = searched(curve(11.0), 0.9, SearchRange(1.0))
     before = len(measured)
-    while (rate := next_rate(measured, 0.99, Search(1.0))) is not None:
+    while (rate := next_rate(measured, 0.99, SearchRange(1.0))) is not None:
         measured.append(at(rate, curve(11.0)(rate)))
     assert len(measured) - before <= 3
     assert curve(11.0)(crossing(measured, 0.99).rate) == pytest.approx(0.99, abs=0.005)
@@ -75,19 +75,19 @@ def test_what_is_known_of_another_target_is_not_measured_again() -> None:
 
 def test_a_search_that_knows_where_to_look_goes_there_at_once() -> None:
     missed = [at(10.0, 0.8), at(11.0, 0.7)]
-    assert next_rate(missed, 0.99, Search(start=5.0, factor=1.25)) == 5.0
+    assert next_rate(missed, 0.99, SearchRange(start=5.0, factor=1.25)) == 5.0
     met = [at(10.0, 1.0)]
-    assert next_rate(met, 0.99, Search(start=20.0, factor=1.25)) == 20.0
+    assert next_rate(met, 0.99, SearchRange(start=20.0, factor=1.25)) == 20.0
 
 
 def test_a_server_that_never_misses_has_a_lower_bound_alone() -> None:
-    measured = searched(lambda rate: 1.0, 0.9, Search(1.0, most=10.0))
+    measured = searched(lambda rate: 1.0, 0.9, SearchRange(1.0, most=10.0))
     assert [each.rate for each in measured] == [1, 2, 4, 8, 10]
     assert crossing(measured, 0.9) == Crossing(10.0, is_lower_bound=True)
 
 
 def test_a_server_that_always_misses_has_no_capacity() -> None:
-    measured = searched(lambda rate: 0.5, 0.9, Search(1.0, least=0.3))
+    measured = searched(lambda rate: 0.5, 0.9, SearchRange(1.0, least=0.3))
     assert [each.rate for each in measured] == [1, 0.5, 0.3]
     assert crossing(measured, 0.9) is None
 
@@ -110,7 +110,7 @@ def test_the_interval_of_repeated_noisy_searches_holds_the_capacity_nearly_alway
     for _ in range(300):
         rates = []
         for _ in range(3):
-            found = crossing(searched(noisy, 0.9, Search(5.0, precision=0.05)), 0.9)
+            found = crossing(searched(noisy, 0.9, SearchRange(5.0, precision=0.05)), 0.9)
             rates.append(found.rate)
         between = interval(rates)
         held += between[0] <= capacity <= between[1]
@@ -177,7 +177,7 @@ class FakeServer:
 def test_capacities_are_found_with_intervals_and_per_worker(tmp_path: Path) -> None:
     server = FakeServer(curve(11.0))
     sweep = server.sweep(tmp_path)
-    sweep.find(Search(1.0, precision=0.05), repeats=3)
+    sweep.find(SearchRange(1.0, precision=0.05), repeats=3)
     at_90, at_99 = sweep.result.capacities
     assert at_90.rate.low <= at_90.rate.value == pytest.approx(11.0, rel=0.03)
     assert at_90.rate_per_worker == at_90.rate.divided_by(4)
@@ -188,7 +188,7 @@ def test_capacities_are_found_with_intervals_and_per_worker(tmp_path: Path) -> N
 
 def test_each_run_has_a_folder_and_prompts_of_its_own_and_the_plans_burstiness(tmp_path: Path) -> None:
     server = FakeServer(curve(11.0))
-    server.sweep(tmp_path).find(Search(1.0), repeats=2)
+    server.sweep(tmp_path).find(SearchRange(1.0), repeats=2)
     assert len({plan.seed for plan in server.plans}) == len(server.plans)
     assert len(set(server.folders)) == len(server.folders)
     assert all(folder.parent == tmp_path / "runs" for folder in server.folders)
@@ -206,7 +206,7 @@ def test_a_list_of_rates_is_measured_as_it_is(tmp_path: Path) -> None:
 def test_an_invalid_run_is_made_again_and_does_not_count(tmp_path: Path) -> None:
     server = FakeServer(curve(11.0), invalid_runs={2})
     sweep = server.sweep(tmp_path)
-    sweep.find(Search(1.0), repeats=1)
+    sweep.find(SearchRange(1.0), repeats=1)
     assert [point.valid for point in sweep.points].count(False) == 1
     assert server.plans[1].arrivals == server.plans[2].arrivals
     assert sweep.result.capacities[0].rate.value == pytest.approx(11.0, rel=0.1)
@@ -216,7 +216,7 @@ def test_a_generator_that_is_saturated_before_the_server_ends_the_sweep_with_its
     server = FakeServer(lambda rate: 1.0, invalid_from=9.0)
     sweep = server.sweep(tmp_path)
     with pytest.raises(SweepEnded, match="the runs are invalid: too late"):
-        sweep.find(Search(1.0), repeats=3)
+        sweep.find(SearchRange(1.0), repeats=3)
     capacity = sweep.result.capacities[0]
     assert capacity.is_lower_bound
     assert 8.0 <= capacity.rate.value < 9.0
@@ -226,7 +226,7 @@ def test_a_generator_that_is_saturated_before_the_server_ends_the_sweep_with_its
 def test_a_capacity_below_what_can_be_measured_is_found(tmp_path: Path) -> None:
     server = FakeServer(curve(11.0), invalid_from=15.0)
     sweep = server.sweep(tmp_path)
-    sweep.find(Search(1.0, precision=0.05), repeats=2)
+    sweep.find(SearchRange(1.0, precision=0.05), repeats=2)
     capacity = sweep.result.capacities[0]
     assert not capacity.is_lower_bound
     assert capacity.rate.value == pytest.approx(11.0, rel=0.05)
@@ -237,7 +237,7 @@ def test_a_generator_that_is_never_fast_enough_ends_the_sweep_soon(tmp_path: Pat
     server = FakeServer(curve(11.0), invalid_from=0.0)
     sweep = server.sweep(tmp_path)
     with pytest.raises(SweepEnded, match=r"at 0\.5/s the runs are invalid"):
-        sweep.find(Search(4.0), repeats=3)
+        sweep.find(SearchRange(4.0), repeats=3)
     assert [capacity.rate for capacity in sweep.result.capacities] == [None, None]
     assert len(sweep.points) == 8
 
@@ -254,7 +254,7 @@ def test_no_run_begins_that_would_end_after_the_budget(tmp_path: Path) -> None:
     server = FakeServer(curve(11.0))
     sweep = server.sweep(tmp_path, budget_s=200.0)
     with pytest.raises(SweepEnded, match="budget of 200 s"):
-        sweep.find(Search(1.0), repeats=3)
+        sweep.find(SearchRange(1.0), repeats=3)
     assert server.now <= 200.0
     assert len(sweep.points) == 3
     assert sweep.result.capacities[0].rate == Estimate(4.0)
@@ -264,7 +264,7 @@ def test_no_run_begins_that_would_end_after_the_budget(tmp_path: Path) -> None:
 def test_a_server_that_fails_some_requests_at_any_rate_has_no_capacity_at_99_percent(tmp_path: Path) -> None:
     server = FakeServer(lambda rate: min(0.97, curve(11.0)(rate)))
     sweep = server.sweep(tmp_path)
-    sweep.find(Search(4.0), repeats=1)
+    sweep.find(SearchRange(4.0), repeats=1)
     assert sweep.result.capacities[0].rate is not None
     assert sweep.result.capacities[1].rate is None
     assert min(plan.arrivals.rate for plan in server.plans) >= 1.0
@@ -277,7 +277,7 @@ def test_arrivals_without_a_rate_are_refused_before_anything_runs(tmp_path: Path
 
 def test_the_search_finds_an_edge_wherever_it_lies() -> None:
     for edge in (0.003, 0.9, 1.0, 77.0):
-        search = Search(1.0, precision=0.01, least=1e-6)
+        search = SearchRange(1.0, precision=0.01, least=1e-6)
         found = capacity_of(lambda rate, edge=edge: float(rate <= edge), 0.5, search)  # type: ignore[misc]
         assert found == pytest.approx(edge, rel=0.01)
-    assert capacity_of(lambda rate: 0.0, 0.5, Search(1.0)) == 0.0
+    assert capacity_of(lambda rate: 0.0, 0.5, SearchRange(1.0)) == 0.0

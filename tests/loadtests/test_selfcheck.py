@@ -10,7 +10,7 @@ import pytest
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import Record, RunFolder
 from twostroke.loadtests.selfcheck import MIXED_RATE, check_attainment, rate_error, scripts, timing_errors
-from twostroke.loadtests.stub_server import SCENARIOS, Served, key_of, script_of
+from twostroke.loadtests.stub_server import SCENARIOS, StubRequest, key_of, script_of
 from twostroke.loadtests.workloads.sessions import sessions
 
 
@@ -53,14 +53,14 @@ def record(
 
 
 def test_errors_are_those_of_durations_whatever_the_clocks_begin_with() -> None:
-    served = Served(0xFF, arrived_s=1000.0, token_s=[1000.5, 1000.7, 1000.8])
+    served = StubRequest(0xFF, arrived_s=1000.0, token_s=[1000.5, 1000.7, 1000.8])
     ttft_s, itl_s = timing_errors([record((2.51, 2.70, 2.83), scheduled_s=2.0)], [served])
     assert ttft_s == pytest.approx([0.01])
     assert itl_s == pytest.approx([0.01, 0.03])
 
 
 def test_late_sending_is_an_error_of_ttft() -> None:
-    served = Served(0xFF, arrived_s=1000.3, token_s=[1000.8, 1000.9])  # sent 0.3 s after it was due
+    served = StubRequest(0xFF, arrived_s=1000.3, token_s=[1000.8, 1000.9])  # sent 0.3 s after it was due
     late = record((2.8, 2.9), scheduled_s=2.0, lag_s=0.3)
     assert timing_errors([late], [served])[0] == pytest.approx([0.3])
 
@@ -71,17 +71,19 @@ def test_without_whole_answers_there_is_no_error_of_0_but_none_at_all() -> None:
         timing_errors([failed], [])
 
 
-@pytest.mark.parametrize("served", [Served(0xFE, 0.0, [1.0]), Served(0xFF, 0.0, [1.0, 2.0])], ids=["unknown", "lost"])
-def test_a_token_that_was_lost_is_no_timing_error_but_a_wrong_generator(served: Served) -> None:
+@pytest.mark.parametrize(
+    "served", [StubRequest(0xFE, 0.0, [1.0]), StubRequest(0xFF, 0.0, [1.0, 2.0])], ids=["unknown", "lost"]
+)
+def test_a_token_that_was_lost_is_no_timing_error_but_a_wrong_generator(served: StubRequest) -> None:
     with pytest.raises(LoadTestError, match="another number of tokens"):
         timing_errors([record((1.0,))], [served])
 
 
 def test_the_rate_is_that_of_the_gaps() -> None:
-    assert rate_error(10.0, [Served(index, index / 10) for index in range(11)]) == pytest.approx(0)
-    assert rate_error(10.0, [Served(index, index / 9) for index in range(11)]) == pytest.approx(0.1)
+    assert rate_error(10.0, [StubRequest(index, index / 10) for index in range(11)]) == pytest.approx(0)
+    assert rate_error(10.0, [StubRequest(index, index / 9) for index in range(11)]) == pytest.approx(0.1)
     with pytest.raises(LoadTestError, match="got 1 requests"):
-        rate_error(10.0, [Served(0, 0.0)])
+        rate_error(10.0, [StubRequest(0, 0.0)])
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -14,7 +14,7 @@ from tests.architectures.checkpoints import FOUR_HEADS, OTHERS, OURS, write_chec
 from tests.architectures.engines import BLOCK_SIZE, make_engine, random_prompts, ranks
 from twostroke.model import runner as runner_module
 from twostroke.model.step import Draw, PromptReading, SequenceStep
-from twostroke.protocol.requests import ReadingParams, SamplingParams
+from twostroke.protocol.requests import SamplingParams, ScoringParams
 
 TOP = 5
 CASES = [("gemma3_text", "native"), ("llama", "native"), ("gpt_neox", "transformers"), ("cohere2", "transformers")]
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def read(runner: Any, prompts: Sequence[Sequence[int]], params: ReadingParams, chunk: int) -> list[PromptReading]:
+def read(runner: Any, prompts: Sequence[Sequence[int]], params: ScoringParams, chunk: int) -> list[PromptReading]:
     """By steps of a chunk of each prompt, beside one that is not read and draws."""
     readings = [PromptReading(params, prompt) for prompt in prompts]
     width = 40 * runner.groups.count
@@ -86,13 +86,13 @@ def test_prompt_tokens_are_as_likely_as_transformers_finds_them(
     monkeypatch.setattr(runner_module, "MOST_SCORED_ROWS", 16)
     runner, _ = make_engine(folders(name), way)
     prompts = random_prompts(101, (2, 37, 90, 131))
-    assert_right(folders(name), prompts, read(runner, prompts, ReadingParams(logprobs=TOP), chunk=37))
+    assert_right(folders(name), prompts, read(runner, prompts, ScoringParams(logprobs=TOP), chunk=37))
 
 
 def test_two_ranks_read_the_same(folders: Any) -> None:
     prompts = random_prompts(101, (37, 90))
     with ranks(folders("llama"), None, 2) as together:
-        assert_right(folders("llama"), prompts, read(together, prompts, ReadingParams(logprobs=TOP), chunk=64))
+        assert_right(folders("llama"), prompts, read(together, prompts, ScoringParams(logprobs=TOP), chunk=64))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -101,7 +101,7 @@ def test_embeddings_are_transformers_last_hidden_states(name: str, way: Any, poo
     runner, _ = make_engine(folders(name), way)
     prompts = random_prompts(101, (1, 37, 131))
     model = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32).eval()
-    for prompt, reading in zip(prompts, read(runner, prompts, ReadingParams(pooling=pooling), chunk=37), strict=True):
+    for prompt, reading in zip(prompts, read(runner, prompts, ScoringParams(pooling=pooling), chunk=37), strict=True):
         with torch.inference_mode():
             hidden = model.base_model(torch.tensor([prompt])).last_hidden_state[0]
         vector = hidden[-1] if pooling == "last" else hidden.mean(0)

@@ -7,7 +7,16 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.loadtests.plan import SLO, Plan, Poisson, Synthetic
-from twostroke.planning.baselines import CHUNKED, WAYS, Memory, Result, Tokens, Way, compare_baselines, serve_way
+from twostroke.planning.baselines import (
+    CHUNKED,
+    WAYS,
+    BaselineMemory,
+    BaselineResult,
+    Tokens,
+    Way,
+    compare_baselines,
+    serve_way,
+)
 from twostroke.planning.exact import VOCABULARY, simulate_plan
 from twostroke.planning.layouts import Layout
 from twostroke.planning.profiles import SMALL
@@ -29,7 +38,7 @@ def trace(count: int = 250, rate: float = 5.0) -> list[Tokens]:
     return found
 
 
-def served(way: Way, order: str = "fcfs", profile: WorkerProfile = TIGHT, count: int = 250) -> Result:
+def served(way: Way, order: str = "fcfs", profile: WorkerProfile = TIGHT, count: int = 250) -> BaselineResult:
     return serve_way(trace(count), profile, way, order, SLO(ttft_s=1.0), 2)
 
 
@@ -88,7 +97,7 @@ def test_the_server_itself_makes_the_mean_wait_shorter_by_short_answers_first_wh
 
 def test_pieces_of_memory_never_overlap_and_come_back_whole() -> None:
     draw = random.Random(4)
-    memory = Memory(1000)
+    memory = BaselineMemory(1000)
     held: list[tuple[int, int]] = []
     for _ in range(2000):
         if held and draw.random() < 0.5:

@@ -124,7 +124,7 @@ def test_what_is_simulated_stands_beside_what_formulas_say(capsys: pytest.Captur
 def test_this_machine_is_measured_where_no_gpu_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured = [this_machine.Limits(50e9, 10e9)]
+    measured = [this_machine.MachineLimits(50e9, 10e9)]
     monkeypatch.setattr(this_machine, "measure_rounds", lambda *_: (measured, this_machine.torch.float32))
     monkeypatch.setattr(this_machine, "available_bytes", lambda _: 64 << 30)
     found = told(capsys, "Qwen3-8B")

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from twostroke.loadtests.report.estimates import percentile
-from twostroke.planning.coarse.fleet import Fleet, run
+from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import Request
+from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.profiles import SMALL
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import TracedRequest, serve
@@ -32,10 +32,10 @@ def lengths(count: int, rate: float, seed: int = 0) -> list[tuple[float, int, in
 
 def coarse(
     trace: list[tuple[float, int, int]], prefill: int, decode: int, *, slo: SLOConfig | None = None, candidates: int = 4
-) -> list[Request]:
+) -> list[CoarseRequest]:
     router = LiveRouter(slo or SLOConfig(), candidates=candidates)
-    fleet = Fleet(SMALL, 0.0, math.inf, math.inf, router=router)
-    requests = [Request(*one) for one in trace]
+    fleet = CoarseFleet(SMALL, 0.0, math.inf, math.inf, router=router)
+    requests = [CoarseRequest(*one) for one in trace]
     run(fleet, requests, lambda _: (prefill, decode), (prefill, decode), requests[-1].at_s)
     return requests
 

@@ -6,17 +6,17 @@ import pytest
 
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.model.published.models import published_model
-from twostroke.planning.capacity import Case
+from twostroke.planning.capacity import CapacityCase
 from twostroke.planning.pictures import batch_sweep, phases, pictures_of, roofline, write_pictures
-from twostroke.planning.roofline import Machine
-from twostroke.planning.search import Terms, machine_of
+from twostroke.planning.roofline import WorkerHardware
+from twostroke.planning.search import PlanConstraints, machine_of
 from twostroke.protocol.errors import ConfigError
 
 PNG = b"\x89PNG"
 
 
 def test_equal_data_draw_equal_pictures() -> None:
-    shape, machine = published_model("Llama-3.1-8B"), Machine(HARDWARE["h100-80gb"])
+    shape, machine = published_model("Llama-3.1-8B"), WorkerHardware(HARDWARE["h100-80gb"])
     drawn = [roofline(machine, shape, phases(shape, machine.held, 2048, 32, 2048)) for _ in range(2)]
     assert drawn[0].png.startswith(PNG)
     assert drawn[0] == drawn[1]
@@ -26,9 +26,9 @@ def test_equal_data_draw_equal_pictures() -> None:
 
 
 def test_a_case_is_drawn_in_four_pictures(tmp_path: Path) -> None:
-    terms = Terms()
+    terms = PlanConstraints()
     machine = machine_of(HARDWARE["h100-80gb"], 1, "auto", terms)
-    case = Case("Llama-3.1-8B", published_model("Llama-3.1-8B"), machine, terms, (4096,), 0.05, 512, 256)
+    case = CapacityCase("Llama-3.1-8B", published_model("Llama-3.1-8B"), machine, terms, (4096,), 0.05, 512, 256)
     write_pictures(tmp_path / "report", pictures_of(case))
     drawn = {file.name: file.read_bytes() for file in (tmp_path / "report").iterdir()}
     assert drawn.keys() == {"roofline.png", "batch_sweep.png", "kv_by_context.png", "intensity_by_phase.png"}

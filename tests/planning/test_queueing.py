@@ -11,14 +11,14 @@ from msgspec import structs
 
 from twostroke.planning.layouts import Layout
 from twostroke.planning.queueing import batch_of, erlang_c, late_s, rows_s, wait_of
-from twostroke.planning.workload import Promise, Workload, promise_of
+from twostroke.planning.workload import SLOTargets, Workload, promise_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
 
 COSTS = StepCosts(base_s=2.9e-3, token_s=1.83e-4, pair_s=4.0e-8, row_s=2.0e-4, context_s=4.5e-7)
 KIND = WorkerProfile("cpu", COSTS, 12_288.0, 200_000, 1e9, 2048, 256, "", num_layers=12, hardware="cpu")
-PROMISE = Promise(ttft_s=1.0, tpot_s=0.03)
+PROMISE = SLOTargets(ttft_s=1.0, tpot_s=0.03)
 WORKLOAD = Workload("two lengths", ((200, 40), (1200, 100)))
 
 
@@ -104,4 +104,4 @@ def test_a_promise_that_says_too_little_is_refused(text: str) -> None:
 
 
 def test_a_promise_is_read_with_its_percentiles() -> None:
-    assert promise_of("ttft_p99_s=2,tpot_p50_s=0.1") == Promise(2.0, 0.1, 0.99, 0.5)
+    assert promise_of("ttft_p99_s=2,tpot_p50_s=0.1") == SLOTargets(2.0, 0.1, 0.99, 0.5)

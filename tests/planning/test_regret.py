@@ -15,9 +15,9 @@ from twostroke.planning.commands.regret import CANDIDATES, verdict_of
 from twostroke.planning.layouts import Layout
 from twostroke.planning.measured import TARGET
 from twostroke.planning.profiles import SMALL, among_busy, write_profile
-from twostroke.planning.search import Budget, Search
+from twostroke.planning.search import Budget, FleetSearch
 from twostroke.planning.trials import decide, simulated_goodput
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.workload import SLOTargets, Workload
 
 WORKERS = 4
 KIND = among_busy(SMALL)
@@ -48,9 +48,9 @@ def layouts() -> list[Layout]:
 
 
 def test_the_plan_loses_little_of_what_the_best_of_all_layouts_serves_in_simulation() -> None:
-    workload, promise = mixed_lengths(1), Promise(0.5, 0.015)
+    workload, promise = mixed_lengths(1), SLOTargets(0.5, 0.015)
     found = decide(
-        Search([KIND], [KIND], workload, promise, Budget(gpus=WORKERS)), workload, promise, None, lambda line: None
+        FleetSearch([KIND], [KIND], workload, promise, Budget(gpus=WORKERS)), workload, promise, None, lambda line: None
     )
     served = {
         layout: simulated_goodput(

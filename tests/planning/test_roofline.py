@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.model.operations import Limits, decode_work, prefill_operations, prefill_work
+from twostroke.model.operations import MachineLimits, decode_work, prefill_operations, prefill_work
 from twostroke.model.published.hardware import HARDWARE, Efficiency
 from twostroke.model.published.models import published_model
 from twostroke.model.sizes import weight_bytes
 from twostroke.planning.queueing import HANDOVER_S, late_s
 from twostroke.planning.roofline import (
     Interference,
-    Machine,
+    WorkerHardware,
     as_mha,
     batch_limits,
     cached_flops,
@@ -27,7 +27,7 @@ from twostroke.planning.roofline import (
     uncached_flops,
     usd_per_million,
 )
-from twostroke.planning.search import Terms, profiles_of
+from twostroke.planning.search import PlanConstraints, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError
 
@@ -37,7 +37,7 @@ PROFILES = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "gemma-3-12b")
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_a_step_takes_longer_with_more_in_it_and_less_on_a_faster_machine(name: str) -> None:
-    shape, machine = published_model(name), Machine(H100, 4)
+    shape, machine = published_model(name), WorkerHardware(H100, 4)
     wider = replace(machine, hardware=replace(H100, read_bytes_per_s=2 * H100.read_bytes_per_s))
     decode_s = machine.decode_s(shape, 8, 1000)
     assert machine.decode_s(shape, 9, 1000) > decode_s
@@ -50,15 +50,15 @@ def test_a_step_takes_longer_with_more_in_it_and_less_on_a_faster_machine(name: 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_no_step_is_below_what_its_whole_work_takes_at_the_peaks(name: str) -> None:
-    shape, machine = published_model(name), Machine(H100).at_peak()
-    limits = Limits(H100.flops_per_s["bf16"], H100.read_bytes_per_s)
+    shape, machine = published_model(name), WorkerHardware(H100).at_peak()
+    limits = MachineLimits(H100.flops_per_s["bf16"], H100.read_bytes_per_s)
     assert machine.decode_s(shape, 16, 2000) >= decode_work(shape, 16, 2000, "none").floor_s(limits)
     assert ttft_floor_s(machine, shape, 1000) >= prefill_work(shape, 1000, "none").floor_s(limits)
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_schedulers_and_rooflines_agree_on_prompts_and_batches(name: str) -> None:
-    shape, machine = published_model(name), Machine(H100, 4)
+    shape, machine = published_model(name), WorkerHardware(H100, 4)
     costs = step_costs(machine, shape, 2000, 2048)
     assert costs.prefill_s(2048, 0, 2048) == pytest.approx(machine.prefill_s(shape, 2048), rel=1e-3)
     assert costs.prefill_s(8192, 0, 2048) == pytest.approx(machine.prefill_s(shape, 8192, 2048), rel=0.05)
@@ -68,21 +68,21 @@ def test_schedulers_and_rooflines_agree_on_prompts_and_batches(name: str) -> Non
 
 
 def test_the_largest_batch_is_the_last_that_keeps_the_time() -> None:
-    shape, machine = published_model("Llama-3.1-8B"), Machine(H100)
+    shape, machine = published_model("Llama-3.1-8B"), WorkerHardware(H100)
     batch = largest_batch(machine, shape, 2000, 0.03)
     assert machine.decode_s(shape, batch, 2000) <= 0.03 < machine.decode_s(shape, batch + 1, 2000)
     assert largest_batch(machine, shape, 2000, tpot_floor_s(machine, shape, 2000) / 2) == 0
 
 
 def test_fp8_checkpoints_multiply_in_fp8_and_int8_weights_do_not() -> None:
-    shape, machine = published_model("DeepSeek-V3"), Machine(H100, 8)
+    shape, machine = published_model("DeepSeek-V3"), WorkerHardware(H100, 8)
     auto, int8 = (replace(machine, held=replace(machine.held, quantization=profile)) for profile in ("auto", "int8"))
     assert (auto.number(shape), int8.number(shape)) == ("fp8", "bf16")
     assert auto.prefill_s(shape, 4096) < int8.prefill_s(shape, 4096)
 
 
 def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts_are_long() -> None:
-    shape, copies = published_model("DeepSeek-V3"), Machine(HARDWARE["h200"], 8)
+    shape, copies = published_model("DeepSeek-V3"), WorkerHardware(HARDWARE["h200"], 8)
     parts = replace(copies, context_parallel=True)
     assert parts.decode_s(shape, 64, 16_000) < 0.85 * copies.decode_s(shape, 64, 16_000)
     assert parts.decode_s(shape, 64, 500) > copies.decode_s(shape, 64, 500)
@@ -94,14 +94,18 @@ def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts
     assert link.exchange_s(shape, 3, 0) == pytest.approx(3 * 61 * 7 / 8 * 128 * (576 + 512) * 2)
     assert link.exchange_s(shape, 0, 1000) == pytest.approx(1000 * 61 * 7 / 8 * 576 * 2)
     workload = Workload("short", ((1000, 100),))
-    profiles = {profile.name: profile for profile in profiles_of(shape, parts.hardware, ("auto",), workload, Terms())}
+    profiles = {
+        profile.name: profile for profile in profiles_of(shape, parts.hardware, ("auto",), workload, PlanConstraints())
+    }
     assert profiles["h200 x8 auto cp"].kv_tokens == pytest.approx(8 * profiles["h200 x8 auto"].kv_tokens, rel=1e-3)
     assert [profiles[name].copies for name in ("h200 x8 auto", "h200 x8 auto cp")] == [8, 1]
     sender = profiles["h200 x8 auto"]
     once, often = (late_s(sender, 4096, 0.0, 1.0, copies) - HANDOVER_S for copies in (1, 8))
     assert often == pytest.approx(8 * once)
     llama = published_model("Llama-3.1-70B")
-    assert not any(profile.context_parallel for profile in profiles_of(llama, H100, ("auto",), workload, Terms()))
+    assert not any(
+        profile.context_parallel for profile in profiles_of(llama, H100, ("auto",), workload, PlanConstraints())
+    )
 
 
 def test_kv_and_money_are_counted_in_bytes_seconds_and_dollars() -> None:
@@ -112,7 +116,7 @@ def test_kv_and_money_are_counted_in_bytes_seconds_and_dollars() -> None:
 
 
 def test_the_limit_of_a_batch_that_binds_is_the_smallest() -> None:
-    shape, machine = published_model("Llama-3.1-70B"), Machine(HARDWARE["a100-80gb"], 8).at_peak()
+    shape, machine = published_model("Llama-3.1-70B"), WorkerHardware(HARDWARE["a100-80gb"], 8).at_peak()
     weights = weight_bytes(shape, 2, "none")
     long, short = (batch_limits(machine, shape, weights, context, 0.05) for context in (4096, 512))
     assert (long.binds, long.batch) == ("memory", int(long.memory))

@@ -16,12 +16,12 @@ from twostroke.planning.commands.should_i_disaggregate import Found, flips_of, t
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation
 from twostroke.planning.profiles import SMALL
-from twostroke.planning.workload import Promise, Workload
+from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 
 ASKED = ("should-i-disaggregate", "--workload", "fixed", "--input-tokens", "64", "--output-tokens", "4", "--no-sweep")
 SAMPLE = Workload("alike", ((512, 4),))
-PROMISE = Promise(1.0, 0.05)
+PROMISE = SLOTargets(1.0, 0.05)
 
 
 def measured_at(rate: float | None) -> Measured:

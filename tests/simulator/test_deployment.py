@@ -15,7 +15,7 @@ from twostroke.planning.layouts import Layout
 from twostroke.planning.profiles import SMALL
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
-from twostroke.simulator.deployment import Fault, Machine
+from twostroke.simulator.deployment import SharedMachine, WorkerCrash
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.profile import WorkerProfile
 
@@ -44,7 +44,7 @@ def test_each_user_of_a_closed_loop_asks_again_when_answered() -> None:
 
 
 def test_what_simulated_workers_warn_of_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
-    faults = [Fault(at_s, role) for role, at_s in (("prefill", 1.0), ("decode", 2.0))]  # type: ignore[arg-type]
+    faults = [WorkerCrash(at_s, role) for role, at_s in (("prefill", 1.0), ("decode", 2.0))]  # type: ignore[arg-type]
     simulate_plan(plan_of(Constant(8.0), Fixed(512, 64), 4.0), apart(SMALL, 2), faults=faults)
     assert not caplog.records
     logging.getLogger("twostroke.kvtransfer").warning("heard again")
@@ -61,7 +61,7 @@ def test_a_conversation_goes_on_from_what_was_said_and_finds_it_cached() -> None
 
 def test_a_step_is_slower_only_while_somebody_computes_beside_it() -> None:
     async def both() -> list[float]:
-        loop, machine, ends = asyncio.get_running_loop(), Machine(), []
+        loop, machine, ends = asyncio.get_running_loop(), SharedMachine(), []
 
         async def compute(after_s: float, part: float) -> None:
             await asyncio.sleep(after_s)

@@ -15,7 +15,7 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepsUnderWay, WorkerLife
+from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
 
 
 class Scene:
@@ -27,7 +27,7 @@ class Scene:
         self.failure: BaseException | None = None  # of the steps that end from now on
         self._step_s = step_s
         clock = asyncio.get_running_loop().time
-        self.life = WorkerLife(
+        self.life = StepLoop(
             worker_id="w",
             pools=(BlockPool(4, 4),),
             clock=clock,

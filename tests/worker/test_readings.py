@@ -8,11 +8,11 @@ import pytest
 from tests.simulation.fake_model import hidden_state, position_kv, scored
 from tests.worker.worker_rig import Rig, a_request, begin, of_both_roles
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.requests import PrefillReply, ReadingParams
+from twostroke.protocol.requests import PrefillReply, ScoringParams
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES
 
-SCORES = ReadingParams(logprobs=2)
-MEAN = ReadingParams(pooling="mean")
+SCORES = ScoringParams(logprobs=2)
+MEAN = ScoringParams(pooling="mean")
 
 
 def assert_read(reply: PrefillReply, num_tokens: int) -> None:
@@ -33,7 +33,7 @@ def assert_read(reply: PrefillReply, num_tokens: int) -> None:
 
 @of_both_roles(max_step_tokens=8)
 @pytest.mark.parametrize("params", [SCORES, MEAN], ids=["scores", "mean"])
-async def test_a_prompt_is_read_in_chunks_whatever_is_cached(rig: Rig, params: ReadingParams) -> None:
+async def test_a_prompt_is_read_in_chunks_whatever_is_cached(rig: Rig, params: ScoringParams) -> None:
     request = a_request(30, "first")
     await rig.ask(request)
     for name in ("r1", "r2"):
@@ -62,7 +62,7 @@ async def test_a_worker_that_does_nothing_but_score_learns_what_that_takes(rig: 
 @of_both_roles(max_step_tokens=8)
 async def test_what_is_read_enters_the_cache(rig: Rig) -> None:
     await rig.worker.read(a_request(30, "r", reading=SCORES, max_tokens=0))
-    last = await rig.worker.read(a_request(30, "l", reading=ReadingParams(pooling="last"), max_tokens=1))
+    last = await rig.worker.read(a_request(30, "l", reading=ScoringParams(pooling="last"), max_tokens=1))
     assert last.num_cached_tokens == 28
     assert len(last.event.tokens) == 1
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from twostroke.protocol.blocks import chain_hashes
-from twostroke.protocol.requests import GenerateRequest, ReadingParams, SamplingParams
+from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.sequence import SequenceState
 
@@ -176,7 +176,7 @@ def test_the_end_of_a_prompt_is_shared_only_under_the_same_salt_and_for_what_rea
     first = SequenceState(request(length), BLOCK_SIZE)
     first.reserve(pool, length)
     first.computed(pool, length)
-    reading = ReadingParams(logprobs=0)
+    reading = ScoringParams(logprobs=0)
     for other in (replace(first.request, cache_salt=b"tenant"), replace(first.request, reading=reading)):
         stranger = SequenceState(other, BLOCK_SIZE)
         stranger.match_prefix(pool)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.model.operations import Limits
+from twostroke.model.operations import MachineLimits
 from twostroke.model.step_work import StepWork
 from twostroke.worker.step_costs import StepContent
 from twostroke.worker.utilization import WINDOW_S, Utilization
@@ -13,7 +13,7 @@ STEP = StepContent(prompt_tokens=4, pairs=0.0, rows=2, context_tokens=0)  # 500 
 
 def test_shares_are_those_of_the_last_seconds_idle_time_included() -> None:
     now = 0.0
-    used = Utilization(WORK, Limits(gemm=1000.0, read=4000.0), lambda: now)
+    used = Utilization(WORK, MachineLimits(gemm=1000.0, read=4000.0), lambda: now)
     for _ in range(10):
         now += 1.0
         used.add(STEP)
@@ -28,7 +28,7 @@ def test_shares_are_those_of_the_last_seconds_idle_time_included() -> None:
 
 def test_without_limits_or_a_model_nothing_is_told() -> None:
     assert Utilization(WORK, None, lambda: 0.0).shares() is None
-    unknown = Utilization(None, Limits(1.0, 1.0), lambda: 0.0)
+    unknown = Utilization(None, MachineLimits(1.0, 1.0), lambda: 0.0)
     unknown.add(STEP)
     assert unknown.shares() is None
     assert unknown.flops == 0.0

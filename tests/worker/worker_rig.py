@@ -46,7 +46,7 @@ from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.pulls import PrefixExports, Transfers
 from twostroke.worker.sequence import SequenceState
-from twostroke.worker.worker import Equipment
+from twostroke.worker.worker import WorkerDeps
 
 SECRET = b"a secret of tests"
 PREFILL, DECODE, ROUTER = Peer("prefill-0", 11), Peer("decode-0", 22), "router-0"
@@ -199,7 +199,7 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
     pool, engine = parts.pool, FakeEngine(parts.store, swap_space)
-    equipment = Equipment(
+    equipment = WorkerDeps(
         peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
     )
     worker: PrefillWorker | DecodeWorker

@@ -52,7 +52,7 @@ IMPLICIT_ARGUMENT = re.compile(r"\(\$\w+(, /)?(, )?")
 
 
 @dataclass(frozen=True)
-class Turn:
+class DialogueTurn:
     role: str  # "system", "user" or "assistant"; "" for plain text outside a conversation
     text: str
 
@@ -61,7 +61,7 @@ class Turn:
 class Document:
     name: str  # what it was made from: "os.py", "chat:os.path.join"
     held_out: bool
-    turns: tuple[Turn, ...]
+    turns: tuple[DialogueTurn, ...]
 
     @property
     def characters(self) -> int:
@@ -77,10 +77,10 @@ def load_corpus() -> tuple[list[Document], list[Document]]:
 
 def plain_documents() -> list[Document]:
     """Every source file and help topic, each as one document."""
-    documents = [Document(name, is_held_out(name), (Turn("", text),)) for name, text in source_files()]
+    documents = [Document(name, is_held_out(name), (DialogueTurn("", text),)) for name, text in source_files()]
     for topic, text in topics().items():
         name = f"topic:{topic}"
-        documents.append(Document(name, is_held_out(name), (Turn("", text + "\n"),)))
+        documents.append(Document(name, is_held_out(name), (DialogueTurn("", text + "\n"),)))
     return documents
 
 
@@ -146,10 +146,10 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def conversation(subject: str, prompt: str, answer: str, held_out: bool) -> Document:
-    turns = [Turn("user", prompt), Turn("assistant", answer)]
+    turns = [DialogueTurn("user", prompt), DialogueTurn("assistant", answer)]
     pick = seeded("system", subject, prompt)
     if pick % 4 == 0:
-        turns.insert(0, Turn("system", SYSTEM_PROMPTS[pick // 4 % len(SYSTEM_PROMPTS)]))
+        turns.insert(0, DialogueTurn("system", SYSTEM_PROMPTS[pick // 4 % len(SYSTEM_PROMPTS)]))
     return Document(f"chat:{subject}", held_out, tuple(turns))
 
 

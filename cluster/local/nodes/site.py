@@ -18,7 +18,7 @@ NO_STAGES: Mapping[WorkerRole, int] = {"prefill": 1, "decode": 1}
 
 
 @dataclass(frozen=True)
-class Worker:
+class ListedWorker:
     """As /status tells it."""
 
     role: WorkerRole
@@ -108,10 +108,10 @@ class Site:
         """What the entry says. Raises ConfigError where it doesn't answer."""
         return fetch_status(self.url)
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[ListedWorker]:
         """Those that the router knows. Raises ConfigError where it doesn't answer."""
         return [
-            Worker(
+            ListedWorker(
                 role=one["role"],
                 worker_id=one["worker_id"],
                 node=one["node"],
@@ -122,7 +122,7 @@ class Site:
             for one in self.status()["workers"]
         ]
 
-    def await_workers(self, num_prefill: int, num_decode: int) -> list[Worker]:
+    def await_workers(self, num_prefill: int, num_decode: int) -> list[ListedWorker]:
         """All of them, once all can be reached. Raises NodeFailed."""
         wanted = {"prefill": num_prefill, "decode": num_decode}
 

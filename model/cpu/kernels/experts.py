@@ -116,7 +116,7 @@ def route(launcher: Launcher, logits: Tensor, correction: Tensor | None, routing
     return Chosen(experts, weights)
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """The choices of a step (token by token, top_k each) in the order of their experts."""
 
     choices: Tensor  # int32 [T top_k]: which stands at each place; -1: one of an expert that is not here
@@ -154,7 +154,7 @@ def _order(words):
             choices[place], places[i] = i if is_here else -1, place if is_here else -1
 
 
-def order(launcher: Launcher, experts: Tensor, hits: Tensor, held: range, most_rows: int) -> Order:
+def order(launcher: Launcher, experts: Tensor, hits: Tensor, held: range, most_rows: int) -> ExpertOrder:
     """experts int32 [T, top_k], counted in hits int64 [number of experts]. Those of an expert stay in the order of the
     tokens. Tasks are those of the experts `held`, by their numbers among these."""
     count, num_experts = experts.numel(), len(hits)
@@ -164,7 +164,7 @@ def order(launcher: Launcher, experts: Tensor, hits: Tensor, held: range, most_r
     launcher.run(
         _order, 1, 1, experts, choices, places, tasks, hits, count, num_experts, most_rows, held.start, held.stop
     )
-    return Order(choices, places, tasks)
+    return ExpertOrder(choices, places, tasks)
 
 
 @Kernel

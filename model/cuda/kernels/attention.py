@@ -29,7 +29,7 @@ from twostroke.model.cuda.kernels.fp8 import beside_cache, of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
-    Target,
+    GpuTarget,
     dot_precision,
     padded_head,
     power_of_two,
@@ -49,7 +49,7 @@ NO_SCORE = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
+class PrefillTiling:
     """How one launch is tiled."""
 
     block_m: int  # rows of a tile: (token, head of the group) pairs
@@ -68,29 +68,29 @@ class PrefillConfig:
 # ask 2.4 TB/s of its second-level cache, which is why M is 128 wherever sums (M D / threads), scores and weights
 # (1.5 M N / threads) fit beside the addresses in 255 registers: at D = 128, N = 64 and 256 threads, 64 + 48. A head of
 # 80 or 96 keeps masks of its padding too, and takes half the keys a step on Ampere.
-_PREFILL: dict[Architecture, tuple[tuple[int, PrefillConfig], ...]] = {
+_PREFILL: dict[Architecture, tuple[tuple[int, PrefillTiling], ...]] = {
     Architecture.HOPPER: (
-        (64, PrefillConfig(128, 128, 8, 3)),
-        (128, PrefillConfig(128, 64, 4, 3)),
-        (256, PrefillConfig(128, 64, 8, 3)),
+        (64, PrefillTiling(128, 128, 8, 3)),
+        (128, PrefillTiling(128, 64, 4, 3)),
+        (256, PrefillTiling(128, 64, 8, 3)),
     ),
     Architecture.AMPERE: (
-        (64, PrefillConfig(128, 64, 4, 5)),
-        (96, PrefillConfig(128, 32, 8, 5)),
-        (128, PrefillConfig(128, 64, 8, 5)),
-        (256, PrefillConfig(64, 32, 8, 5)),
+        (64, PrefillTiling(128, 64, 4, 5)),
+        (96, PrefillTiling(128, 32, 8, 5)),
+        (128, PrefillTiling(128, 64, 8, 5)),
+        (256, PrefillTiling(64, 32, 8, 5)),
     ),
     Architecture.SMALL: (
-        (64, PrefillConfig(128, 64, 4, 3)),
-        (128, PrefillConfig(64, 32, 4, 3)),
-        (256, PrefillConfig(32, 32, 4, 3)),
+        (64, PrefillTiling(128, 64, 4, 3)),
+        (128, PrefillTiling(64, 32, 4, 3)),
+        (256, PrefillTiling(32, 32, 4, 3)),
     ),
 }
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: small tiles, on any GPU.
 _FP32_PREFILL = (
-    (64, PrefillConfig(32, 32, 4, 3)),
-    (128, PrefillConfig(16, 16, 4, 3)),
-    (256, PrefillConfig(16, 16, 4, 3)),
+    (64, PrefillTiling(32, 32, 4, 3)),
+    (128, PrefillTiling(16, 16, 4, 3)),
+    (256, PrefillTiling(16, 16, 4, 3)),
 )
 # Chunks of at most this many rows take tiles of as many, since half of a larger one would be padding, and half the keys
 # a step, since half the warps hold half the registers.
@@ -106,7 +106,7 @@ def prefill_config(
     heads_per_group: int,
     max_query_len: int,
     is_fp8: bool = False,
-) -> PrefillConfig:
+) -> PrefillTiling:
     """The table's row for a batch; `is_fp8` of the cache. Raises ValueError for heads wider than the table goes."""
     for widest, config in _FP32_PREFILL if dtype == torch.float32 else _PREFILL[architecture]:
         if head_dim <= widest:
@@ -331,7 +331,7 @@ def chunks_of(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def prefill_attention(
-    q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: PrefillConfig
+    q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: PrefillTiling
 ) -> None:
     """`paged_attention` of model/reference.py for the layout's chunks, written to their rows of out."""
     _, heads, dim = q.shape
@@ -351,7 +351,7 @@ def prefill_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeConfig:
+class DecodeTiling:
     """How one launch is tiled."""
 
     block_n: int  # keys a loop step
@@ -375,7 +375,9 @@ _DECODE: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
 _FP32_DECODE = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
 
 
-def decode_config(target: Target, head_dim: int, dtype: torch.dtype, groups: int, max_context_len: int) -> DecodeConfig:
+def decode_config(
+    target: GpuTarget, head_dim: int, dtype: torch.dtype, groups: int, max_context_len: int
+) -> DecodeTiling:
     """The table's row for a batch. Raises ValueError for too wide heads.
 
     `max_context_len`: the most keys that a sequence reads, so a window's where that is shorter.
@@ -383,7 +385,7 @@ def decode_config(target: Target, head_dim: int, dtype: torch.dtype, groups: int
     table = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     for widest, (block_n, warps, stages) in table:
         if head_dim <= widest:
-            return DecodeConfig(block_n, warps, stages, split_config(target, groups, max_context_len, block_n))
+            return DecodeTiling(block_n, warps, stages, split_config(target, groups, max_context_len, block_n))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 
@@ -475,7 +477,7 @@ def decode_attention_kernel(
 
 
 def decode_attention(
-    q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeConfig
+    q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeTiling
 ) -> None:
     """As in model/reference.py for the layout's decodes, whose rows come first; zeros for an empty context."""
     _, heads, dim = q.shape

@@ -63,7 +63,7 @@ class DrawParameters:
     keys: Tensor  # int64 [N]: the bits of `row_keys`
 
 
-class Asked(NamedTuple):
+class SamplingFeatures(NamedTuple):
     """What some row asks for, as far as the host knows: what no row does is not launched. Tokens don't depend on it."""
 
     draws: bool = True  # any temperature above 0; the others matter to these rows alone
@@ -71,7 +71,7 @@ class Asked(NamedTuple):
     top_p: bool = True
 
 
-EVERYTHING = Asked()
+EVERYTHING = SamplingFeatures()
 
 
 class _Search(NamedTuple):
@@ -439,7 +439,7 @@ def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     )
 
 
-def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: Asked = EVERYTHING) -> Tensor:
+def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFeatures = EVERYTHING) -> Tensor:
     """One token for each row of logits fp32 [N, V]: int64 [2, N], tokens, and 1 where the row held NaN or +inf.
 
     A row of -inf alone gives token 0. Nothing synchronises with the host; may be captured in a CUDA graph.

@@ -18,7 +18,7 @@ from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
 from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import LEAST, rounded, size_of, token_scale
-from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, PackedWeight, activate
+from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, CudaPackedWeight, activate
 from twostroke.model.cuda.kernels.launch import power_of_two
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
@@ -359,7 +359,7 @@ def vocab_embedding_kernel(
     tl.store(out + token * COLUMNS + columns, value.to(out.dtype.element_ty), mask=columns < COLUMNS)
 
 
-def vocab_embedding(token_ids: Tensor, table: PackedWeight, first: int, out_dtype: torch.dtype) -> Tensor:
+def vocab_embedding(token_ids: Tensor, table: CudaPackedWeight, first: int, out_dtype: torch.dtype) -> Tensor:
     """As Backend.embed: token_ids int64 [T] -> a new tensor [T, hidden]; other ranks' tokens have rows of zeros.
 
     So the sum over all ranks is the whole vocabulary's embedding (Shoeybi et al. 2019). Raises ValueError for int4, of

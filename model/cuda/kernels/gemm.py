@@ -47,7 +47,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
-from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
+from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, dot_precision
 from twostroke.model.sizes import INT4_GROUP
 
 Bits = Literal[16, 8, 4]
@@ -59,7 +59,7 @@ FP8_GROUP = 128  # columns of a weight in FP8 that share a scale, where not all 
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class CudaPackedWeight:
     """A weight in the kernels' form."""
 
     packed: (
@@ -77,7 +77,7 @@ class PackedWeight:
         return self.packed.dtype == torch.float8_e4m3fn
 
 
-def pack(weight: Tensor | QuantizedWeight) -> PackedWeight:
+def pack(weight: Tensor | QuantizedWeight) -> CudaPackedWeight:
     """What is not quantised is kept, and not copied if contiguous. The last block of int4 ends with zeros of scale 0.
 
     Raises ValueError for other groups than a row of int8 and INT4_GROUP columns of int4, and for scales of int4 that
@@ -85,12 +85,12 @@ def pack(weight: Tensor | QuantizedWeight) -> PackedWeight:
     """
     if isinstance(weight, Tensor):
         weight = weight.contiguous()
-        return PackedWeight(weight, weight, weight.shape[0], weight.shape[1], 16)
+        return CudaPackedWeight(weight, weight, weight.shape[0], weight.shape[1], 16)
     rows, columns = weight.values.shape
     if weight.bits == 8:
         if weight.scales.shape[1] != 1:
             raise ValueError(f"int8 kernels take one scale a row, not {weight.scales.shape[1]}")
-        return PackedWeight(_unsigned(weight.values, BYTE_ZERO), weight.scales[:, 0].contiguous(), rows, columns, 8)
+        return CudaPackedWeight(_unsigned(weight.values, BYTE_ZERO), weight.scales[:, 0].contiguous(), rows, columns, 8)
     if weight.group_size != INT4_GROUP and weight.scales.shape[1] > 1:
         raise ValueError(f"int4 kernels take groups of {INT4_GROUP} columns, not {weight.group_size}")
     if not torch.equal(weight.scales, weight.scales.bfloat16().float()):
@@ -101,7 +101,7 @@ def pack(weight: Tensor | QuantizedWeight) -> PackedWeight:
     groups = 2 * packed.shape[1] // INT4_GROUP
     scales = functional.pad(weight.scales, (0, groups - weight.scales.shape[1])).T.contiguous()
     scales[1::2] /= 16
-    return PackedWeight(packed, scales.bfloat16(), rows, columns, 4)
+    return CudaPackedWeight(packed, scales.bfloat16(), rows, columns, 4)
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
@@ -123,13 +123,13 @@ def can_multiply_fp8(weight: QuantizedWeight) -> bool:
     return weight.num_groups == 1 or weight.group_size == FP8_GROUP
 
 
-def pack_fp8(weight: QuantizedWeight) -> PackedWeight:
+def pack_fp8(weight: QuantizedWeight) -> CudaPackedWeight:
     """Of a weight that `can_multiply_fp8`."""
     rows, columns = weight.values.shape
-    return PackedWeight(weight.values.contiguous(), weight.scales.T.contiguous(), rows, columns, 8)
+    return CudaPackedWeight(weight.values.contiguous(), weight.scales.T.contiguous(), rows, columns, 8)
 
 
-def unpack(weight: PackedWeight) -> Tensor:
+def unpack(weight: CudaPackedWeight) -> Tensor:
     """The weights that are computed with, fp32 [out, in]: the reference of the kernels that read them."""
     if weight.bits == 16:
         return weight.packed.float()
@@ -179,7 +179,7 @@ class GemmConfig:
 
 
 @cache
-def with_splits(config: GemmConfig, target: Target, rows: int, columns: int) -> GemmConfig:
+def with_splits(config: GemmConfig, target: GpuTarget, rows: int, columns: int) -> GemmConfig:
     """Return the config with the fewest splits that give each multiprocessor `fill` programs on average.
 
     The weight is [rows, columns]. The number of tokens does not count, only the tile's: a launch serves any that fit.
@@ -287,7 +287,9 @@ _FP32_QUANT_CONFIGS = (
 )
 
 
-def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int, rows: int, columns: int) -> GemmConfig:
+def gemm_config(
+    target: GpuTarget, dtype: torch.dtype, bits: Bits, num_tokens: int, rows: int, columns: int
+) -> GemmConfig:
     """The table's row for any number of tokens, of 16 bits for 1 to MOST_TOKENS, and the splits for a weight.
 
     `dtype` is that of what is multiplied with the weight: where that is FP8, so are both.
@@ -304,13 +306,13 @@ def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int,
     return with_splits(config, target, rows, columns)
 
 
-def linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """x [T, in] -> [T, out]: summed in fp32, rounded once to out_dtype."""
     y = x.float() @ unpack(weight).T
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def fp8_linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def fp8_linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """As `linear_reference`, of x as `fp8.quantize_tokens_reference` rounds it."""
     codes, scales = quantize_tokens_reference(x)
     y = codes.float() @ unpack(weight).T * scales[:, None]
@@ -528,7 +530,7 @@ def gemm_kernel(
 
 def gemm(
     x: Tensor,
-    weight: PackedWeight,
+    weight: CudaPackedWeight,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     workspace: SplitWorkspace,

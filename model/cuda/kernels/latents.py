@@ -23,7 +23,14 @@ from twostroke.model.cuda.kernels.attention import (
     cached_kv_offsets,
     chunks_of,
 )
-from twostroke.model.cuda.kernels.launch import LOG2_E, Architecture, Target, dot_precision, padded_head, power_of_two
+from twostroke.model.cuda.kernels.launch import (
+    LOG2_E,
+    Architecture,
+    GpuTarget,
+    dot_precision,
+    padded_head,
+    power_of_two,
+)
 from twostroke.model.cuda.kernels.segments import (
     LN_2,
     SplitConfig,
@@ -133,7 +140,7 @@ _DECODE: dict[Architecture, tuple[int, int, int, int]] = {
 _FP32_DECODE = (16, 16, 8, 2)
 
 
-def latent_decode_config(target: Target, heads: int, dtype: torch.dtype, max_context_len: int) -> LatentDecodeConfig:
+def latent_decode_config(target: GpuTarget, heads: int, dtype: torch.dtype, max_context_len: int) -> LatentDecodeConfig:
     """The table's row for a batch."""
     most, block_n, warps, stages = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     block_m = max(16, min(most, power_of_two(heads)))

@@ -19,7 +19,7 @@ class Architecture(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class GpuTarget:
     """The GPU that kernels are launched on."""
 
     architecture: Architecture
@@ -28,7 +28,7 @@ class Target:
     is_sm90: bool = False  # what FlashAttention-3 is compiled for
 
     @classmethod
-    def of(cls, capability: tuple[int, int], multiprocessors: int) -> "Target":
+    def of(cls, capability: tuple[int, int], multiprocessors: int) -> "GpuTarget":
         """The target of a compute capability such as (9, 0).
 
         Raises ValueError below 8.0: bf16 matrix instructions and asynchronous copies start there.
@@ -42,15 +42,15 @@ class Target:
         return cls(Architecture.SMALL, multiprocessors, has_fp8=capability >= (8, 9))
 
     @classmethod
-    def of_device(cls, device: torch.device) -> "Target":
+    def of_device(cls, device: torch.device) -> "GpuTarget":
         """The target of a CUDA device at hand."""
         properties = torch.cuda.get_device_properties(device)
         return cls.of((properties.major, properties.minor), properties.multi_processor_count)
 
 
-H100 = Target(Architecture.HOPPER, multiprocessors=132, is_sm90=True)
-B200 = Target(Architecture.HOPPER, multiprocessors=148)
-A100 = Target(Architecture.AMPERE, multiprocessors=108, has_fp8=False)
+H100 = GpuTarget(Architecture.HOPPER, multiprocessors=132, is_sm90=True)
+B200 = GpuTarget(Architecture.HOPPER, multiprocessors=148)
+A100 = GpuTarget(Architecture.AMPERE, multiprocessors=108, has_fp8=False)
 
 
 def power_of_two(n: int) -> int:

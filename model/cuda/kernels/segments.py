@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
-from twostroke.model.cuda.kernels.launch import LOG2_E, Target, padded_head
+from twostroke.model.cuda.kernels.launch import LOG2_E, GpuTarget, padded_head
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_WAVES = 4  # of programs; more would even out little more, and each starts with a wait for memory
@@ -51,7 +51,7 @@ class SplitConfig:
         return max(1, min(self.programs, -(-rows * self.most_steps // int(_LEAST_STEPS.value))))
 
 
-def split_config(target: Target, tiles: int, most_keys: int, block_n: int) -> SplitConfig:
+def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) -> SplitConfig:
     """For `tiles` of heads of each row, and rows of at most so many keys, which may begin within a step."""
     fitting = target.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
 

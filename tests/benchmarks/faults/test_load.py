@@ -4,7 +4,14 @@ import asyncio
 from typing import Any
 
 from tests.loadtests.generator.scripted_server import HEAD, end, event, scripted_server
-from twostroke.benchmarks.faults.load import SteadyLoad, Target, answers_of_all, ask, event_loop_beside, plain_request
+from twostroke.benchmarks.faults.load import (
+    ServerAddress,
+    SteadyLoad,
+    answers_of_all,
+    ask,
+    event_loop_beside,
+    plain_request,
+)
 from twostroke.benchmarks.faults.verdict import survival
 
 REQUESTS = [plain_request("m", key, prompt_tokens=4, max_tokens=2) for key in range(3)]
@@ -25,7 +32,7 @@ async def test_an_answer_has_its_text_or_says_why_it_has_none() -> None:
         return whole("a") if body["prompt"] == PROMPTS[0] else [HEAD, piece("a", 1)]
 
     async with scripted_server(answer) as server:
-        sound, cut = [await ask(Target(server.url), request) for request in REQUESTS[:2]]
+        sound, cut = [await ask(ServerAddress(server.url), request) for request in REQUESTS[:2]]
     assert (sound.choices[0].text, sound.choices[0].tokens, sound.has_end, sound.error) == ("a!", [1, 2], True, None)
     assert not cut.has_end
 
@@ -46,8 +53,8 @@ async def test_what_is_lost_and_what_is_wrong_are_told_apart() -> None:
         return [whole("right"), whole("wrong", 9), failed][number]
 
     async with scripted_server(answer) as server:
-        expected |= await answers_of_all(Target(server.url), REQUESTS, 1)
-        load = SteadyLoad(Target(server.url), REQUESTS, seed=1, rate=200.0)
+        expected |= await answers_of_all(ServerAddress(server.url), REQUESTS, 1)
+        load = SteadyLoad(ServerAddress(server.url), REQUESTS, seed=1, rate=200.0)
         await load.start()
         await asyncio.wait_for(all_seen.wait(), 30)
         await load.stop()
@@ -77,7 +84,7 @@ async def test_a_rate_does_not_wait_for_answers() -> None:
     server = await asyncio.start_server(keep, "127.0.0.1", 0)
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        load = SteadyLoad(Target(url), REQUESTS, seed=1, rate=50.0)
+        load = SteadyLoad(ServerAddress(url), REQUESTS, seed=1, rate=50.0)
         await load.start()
         await asyncio.wait_for(three_are_open.wait(), 30)
         await load.stop()

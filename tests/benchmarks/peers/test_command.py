@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.benchmarks.peers import command as peers
 from twostroke.benchmarks.peers.command import answers, target_of
-from twostroke.benchmarks.peers.compare_servers import Target
+from twostroke.benchmarks.peers.compare_servers import PeerServer
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.ray import free_ports
 from twostroke.cluster.local.server_process import ServerFailed, ServerProcess
@@ -55,7 +55,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 def test_servers_that_run_are_named_with_their_addresses() -> None:
-    assert target_of("a=http://127.0.0.1:1/v1/") == Target("a", "http://127.0.0.1:1")
+    assert target_of("a=http://127.0.0.1:1/v1/") == PeerServer("a", "http://127.0.0.1:1")
     assert target_of("vllm") is None
     plan = peers.comparison_of(
         parsed("m", "--vocab-size", "7", "--rounds", "2", "--servers", "a=http://127.0.0.1:1/v1")

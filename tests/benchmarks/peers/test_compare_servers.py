@@ -7,9 +7,9 @@ import pytest
 
 from twostroke.benchmarks.peers import compare_servers
 from twostroke.benchmarks.peers.compare_servers import (
-    Comparison,
     Figures,
-    Target,
+    PeerLoad,
+    PeerServer,
     fault_of,
     figures_of,
     has_errors,
@@ -23,7 +23,7 @@ from twostroke.loadtests.plan import Closed, Plan, Uniform
 from twostroke.loadtests.run_folder import Record
 from twostroke.loadtests.workloads.sessions import sessions
 
-SMALL = Comparison("m", 32000, 16, rounds=2, time_limit_s=60.0, request_limit_s=10.0, only_rows=("c1",))
+SMALL = PeerLoad("m", 32000, 16, rounds=2, time_limit_s=60.0, request_limit_s=10.0, only_rows=("c1",))
 
 
 def turn(**known: float) -> Figures:
@@ -60,13 +60,13 @@ def test_servers_take_turns_with_the_same_requests_each_round(monkeypatch: pytes
 
     monkeypatch.setattr(compare_servers, "send", send)
     monkeypatch.setattr(compare_servers, "SETTLE_S", 0.0)
-    targets = [Target("ours", "a"), Target("peer", "b")]
+    targets = [PeerServer("ours", "a"), PeerServer("peer", "b")]
     turns = measure(targets, SMALL)
     measured = [plan for plan in sent if plan.seed >= 0]
     assert [(plan.url, plan.seed) for plan in measured] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
     assert {plan.arrivals for plan in measured} == {Closed(1, requests=2)}
     assert [len(each) for each in turns["c1"].values()] == [2, 2]
-    late = Comparison("m", 32000, 16, rounds=2, time_limit_s=0.0, request_limit_s=10.0, only_rows=("c1",))
+    late = PeerLoad("m", 32000, 16, rounds=2, time_limit_s=0.0, request_limit_s=10.0, only_rows=("c1",))
     assert measure(targets, late) == {"c1": {"ours": [], "peer": []}}, "no round begins after the time limit"
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from twostroke.cluster.autoscaling.policy import Memory, decide
-from twostroke.cluster.autoscaling.readings import Arrived, Decision, RoleSignals, Signals
+from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
+from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
@@ -24,10 +24,10 @@ class System:
     ttft_s: float | None = 2.0
     tpot_s: float | None = 0.05
     workers_come: bool = True
-    memory: Memory = field(default_factory=Memory)
+    memory: PolicyMemory = field(default_factory=PolicyMemory)
     arrived: Arrived = field(default_factory=Arrived)
     now_s: float = 0.0
-    decisions: list[Decision] = field(default_factory=list)  # one a look
+    decisions: list[ScalingDecision] = field(default_factory=list)  # one a look
 
     def goes_on(
         self,
@@ -50,7 +50,7 @@ class System:
             )
             self.looks()
 
-    def looks(self) -> Decision:
+    def looks(self) -> ScalingDecision:
         """One look, and what it orders."""
         signals = Signals(self.now_s, self.arrived, self.prefill, self.decode, self.ttft_s, self.tpot_s)
         decision, self.memory = decide(signals, self.memory, self.config)

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from twostroke.cluster.autoscaling import autoscaler
-from twostroke.cluster.autoscaling.autoscaler import STALE_S, Look, ScalingOrder, State, is_due, look
-from twostroke.cluster.autoscaling.policy import Memory
-from twostroke.cluster.autoscaling.readings import Decision, Reading, Reason, Signals
+from twostroke.cluster.autoscaling.autoscaler import STALE_S, ScalingOrder, ScalingView, State, is_due, look
+from twostroke.cluster.autoscaling.policy import PolicyMemory
+from twostroke.cluster.autoscaling.readings import Reason, RouterSample, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.settings import from_plain, to_plain
 
@@ -23,19 +23,21 @@ ORDER = ScalingOrder(
 NOW = 5000.0
 
 
-def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None = None) -> Look:
+def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None = None) -> ScalingView:
     """A look at an idle system; `told_s` is when its router told last, of the same clock."""
     numbers = {"prefill.running": float(prefill), "decode.running": float(decode)}
-    told = Reading(100.0 + (at_s if told_s is None else told_s), numbers)
-    return Look({"r": told}, {"r"}, {"prefill": prefill, "decode": decode}, at_s, NOW + at_s)
+    told = RouterSample(100.0 + (at_s if told_s is None else told_s), numbers)
+    return ScalingView({"r": told}, {"r"}, {"prefill": prefill, "decode": decode}, at_s, NOW + at_s)
 
 
 @pytest.fixture
-def decided(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[ScalingDecision]:
     """What a policy says that is told what to say: the last of these."""
-    decisions = [Decision(1, 1, Reason.STEADY, Reason.STEADY, {"load": 0.5})]
+    decisions = [ScalingDecision(1, 1, Reason.STEADY, Reason.STEADY, {"load": 0.5})]
 
-    def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple[Decision, Memory]:
+    def decide(
+        signals: Signals, memory: PolicyMemory, config: AutoscalingConfig
+    ) -> tuple[ScalingDecision, PolicyMemory]:
         return decisions[-1], memory
 
     monkeypatch.setattr(autoscaler, "decide", decide)
@@ -49,13 +51,13 @@ def test_it_looks_about_once_a_second() -> None:
 
 
 def test_a_change_is_logged_once_and_told_with_its_reason_and_time(
-    decided: list[Decision], caplog: pytest.LogCaptureFixture
+    decided: list[ScalingDecision], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="ray.serve"):
         state, has_decided = look(None, seen(0.0), ORDER)
-        decided.append(Decision(1, 3, Reason.STEADY, Reason.DEMAND))
+        decided.append(ScalingDecision(1, 3, Reason.STEADY, Reason.DEMAND))
         state, _ = look(state, seen(2.0), ORDER)
-        decided.append(Decision(1, 3, Reason.STEADY, Reason.PENDING))
+        decided.append(ScalingDecision(1, 3, Reason.STEADY, Reason.PENDING))
         state, _ = look(state, seen(4.0, decode=3), ORDER)
     assert has_decided
     assert [record.message for record in caplog.records] == ["autoscaling: decode workers from 1 to 3 (demand)"]
@@ -68,19 +70,19 @@ def test_a_change_is_logged_once_and_told_with_its_reason_and_time(
     assert scaling.decisions == {"prefill": {"steady": 3}, "decode": {"steady": 1, "demand": 1, "pending": 1}}
 
 
-def test_between_two_decisions_nothing_is_told(decided: list[Decision]) -> None:
+def test_between_two_decisions_nothing_is_told(decided: list[ScalingDecision]) -> None:
     state, _ = look(None, seen(0.0), ORDER)
-    decided.append(Decision(1, 1, Reason.BETWEEN, Reason.BETWEEN))
+    decided.append(ScalingDecision(1, 1, Reason.BETWEEN, Reason.BETWEEN))
     later, has_decided = look(state, seen(1.0), ORDER)
     assert not has_decided
     assert later.scaling == state.scaling
 
 
 def test_without_any_router_that_tells_of_demand_all_stays_and_this_is_said_once(
-    decided: list[Decision], caplog: pytest.LogCaptureFixture
+    decided: list[ScalingDecision], caplog: pytest.LogCaptureFixture
 ) -> None:
     state, _ = look(None, seen(0.0), ORDER)
-    decided.append(Decision(4, 4, Reason.DEMAND, Reason.DEMAND))
+    decided.append(ScalingDecision(4, 4, Reason.DEMAND, Reason.DEMAND))
     for at_s in (STALE_S + 1, STALE_S + 2):
         state, has_decided = look(state, seen(at_s, told_s=0.0), ORDER)
         assert not has_decided
@@ -89,7 +91,7 @@ def test_without_any_router_that_tells_of_demand_all_stays_and_this_is_said_once
     assert has_decided
 
 
-def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[Decision]) -> None:
+def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[ScalingDecision]) -> None:
     only = replace(ORDER, roles=("decode",))
     state, _ = look(None, replace(seen(0.0), targets={"decode": 1}), only)
     assert state.scaling is not None
@@ -111,7 +113,7 @@ def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -
     assert second >= ORDER.config.cooldown_s - 1
 
 
-def under_load(second: float, *, wall_s: float) -> Look:
+def under_load(second: float, *, wall_s: float) -> ScalingView:
     """A look at a system that prompts keep four prefill workers busy in; `wall_s` is how far the clocks are off."""
     costs = {"base_s": 0.001, "token_s": 0.001, "pair_s": 0.0, "row_s": 0.001, "context_s": 0.0, "num_samples": 9.0}
     workers = {"running": 4.0, "total_tokens": 1e6, **costs}
@@ -123,8 +125,8 @@ def under_load(second: float, *, wall_s: float) -> Look:
     }
     of_roles = {f"{role}.{name}": value for role in ("prefill", "decode") for name, value in workers.items()}
     numbers = {**arrived, "prompt_pairs": 0.0, "ttft_s": 2.0, "tpot_s": 0.1, **of_roles}
-    return Look(
-        {"r": Reading(100.0 + second, numbers)}, {"r"}, {"prefill": 4, "decode": 1}, second, NOW + wall_s + second
+    return ScalingView(
+        {"r": RouterSample(100.0 + second, numbers)}, {"r"}, {"prefill": 4, "decode": 1}, second, NOW + wall_s + second
     )
 
 

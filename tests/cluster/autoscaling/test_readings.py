@@ -3,20 +3,30 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from twostroke.cluster.autoscaling.readings import LATE_S, Arrived, Counted, Reading, Told, count, signals_of
+from twostroke.cluster.autoscaling.readings import (
+    LATE_S,
+    Arrived,
+    Counted,
+    RouterCounters,
+    RouterSample,
+    count,
+    signals_of,
+)
 from twostroke.protocol.stats import StepCosts
 
 BEGUN = 1000.0
 
 
-def reading(uptime_s: float = 1.0, **numbers: float) -> Reading:
-    return Reading(uptime_s, {name.replace("__", "."): one for name, one in numbers.items()})
+def reading(uptime_s: float = 1.0, **numbers: float) -> RouterSample:
+    return RouterSample(uptime_s, {name.replace("__", "."): one for name, one in numbers.items()})
 
 
-def heard(readings: Mapping[str, Reading], ago_s: Mapping[str, float] | None = None) -> Counted:
+def heard(readings: Mapping[str, RouterSample], ago_s: Mapping[str, float] | None = None) -> Counted:
     """Each router was heard so long ago; by default now."""
     ago_s = ago_s or {}
-    return Counted(BEGUN, last={name: Told(1.0, BEGUN - ago_s.get(name, 0.0), 0.0, Arrived()) for name in readings})
+    return Counted(
+        BEGUN, last={name: RouterCounters(1.0, BEGUN - ago_s.get(name, 0.0), 0.0, Arrived()) for name in readings}
+    )
 
 
 def test_the_routers_counters_add_up() -> None:

@@ -15,7 +15,7 @@ from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.gpus import one_for_each_rank, share_gpus
 from twostroke.cluster.deployments.serve_app import build_app
 from twostroke.cluster.local import server
-from twostroke.cluster.local.server import Order, Report
+from twostroke.cluster.local.server import ServeOrder, ServerReport
 from twostroke.protocol.errors import ConfigError
 
 TP4 = {role: {"tensor_parallel": 4} for role in ("prefill", "decode")}
@@ -122,14 +122,14 @@ class _Stopped(Exception):
     """Before anything starts."""
 
 
-def told_by_a_server_on_two_gpus(order: Order, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
+def told_by_a_server_on_two_gpus(order: ServeOrder, monkeypatch: pytest.MonkeyPatch) -> list[ServerReport]:
     """Before it starts anything."""
     monkeypatch.setattr(server, "_gpus_in_sight", lambda: 2)
     monkeypatch.setattr(server, "check_is_anywhere", lambda _: (_ for _ in ()).throw(_Stopped))
     said = io.StringIO()
     with pytest.raises(_Stopped):
         server._serve(order, MagicMock(), said)
-    return [msgspec.json.decode(line, type=Report) for line in said.getvalue().splitlines()]
+    return [msgspec.json.decode(line, type=ServerReport) for line in said.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def told_by_a_server_on_two_gpus(order: Order, monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_on_a_host_whose_gpus_stay_idle_says_so_in_red(
     settings: dict[str, Any], event: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Order(settings, "127.0.0.1", 0, False, False)
+    order = ServeOrder(settings, "127.0.0.1", 0, False, False)
     (report,) = told_by_a_server_on_two_gpus(order, monkeypatch)
     assert (report.event, report.text[: len(text)]) == (event, text)
     shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
@@ -162,7 +162,7 @@ def test_a_server_on_a_host_whose_gpus_stay_idle_says_so_in_red(
 def test_no_more_gpus_are_shared_out_than_the_command_line_allows(
     typed: str | None, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders: list[Order] = []
+    orders: list[ServeOrder] = []
     monkeypatch.setattr(serve, "_look_after", lambda order, *_: orders.append(order))
     assert main(["serve", "bundled", *(["--gpus", typed] if typed else [])]) == 0
     reports = told_by_a_server_on_two_gpus(orders[0], monkeypatch)

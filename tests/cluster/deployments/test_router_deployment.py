@@ -8,12 +8,12 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from twostroke.cluster.deployments import router as other_routers
 from twostroke.cluster.deployments.router import OtherRouters, drain_routers
-from twostroke.router.observe.scrape import RouterReading
+from twostroke.router.observe.scrape import RouterMetricsSample
 from twostroke.simulator.virtual_loop import run_virtually
 
 
 def reading(router):
-    return RouterReading(router, (), (), frozenset())
+    return RouterMetricsSample(router, (), (), frozenset())
 
 
 class FakeRouters:

@@ -18,7 +18,7 @@ from tests.gpu.first.bench import log_to_stderr
 from twostroke.benchmarks.gpu.limits import CudaClock, GpuPlace, Sizes
 from twostroke.benchmarks.gpu.steps import GpuModel, make_model
 from twostroke.model.cuda.graphs import Recorder
-from twostroke.model.cuda.kernels.launch import Target
+from twostroke.model.cuda.kernels.launch import GpuTarget
 
 SIZES = Sizes(decode_batches=(1, 32), prompts=(4096,), decode_steps=8, block_size=64)
 TOP = 14  # kernels
@@ -96,7 +96,7 @@ def host_ms(model: GpuModel, batch: int) -> float:
 
 def main() -> dict[str, Any]:
     device, steps = torch.device("cuda", 0), SIZES.decode_steps
-    place = GpuPlace(device, Target.of_device(device), CudaClock(), lambda: Recorder(device))
+    place = GpuPlace(device, GpuTarget.of_device(device), CudaClock(), lambda: Recorder(device))
     model = make_model(SIZES, place, "none", max(SIZES.decode_batches))
     measurements: dict[str, Callable[[], object]] = {
         "decode 1": lambda: profiled(lambda: model.decode(1, steps), steps),

@@ -19,7 +19,7 @@ from twostroke.loadtests.plan import (
     Plan,
     Poisson,
     Session,
-    Turn,
+    SessionTurn,
     Workload,
 )
 from twostroke.loadtests.workloads.prompts import text, token_ids
@@ -151,9 +151,9 @@ def full(_: object) -> None:
     raise OSError("full")
 
 
-ONE_TURN = Session(3, 0.0, (Turn((Piece(1, 5), Piece(2, 4)), 2, kind="short"),))
+ONE_TURN = Session(3, 0.0, (SessionTurn((Piece(1, 5), Piece(2, 4)), 2, kind="short"),))
 SYSTEM, FIRST, SECOND = Piece(1, 4), Piece(2, 3), Piece(3, 3)
-TWO_TURNS = Session(4, 0.0, (Turn((SYSTEM, FIRST), 2), Turn((SECOND,), 2, think_s=1.0)))
+TWO_TURNS = Session(4, 0.0, (SessionTurn((SYSTEM, FIRST), 2), SessionTurn((SECOND,), 2, think_s=1.0)))
 
 
 def asked(plan: Plan, session: Session, *, asks_stages: bool = True) -> FakeServer:

@@ -20,11 +20,11 @@ from tests.loadtests.generator.scripted_server import (
 from twostroke.loadtests.generator.http_stream import (
     PIECES_AT_ONCE,
     BadResponse,
+    ClientExchange,
     Endpoint,
-    Event,
-    Exchange,
+    ReportedUsage,
+    ServerSentEvent,
     StreamedAnswer,
-    Usage,
     endpoint_of,
     events_of,
     read_stream,
@@ -33,8 +33,8 @@ from twostroke.loadtests.generator.http_stream import (
 )
 
 
-async def sent(endpoint: Endpoint, limit_s: float = 10.0, **more: Any) -> tuple[Exchange, StreamedAnswer]:
-    exchange = Exchange(0.0)
+async def sent(endpoint: Endpoint, limit_s: float = 10.0, **more: Any) -> tuple[ClientExchange, StreamedAnswer]:
+    exchange = ClientExchange(0.0)
     request = endpoint.request("/v1/completions", b'{"prompt": [5]}')
     await asyncio.to_thread(stream, endpoint, request, exchange, limit_s, **more)
     return exchange, read_stream(exchange)
@@ -108,7 +108,7 @@ def test_an_https_server_is_spoken_to_by_tls() -> None:
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 
 
-def events(pieces: list[tuple[float, bytes]]) -> list[Event]:
+def events(pieces: list[tuple[float, bytes]]) -> list[ServerSentEvent]:
     _, body = response_of(pieces)
     return list(events_of(body))
 
@@ -118,19 +118,19 @@ def events(pieces: list[tuple[float, bytes]]) -> list[Event]:
     [
         (
             [(1.0, PLAIN + b"data: a\n"), (2.0, b"\ndata: "), (3.0, b"b\n\ndata: c\n\n")],
-            [Event(2.0, b"a"), Event(3.0, b"b"), Event(3.0, b"c")],
+            [ServerSentEvent(2.0, b"a"), ServerSentEvent(3.0, b"b"), ServerSentEvent(3.0, b"c")],
         ),
         (
             [(1.0, HEAD + chunk(b'data: {"te')), (2.0, chunk(b'xt":1}\n\n') + b"0\r\n\r\n")],
-            [Event(2.0, b'{"text":1}')],
+            [ServerSentEvent(2.0, b'{"text":1}')],
         ),
-        ([(1.0, HEAD + chunk(b"data: a\n\n") + b"0\r\nX: y\r\n\r\n")], [Event(1.0, b"a")]),
-        ([(1.0, PLAIN + b": ping\n\nevent: token\nid: 7\ndata: a\ndata:b\n\n")], [Event(1.0, b"a\nb")]),
-        ([(1.0, PLAIN + b"data: a\n\ndata: b\n")], [Event(1.0, b"a")]),
+        ([(1.0, HEAD + chunk(b"data: a\n\n") + b"0\r\nX: y\r\n\r\n")], [ServerSentEvent(1.0, b"a")]),
+        ([(1.0, PLAIN + b": ping\n\nevent: token\nid: 7\ndata: a\ndata:b\n\n")], [ServerSentEvent(1.0, b"a\nb")]),
+        ([(1.0, PLAIN + b"data: a\n\ndata: b\n")], [ServerSentEvent(1.0, b"a")]),
     ],
     ids=["come with their last byte", "cut by a chunk", "before the last chunk", "comments between", "cut off"],
 )
-def test_events(pieces: list[tuple[float, bytes]], found: list[Event]) -> None:
+def test_events(pieces: list[tuple[float, bytes]], found: list[ServerSentEvent]) -> None:
     assert events(pieces) == found
 
 
@@ -152,8 +152,8 @@ def test_what_is_no_http_response_is_bad(pieces: list[tuple[float, bytes]]) -> N
 HEAD_WITH_ID = HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: r7\r\n\r\n")
 
 
-def came(*pieces: tuple[float, bytes], head: bytes = HEAD_WITH_ID, broken: str | None = None) -> Exchange:
-    return Exchange(10.0, [(10.0, head), *pieces], broken)
+def came(*pieces: tuple[float, bytes], head: bytes = HEAD_WITH_ID, broken: str | None = None) -> ClientExchange:
+    return ClientExchange(10.0, [(10.0, head), *pieces], broken)
 
 
 def test_a_whole_answer() -> None:
@@ -197,12 +197,12 @@ def test_nulls_are_as_what_is_not_there() -> None:
 
 def test_a_server_may_tell_no_usage() -> None:
     answer = read_stream(came((11.0, token_event("a", "stop") + chunk(b"data: [DONE]\n\n"))))
-    assert (answer.status, answer.usage) == ("ok", Usage())
+    assert (answer.status, answer.usage) == ("ok", ReportedUsage())
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(429, "refused"), (503, "refused"), (500, "failed"), (400, "failed")])
 def test_a_status_says_whether_the_server_would_not_or_could_not(status: int, verdict: str) -> None:
-    answer = read_stream(Exchange(10.0, [(10.0, REFUSAL.replace(b"429", str(status).encode()))]))
+    answer = read_stream(ClientExchange(10.0, [(10.0, REFUSAL.replace(b"429", str(status).encode()))]))
     assert (answer.status, answer.http_status) == (verdict, status)
     assert answer.error == f"{status} Too Many Requests: full"
 

@@ -15,7 +15,7 @@ from twostroke.loadtests.generator.live import (
     WINDOW_S,
     Histogram,
     LiveFigures,
-    Progress,
+    RunProgress,
     Second,
     count,
     line_of,
@@ -23,7 +23,7 @@ from twostroke.loadtests.generator.live import (
     percentile,
     series,
 )
-from twostroke.loadtests.generator.locust_head import Head
+from twostroke.loadtests.generator.locust_head import LocustHead
 from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
 from twostroke.loadtests.run_folder import Record, RunFolder
 
@@ -119,10 +119,10 @@ def test_curves_are_of_a_moving_window_and_go_on_from_any_second() -> None:
     assert series(live, 2, WINDOW_S + 1) == points[2:]
 
 
-def head_of(folder: Path) -> Head:
+def head_of(folder: Path) -> LocustHead:
     with answering({"/v1/models": b'{"data": [{"id": "m"}]}'}) as url:
         plan = Plan(url, "m", 4096, Poisson(1.0), Fixed(5, 2), SLO(ttft_s=0.5, tpot_s=0.1), 60.0, name="mine")
-        return Head(plan, RunFolder(folder), lambda *_: None, lambda _: None)
+        return LocustHead(plan, RunFolder(folder), lambda *_: None, lambda _: None)
 
 
 def test_the_page_gets_what_is_new_and_locust_s_page_a_link(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_page_gets_what_is_new_and_locust_s_page_a_link(tmp_path: Path) -> N
     assert figures["lag_limit_s"] == pytest.approx(0.025)
 
 
-BEGINNING = Progress(0.5, 2, 2, 0, 0, 0, None, None, None, is_over=False, error=None)
+BEGINNING = RunProgress(0.5, 2, 2, 0, 0, 0, None, None, None, is_over=False, error=None)
 
 
 def test_what_is_not_known_yet_and_what_did_not_happen_is_left_out() -> None:
@@ -152,7 +152,7 @@ def test_what_is_not_known_yet_and_what_did_not_happen_is_left_out() -> None:
 
 
 def test_a_line_has_all_that_tells_whether_to_go_on() -> None:
-    progress = Progress(30.0, 50, 4, 40, 5, 1, 0.875, 0.2512, 0.00312, is_over=False, error=None)
+    progress = RunProgress(30.0, 50, 4, 40, 5, 1, 0.875, 0.2512, 0.00312, is_over=False, error=None)
     assert line_of(progress) == (
         "50 sent, 4 under way, 40 ok, 5 refused, 1 failed, SLO met by 87.5%, TTFT P50 0.251 s, lag P99 3.12 ms"
     )

@@ -9,8 +9,8 @@ import pytest
 
 from tests.cluster.command_line import answering
 from twostroke.loadtests.generator.live import Second
-from twostroke.loadtests.generator.locust_head import Head
-from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
+from twostroke.loadtests.generator.locust_head import LocustHead
+from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, SenderReport
 from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
 
@@ -27,7 +27,7 @@ class Told:
         self.sent: list[tuple[str, bytes, str | None]] = []
         self.progress: list[int] = []
         self.folder = folder
-        self.head = Head(
+        self.head = LocustHead(
             plan,
             folder,
             lambda kind, content, client: self.sent.append((kind, content, client)),
@@ -41,7 +41,7 @@ class Told:
 
     def report(self, worker: int, elapsed_s: float, *, over: bool = False, error: str | None = None) -> None:
         health = GeneratorHealth(worker, 3, 0.5, elapsed_s)
-        self.head.on_report(encode(Report(worker, elapsed_s, {1: Second(sent=3, ok=2)}, health, over, error)))
+        self.head.on_report(encode(SenderReport(worker, elapsed_s, {1: Second(sent=3, ok=2)}, health, over, error)))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from twostroke.loadtests import LoadTestError, RunLost
-from twostroke.loadtests.generator.live import Progress, ProgressDisplay
+from twostroke.loadtests.generator.live import ProgressDisplay, RunProgress
 from twostroke.loadtests.generator.runner import run_plan, samples_of
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
 from twostroke.loadtests.run_folder import RunFolder, Sample, read_records
@@ -42,9 +42,9 @@ def run(plan: Plan, scenario: str, folder: Path) -> RunFolder:
 
 def when_sent(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Have something happen as soon as requests are told to be under way."""
-    shown: list[Progress] = []
+    shown: list[RunProgress] = []
 
-    def show(_: ProgressDisplay, progress: Progress) -> None:
+    def show(_: ProgressDisplay, progress: RunProgress) -> None:
         shown.append(progress)
         if [each.sent > 0 for each in shown].count(True) == 1:
             act()

@@ -6,19 +6,19 @@ import pytest
 
 from tests.cluster.command_line import answering
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.generator.run_facts import ServedModel, api_key, served_model
+from twostroke.loadtests.generator.run_facts import AdvertisedModel, api_key, served_model
 
 
 def test_our_server_tells_its_vocabulary() -> None:
     models = {"data": [{"id": "m", "owned_by": "twostroke", "max_model_len": 8192, "vocab_size": 4097}]}
     with answering({"/v1/models": json.dumps(models).encode()}) as url:
-        assert served_model(url) == ServedModel("m", 8192, 4097)
+        assert served_model(url) == AdvertisedModel("m", 8192, 4097)
 
 
 def test_another_server_is_asked_for_its_models_alone() -> None:
     models = {"data": [{"id": "llama", "owned_by": "vllm", "max_model_len": 4096}]}
     with answering({"/v1/models": json.dumps(models).encode()}) as url:
-        assert served_model(url, "llama") == ServedModel("llama", 4096, 0)
+        assert served_model(url, "llama") == AdvertisedModel("llama", 4096, 0)
 
 
 @pytest.mark.parametrize(

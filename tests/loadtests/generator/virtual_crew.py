@@ -11,7 +11,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from tests.loadtests.generator.scripted_server import HEAD, REFUSAL, delta_event, end, token_event
 from twostroke.loadtests.generator.dispatcher import Line
-from twostroke.loadtests.generator.http_stream import Exchange
+from twostroke.loadtests.generator.http_stream import ClientExchange
 from twostroke.loadtests.run_folder import Record
 
 
@@ -78,7 +78,7 @@ class FakeServer:
     def line(self) -> Line:
         return Line(self.post, True, lambda at_s: None, self.records.append)
 
-    def post(self, path: str, body: bytes, exchange: Exchange) -> None:
+    def post(self, path: str, body: bytes, exchange: ClientExchange) -> None:
         exchange.sent_at = self.crew.now()
         number = len(self.asked)
         self.asked.append((self.crew.now(), path, json.loads(body)))

@@ -15,8 +15,8 @@ from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.comparison import (
     Compared,
-    Comparison,
     Ratio,
+    RunComparison,
     compare_rounds,
     compared,
     differences,
@@ -116,10 +116,10 @@ def test_the_sentence_tells_what_is_shown_and_what_is_not() -> None:
         figure("ITL P99", "worse"),
         figure("attainment", "no difference shown"),
     )
-    assert words.comparison_sentences(Comparison(("a", "b"), shown)) == [
+    assert words.comparison_sentences(RunComparison(("a", "b"), shown)) == [
         "b is better than a in goodput (requests/s); worse than a in ITL P99. No difference shown in attainment."
     ]
-    assert words.comparison_sentences(Comparison(("a", "b"), shown[2:])) == ["b against a: no difference shown."]
+    assert words.comparison_sentences(RunComparison(("a", "b"), shown[2:])) == ["b against a: no difference shown."]
 
 
 def test_a_comparison_of_runs_is_a_page_with_both_names_and_the_warnings(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_comparison_of_runs_is_a_page_with_both_names_and_the_warnings(tmp_pat
     page = (tmp_path / "out" / "comparison.html").read_text()
     assert "Read with care" in page
     assert "b against a: no difference shown." in page
-    assert msgspec.json.decode((tmp_path / "out" / "comparison.json").read_bytes(), type=Comparison) == found
+    assert msgspec.json.decode((tmp_path / "out" / "comparison.json").read_bytes(), type=RunComparison) == found
     assert (tmp_path / "out" / "latency-cdfs.png").exists()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
+from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, RateSteps, Replay
 from twostroke.loadtests.workloads.arrivals import arrival_times
 
 OPEN = [
@@ -18,7 +18,7 @@ OPEN = [
     Constant(5.0),
     Ramp(0.0, 10.0),
     Ramp(10.0, 0.0),
-    Step(((0.0, 2.0), (50.0, 8.0))),
+    RateSteps(((0.0, 2.0), (50.0, 8.0))),
 ]
 
 
@@ -61,7 +61,7 @@ def test_the_rate_of_a_ramp_grows_evenly() -> None:
 
 
 def test_each_step_has_its_rate_and_nothing_comes_while_it_is_0() -> None:
-    times = list(arrival_times(Step(((0.0, 10.0), (100.0, 0.0), (200.0, 40.0), (900.0, 1.0))), 300.0, seed=1))
+    times = list(arrival_times(RateSteps(((0.0, 10.0), (100.0, 0.0), (200.0, 40.0), (900.0, 1.0))), 300.0, seed=1))
     assert sum(at < 100 for at in times) == pytest.approx(1000, abs=130)
     assert sum(100 <= at < 200 for at in times) == 0
     assert sum(at >= 200 for at in times) == pytest.approx(4000, abs=260)
@@ -83,7 +83,7 @@ def test_users_of_a_closed_loop_are_never_at_an_end() -> None:
 )
 def test_no_arrival_lies_in_a_step_without_a_rate(begins: list[float], rates: list[float], seed: int) -> None:
     steps = tuple(zip([0.0, *sorted(begins)], rates, strict=False))
-    for at in arrival_times(Step(steps), 100.0, seed):
+    for at in arrival_times(RateSteps(steps), 100.0, seed):
         assert [rate for begin, rate in steps if begin <= at][-1] > 0
 
 
@@ -95,13 +95,13 @@ def test_no_arrival_lies_in_a_step_without_a_rate(begins: list[float], rates: li
         (Constant(float("nan")), "constant arrivals have rate nan"),
         (Ramp(0.0, 0.0), "not both 0"),
         (Ramp(-1.0, 2.0), "from 0 on"),
-        (Step(()), "the first step is to begin at 0"),
-        (Step(((1.0, 1.0),)), "the first step is to begin at 0"),
-        (Step(((0.0, 1.0), (0.0, 2.0))), "later than the one before"),
-        (Step(((0.0, -1.0),)), "from 0 on"),
-        (Step(((0.0, float("inf")),)), "from 0 on"),
+        (RateSteps(()), "the first step is to begin at 0"),
+        (RateSteps(((1.0, 1.0),)), "the first step is to begin at 0"),
+        (RateSteps(((0.0, 1.0), (0.0, 2.0))), "later than the one before"),
+        (RateSteps(((0.0, -1.0),)), "from 0 on"),
+        (RateSteps(((0.0, float("inf")),)), "from 0 on"),
         (Poisson(float("inf")), "rate inf"),
-        (Step(((0.0, 1.0), (float("nan"), 1.0))), "later than"),
+        (RateSteps(((0.0, 1.0), (float("nan"), 1.0))), "later than"),
         (Closed(0), "0 users who think 0 s: give at least 1"),
         (Closed(1, float("nan")), "who think nan s"),
         (Replay(), "give arrivals a rate"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.plan import Turn
+from twostroke.loadtests.plan import SessionTurn
 from twostroke.loadtests.workloads.traces import Trace, open_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
@@ -27,11 +27,11 @@ def block_row(timestamp: float, tokens: int, hash_ids: list[int], **more: object
     return {"timestamp": timestamp, "input_length": tokens, "output_length": 5, "hash_ids": hash_ids, **more}
 
 
-def first(trace: Trace, number: int, max_context: int = 100_000) -> list[tuple[float, Turn]]:
+def first(trace: Trace, number: int, max_context: int = 100_000) -> list[tuple[float, SessionTurn]]:
     return list(islice(trace.timed_turns(max_context, seed=1), number))
 
 
-def lengths(turn: Turn) -> tuple[int, int]:
+def lengths(turn: SessionTurn) -> tuple[int, int]:
     return sum(piece.tokens for piece in turn.prompt), turn.output_tokens
 
 

@@ -30,7 +30,7 @@ from twostroke.model.served import open_model
 from twostroke.model.sizes import check_stages, weight_bytes
 from twostroke.model.step import BlockCopy, Draw, PromptReading, SequenceStep
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import ReadingParams, SampledToken, SamplingParams
+from twostroke.protocol.requests import SampledToken, SamplingParams, ScoringParams
 
 FEW_TOKENS = 8
 """Of a micro-batch here: a chunk of 37 tokens is four."""
@@ -92,7 +92,7 @@ class Engines:
             loaded.kv_cache.close()
 
 
-async def answer(engines: Engines, params: ReadingParams) -> tuple[list[int], PromptReading]:
+async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], PromptReading]:
     """All tokens that three requests are given: one is read in two chunks beside the others, whose draws are random,
     follow each other unseen, and go on from other blocks by way of host memory."""
     groups = engines.loaded[0].kv_cache.groups.count
@@ -149,7 +149,7 @@ async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape
             threads=1,
         )
         engines = await asyncio.to_thread(Engines, config)
-        found.append(await answer(engines, ReadingParams(logprobs=2, pooling="mean")))
+        found.append(await answer(engines, ScoringParams(logprobs=2, pooling="mean")))
         count, of_rank = load_model_config(folder).num_layers, engines.loaded[0].kv_cache.layout.layers_of
         for rank, layers in enumerate(engines.layers):
             assert layers == 2 * list(of_rank(rank))

@@ -3,12 +3,12 @@
 import asyncio
 from contextlib import aclosing
 
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 
 async def collect(rig, request, stages=None):
     """All tokens; checks that indices are contiguous and the end is told once."""
-    return await rest(rig.pipeline.generate(request, stages or Stages(0.0)), [])
+    return await rest(rig.pipeline.generate(request, stages or SequenceStages(0.0)), [])
 
 
 async def rest(events, tokens):
@@ -26,7 +26,7 @@ async def rest(events, tokens):
 
 async def nth_token(rig, request, n, stages=None):
     """A generator that has yielded `n` tokens, and those tokens."""
-    events = rig.pipeline.generate(request, stages or Stages(0.0))
+    events = rig.pipeline.generate(request, stages or SequenceStages(0.0))
     tokens = []
     while len(tokens) < n:
         tokens += [token.token_id for token in (await anext(events)).tokens]

@@ -8,14 +8,14 @@ from tests.router.generate.reading_tokens import allow, collect, go_on, nth_toke
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.messages import KVNotSent, StatsFrame
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 
 @pytest.mark.parametrize("failure", [WorkerLost("gone"), RequestError("draining", status=503), ValueError("a bug")])
 async def test_a_failing_prefill_is_done_by_the_decode_worker(fleet_of, a_request, expected, failure):
     async with fleet_of(1, 1) as rig:
         rig["p0"].refusal = failure
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         assert await collect(rig, a_request(), stages) == expected(a_request())
         assert rig["d0"].told_prefill_failed
         assert (stages.prefill_failures, stages.attempts, stages.num_cached_tokens) == (1, 1, 5)
@@ -26,7 +26,7 @@ async def test_a_prefill_worker_whose_channel_drops_has_failed_although_its_call
 ):
     async with fleet_of(1, 1) as rig:
         rig["p0"].prefill_gate = asyncio.Event()
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         task = asyncio.create_task(collect(rig, a_request(), stages))
         await until(lambda: rig["p0"].owned)
         await rig["p0"].close()
@@ -61,7 +61,7 @@ async def test_a_prompt_whose_kv_was_not_sent_is_computed_by_the_decode_worker(
         p0, d0 = rig["p0"], rig["d0"]
         p0.keeps_kv = True
         p0.prefill_gate = asyncio.Event()
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         task = asyncio.create_task(collect(rig, a_request(), stages))
         await until(lambda: p0.owned and d0.owned)
         if when != "before the reply":
@@ -87,7 +87,7 @@ async def test_a_prefill_call_that_fails_after_its_kv_was_not_sent_counts_once(f
         p0 = rig["p0"]
         p0.prefill_gate = asyncio.Event()
         allow(rig["d0"], 0)
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         task = asyncio.create_task(collect(rig, a_request(), stages))
         await until(lambda: p0.owned and rig["d0"].owned)
         say_not_sent(p0)
@@ -102,7 +102,7 @@ async def test_a_prefill_call_that_fails_after_its_kv_was_not_sent_counts_once(f
 async def test_a_prefill_worker_lost_after_its_reply_has_not_sent_what_was_left(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
         rig["p0"].keeps_kv = True
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         events, tokens = await nth_token(rig, a_request(), 1, stages)
         await rig["p0"].die()
         async with asyncio.timeout(20):
@@ -115,7 +115,7 @@ async def test_a_source_that_counts_a_failure_although_the_decode_worker_goes_on
 ):
     async with fleet_of(1, 1) as rig:
         allow(rig["d0"], 2)
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         events, tokens = await nth_token(rig, a_request(), 2, stages)
         say_not_sent(rig["p0"])
         numbers = WorkerStats(total_blocks=77)
@@ -146,7 +146,7 @@ async def test_where_the_decode_worker_is_busy_another_prefill_worker_computes_t
             rig[name].prefill_gate = asyncio.Event()
             tell_costs(rig, name)
         await until(lambda: all(rig.channels.stats(rig[name].info.peer).costs for name in names))
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         prompt = tuple(range(100))
         request = a_request(token_ids=prompt, num_prompt_tokens=len(prompt))
         task = asyncio.create_task(collect(rig, request, stages))

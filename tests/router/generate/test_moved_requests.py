@@ -10,14 +10,14 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.requests import SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 
 @pytest.mark.parametrize("sent", [1, 2, 7, 11])
 async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, a_request, expected, sent):
     async with fleet_of(1, 2) as rig:
         allow(rig["d0"], sent)
-        stages = Stages(0.0, log_context=LogContext("a client's", "a trace's", 3))
+        stages = SequenceStages(0.0, log_context=LogContext("a client's", "a trace's", 3))
         events, tokens = await nth_token(rig, a_request(), sent, stages)
         await rig["d0"].die()
         assert await rest(events, tokens) == expected(a_request())
@@ -53,7 +53,7 @@ async def test_the_only_worker_gets_time_to_recover_before_it_is_asked_again(fle
     async with fleet_of(0, 1) as rig:
         rig["d0"].refusal = WorkerLost("no token channel yet")
         asyncio.get_running_loop().call_later(0.3, setattr, rig["d0"], "refusal", None)
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         assert await collect(rig, a_request(), stages) == expected(a_request())
         assert stages.attempts == 2
 
@@ -65,7 +65,7 @@ async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(f
     async with fleet_of(1, 2) as rig:
         allow(rig["d0"], 0)
         rig["d0"].corrupt = lambda event: another(event) if event.index == 0 else event
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         events, tokens = await nth_token(rig, a_request(), 1, stages)
         go_on(rig["d0"])
         assert await rest(events, tokens) == expected(a_request())
@@ -84,7 +84,7 @@ async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(f
 async def test_a_worker_that_misbehaves_counts_as_lost(fleet_of, a_request, expected, corrupt):
     async with fleet_of(1, 2) as rig:
         rig["d0"].corrupt = corrupt
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         assert await collect(rig, a_request(), stages) == expected(a_request())
         assert stages.resumes == 1
 
@@ -94,7 +94,7 @@ async def test_attempts_are_bounded(fleet_of, a_request, monkeypatch):
         monkeypatch.setattr(rig.pipeline, "_config", PipelineConfig(retries=2))
         for name in ("d0", "d1"):
             rig[name].refusal = WorkerLost("again and again")
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         with pytest.raises(WorkerLost):
             await collect(rig, a_request(), stages)
         assert stages.attempts == 1 + 2

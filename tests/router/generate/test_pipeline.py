@@ -8,12 +8,12 @@ from tests.router.generate.reading_tokens import allow, collect, go_on, nth_toke
 from twostroke.protocol.errors import ConnectionLost, RequestError
 from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
-        stages, decisions_s = Stages(0.0), []
+        stages, decisions_s = SequenceStages(0.0), []
         rig.pipeline.on_decision = decisions_s.append
         assert await collect(rig, a_request(), stages) == expected(a_request())
         assert len(decisions_s) == 1
@@ -27,7 +27,7 @@ async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(flee
 
 async def test_without_prefill_workers_the_decode_worker_does_both(fleet_of, a_request, expected):
     async with fleet_of(0, 1) as rig:
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         assert await collect(rig, a_request(), stages) == expected(a_request())
         assert (stages.num_cached_tokens, stages.transfer_s) == (5, None)
 

@@ -9,9 +9,9 @@ from tests.router.generate.reading_tokens import collect, nth_token
 from twostroke.protocol.messages import StatsFrame
 from twostroke.protocol.stats import WorkerStats
 from twostroke.router.fleet import Path
-from twostroke.router.generate.attempt import Attempt, Surroundings
+from twostroke.router.generate.attempt import Attempt, AttemptDeps
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 PROMPT = tuple(range(130))
 
@@ -54,7 +54,7 @@ async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer
     long = (*PROMPT, *PROMPT)
     async with fleet_of(2, 1) as rig:
         rig["d0"].gate = asyncio.Semaphore(0)
-        first = rig.pipeline.generate(prompt_of(*long), Stages(0.0))
+        first = rig.pipeline.generate(prompt_of(*long), SequenceStages(0.0))
         await anext(first)
         assert rig["p0"].seen
         rig["d0"].gate, rig["p0"].prefill_gate = None, asyncio.Event()
@@ -76,7 +76,7 @@ async def test_a_conversation_that_moves_between_decode_workers_takes_its_histor
         rig["d0"].gate = asyncio.Semaphore(0)
         busy = asyncio.create_task(collect(rig, prompt_of(*reversed(PROMPT))))
         await until(lambda: rig["d0"].owned)
-        stages = Stages(0.0)
+        stages = SequenceStages(0.0)
         second = prompt_of(*PROMPT, *written, 1, 2, 3)
         await collect(rig, second, stages)
         (pull,) = rig["d1"].pulls
@@ -105,7 +105,7 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
 
     async with fleet_of(1, 2) as rig:
         source = rig["d0"].info
-        around = Surroundings(rig.fleet, Channels(), b"secret", PipelineConfig())
+        around = AttemptDeps(rig.fleet, Channels(), b"secret", PipelineConfig())
         for path in (Path(rig["p0"].info, source, source), Path(None, rig["d1"].info, source)):
             ticket = Attempt(around, prompt_of(*PROMPT), SimpleNamespace(path=path))._ask_for_prefix()
             assert asked == ([(source.peer, ticket)] if is_connected else [])

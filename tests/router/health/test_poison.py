@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from twostroke.protocol.requests import Peer, ReadingParams
+from twostroke.protocol.requests import Peer, ScoringParams
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.health.poison import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
 
@@ -284,8 +284,8 @@ def test_seed_and_length_make_no_other_request_and_all_else_does(a_request):
         a_request(stop_token_ids=(5,)),
         a_request(cache_salt=b"a tenant's"),
         a_request(grammar="start: /a+/"),
-        a_request(reading=ReadingParams(logprobs=1)),
-        a_request(reading=ReadingParams(pooling="last")),
+        a_request(reading=ScoringParams(logprobs=1)),
+        a_request(reading=ScoringParams(pooling="last")),
     ]
     assert {fingerprint_of(each) for each in same} == {fingerprint_of(one)}
     assert len({fingerprint_of(each) for each in (one, *others)}) == 8

@@ -10,9 +10,9 @@ import pytest
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.observe import feed as feed_module
-from twostroke.router.observe.access_log import Exchange
+from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.feed import MOST_ENDED, MOST_OF_ONE_KEY, MOST_SEQUENCES, MOST_SUBSCRIBERS, Feed
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 
 MARK = "xylophonic-marmalade"
 
@@ -33,16 +33,16 @@ def a_feed(clock, *, rows=lambda: [], is_over=lambda: False) -> Feed:
     return Feed("router-0", rows, clock, is_over)
 
 
-def begun(feed: Feed, *, tenant=None, choices=1, minted=True, request_id="ab" * 16) -> Exchange:
-    exchange = Exchange(request_id, "POST", "/v1/chat/completions", 100.0, {}, has_minted_id=minted, tenant=tenant)
+def begun(feed: Feed, *, tenant=None, choices=1, minted=True, request_id="ab" * 16) -> HttpExchange:
+    exchange = HttpExchange(request_id, "POST", "/v1/chat/completions", 100.0, {}, has_minted_id=minted, tenant=tenant)
     feed.began(exchange)
     requests = [GenerateRequest(f"r{k}", "", (1, 2, 3), 3, SamplingParams(), 9) for k in range(choices)]
-    stages = [Stages(100.0) for _ in requests]
+    stages = [SequenceStages(100.0) for _ in requests]
     exchange.generates(requests, stages, stages[:1], 3, is_stream=True)
     return exchange
 
 
-def ended(feed: Feed, exchange: Exchange, at: float = 101.0) -> None:
+def ended(feed: Feed, exchange: HttpExchange, at: float = 101.0) -> None:
     exchange.ended = at
     feed.over(exchange)
 

@@ -11,8 +11,8 @@ from twostroke.protocol.stats import GpuUse, QueuedWork, WorkerStats
 from twostroke.router.fleet import Path
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.metrics import RouterMetrics
-from twostroke.router.observe.scrape import RouterReading, exposition
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.scrape import RouterMetricsSample, exposition
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
@@ -22,7 +22,7 @@ INFO, PREFILL = info("d0"), info("p0")
 
 def scraped(*, families=(), workers=(), ejected=frozenset()):
     """The text of a scrape where there is one router, r0."""
-    return exposition([RouterReading("r0", families, workers, ejected)]).decode()
+    return exposition([RouterMetricsSample("r0", families, workers, ejected)]).decode()
 
 
 def test_what_workers_tell_is_told_under_its_name_by_role():
@@ -88,7 +88,7 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_req
     metrics = router_metrics()
     metrics.refused(RequestError("a client's own words", code="overloaded", status=429))
     metrics.refused(WorkerLost("w1 has died"))
-    stages = Stages(0.0, attempts=2, admit=0.5)
+    stages = SequenceStages(0.0, attempts=2, admit=0.5)
     stages.end_attempt(0.5, 1.0, Path(PREFILL, INFO), WorkerLost("w1 has died"))
     stages.end_attempt(1.5, 2.0, Path(PREFILL, INFO), None)
     metrics.begun(a_request())
@@ -107,7 +107,7 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_req
 
 def test_a_request_that_takes_as_long_as_any_may_falls_into_a_bucket(a_request):
     metrics, most_s = router_metrics(), PipelineConfig().request_timeout_s
-    stages = Stages(0.0, attempts=1, admit=most_s, first_token=most_s, finish=most_s)
+    stages = SequenceStages(0.0, attempts=1, admit=most_s, first_token=most_s, finish=most_s)
     metrics.begun(a_request())
     metrics.ended(a_request(), stages, "stop", None)
     samples = [one for family in metrics.registry.collect() for one in family.samples]
@@ -124,7 +124,7 @@ def reading(router, num_refused, *workers):
     metrics = router_metrics()
     for _ in range(num_refused):
         metrics.refused(RequestError("no"))
-    return RouterReading(router, tuple(metrics.registry.collect()), workers, frozenset())
+    return RouterMetricsSample(router, tuple(metrics.registry.collect()), workers, frozenset())
 
 
 def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():

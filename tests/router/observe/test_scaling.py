@@ -1,7 +1,7 @@
 """What a router passes on of the autoscaler's decisions."""
 
 from twostroke.router.observe.scaling import RoleScaling, Scaling, planned_families, scaling_status
-from twostroke.router.observe.scrape import RouterReading, exposition
+from twostroke.router.observe.scrape import RouterMetricsSample, exposition
 
 SCALING = Scaling(
     decided_at=1000.0,
@@ -34,7 +34,7 @@ def test_a_clock_that_is_behind_makes_no_negative_age():
 
 def test_a_scrape_has_targets_decisions_by_reason_and_demand():
     families = tuple(planned_families({"router": 2}, SCALING))
-    text = exposition([RouterReading("r0", families, (), frozenset())]).decode()
+    text = exposition([RouterMetricsSample("r0", families, (), frozenset())]).decode()
     for line in (
         'replicas_expected{role="router",router="r0"} 2.0',
         'autoscaling_target{role="prefill",router="r0"} 2.0',

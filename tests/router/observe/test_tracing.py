@@ -17,9 +17,9 @@ from tests.router.routing.knowing import info
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.router.fleet import Path
 from twostroke.router.http.app import held, keyed
-from twostroke.router.observe.access_log import Exchange
+from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.opentelemetry_traces import OPERATIONS, OpenTelemetryTraces, TraceIds, resource_of
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.observe.tracing import TracingConfig, request_traces
 
 CONVENTIONS = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
@@ -189,7 +189,7 @@ async def test_refusals_have_the_root_span_alone_and_other_paths_have_none(site_
 
 
 def exchange(*stages, status=200):
-    made = Exchange("label", "POST", "/v1/completions", 10.0, {}, "/v1/completions", status, 20.0)
+    made = HttpExchange("label", "POST", "/v1/completions", 10.0, {}, "/v1/completions", status, 20.0)
     return replace(made, requests=(), stages=stages)
 
 
@@ -198,7 +198,7 @@ def path(number):
 
 
 def test_a_failed_attempt_tells_the_kind_of_its_error_and_the_next_one_follows(a_request, traces, exporter):
-    stages = Stages(10.0, admit=11.0)
+    stages = SequenceStages(10.0, admit=11.0)
     stages.end_attempt(11.0, 13.0, path("0"), WorkerLost("of a secret prompt"))
     stages.prefill_queue_s, stages.prefill_s, stages.transfer_s, stages.decode_queue_s = 0.5, 1.0, 2.0, 0.25
     stages.end_attempt(14.0, 20.0, path("1"), None)

@@ -3,18 +3,20 @@ import json
 import pytest
 
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.router.openai.answers import ChatFormat, Delta, ToolCallDelta
-from twostroke.router.openai.jobs import Job
+from twostroke.router.openai.answers import ChatWriter, ChoiceDelta, ToolCallDelta
+from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import ChatRequest
 
 DELTAS = [
-    Delta(0, "", (1,), (), None, reasoning="They ask "),
-    Delta(0, "", (2,), (), None, reasoning="for rain."),
-    Delta(0, "Let me look.", (3,), (), None),
-    Delta(0, "", (4,), (), None, tool_calls=(ToolCallDelta(0, "call_1", "rain"),)),
-    Delta(0, "", (5,), (), None, tool_calls=(ToolCallDelta(0, arguments='{"at": '),)),
-    Delta(0, "", (6,), (), None, tool_calls=(ToolCallDelta(0, arguments='"Oslo"}'), ToolCallDelta(1, "call_2", "sun"))),
-    Delta(0, "", (7,), (), "tool_calls", tool_calls=(ToolCallDelta(1, arguments="{}"),)),
+    ChoiceDelta(0, "", (1,), (), None, reasoning="They ask "),
+    ChoiceDelta(0, "", (2,), (), None, reasoning="for rain."),
+    ChoiceDelta(0, "Let me look.", (3,), (), None),
+    ChoiceDelta(0, "", (4,), (), None, tool_calls=(ToolCallDelta(0, "call_1", "rain"),)),
+    ChoiceDelta(0, "", (5,), (), None, tool_calls=(ToolCallDelta(0, arguments='{"at": '),)),
+    ChoiceDelta(
+        0, "", (6,), (), None, tool_calls=(ToolCallDelta(0, arguments='"Oslo"}'), ToolCallDelta(1, "call_2", "sun"))
+    ),
+    ChoiceDelta(0, "", (7,), (), "tool_calls", tool_calls=(ToolCallDelta(1, arguments="{}"),)),
 ]
 CALLS = [
     {"id": "call_1", "type": "function", "function": {"name": "rain", "arguments": '{"at": "Oslo"}'}},
@@ -25,8 +27,8 @@ CALLS = [
 @pytest.fixture
 def form(tokenizer):
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})
-    jobs = [Job(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())]
-    return ChatFormat(asked, jobs, tokenizer, model="m", created=1, service_tier=None)
+    jobs = [ChoiceJob(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())]
+    return ChatWriter(asked, jobs, tokenizer, model="m", created=1, service_tier=None)
 
 
 def test_a_whole_chat_has_reasoning_and_calls_beside_its_content(form):

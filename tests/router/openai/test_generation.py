@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, TokenEvent
-from twostroke.router.openai.answers import Delta
+from twostroke.router.openai.answers import ChoiceDelta
 from twostroke.router.openai.generation import ChoiceWriter, run_choices
-from twostroke.router.openai.jobs import Job
+from twostroke.router.openai.jobs import ChoiceJob
 
 
 def job(index=0, group=0, *, stop=(), min_tokens=0, logprobs=None):
     sampling = SamplingParams(logprobs=logprobs)
-    return Job(index, group, GenerateRequest("", "", (1,), 1, sampling, 100, min_tokens), tuple(stop))
+    return ChoiceJob(index, group, GenerateRequest("", "", (1,), 1, sampling, 100, min_tokens), tuple(stop))
 
 
 def events_of(token_ids, cuts, finish):
@@ -85,7 +85,7 @@ async def test_the_leader_of_each_prompt_starts_alone():
         started.append(one.index)
         if one.index in go:
             await go[one.index].wait()
-        yield Delta(one.index, "x", (1,), (), "stop")
+        yield ChoiceDelta(one.index, "x", (1,), (), "stop")
 
     jobs = [job(0, 0), job(1, 0), job(2, 1), job(3, 1)]
     async with aclosing(run_choices(jobs, generate)) as deltas:
@@ -104,7 +104,7 @@ async def test_the_leader_of_each_prompt_starts_alone():
 async def test_more_deltas_than_the_queue_holds_all_arrive():
     async def generate(one):
         for i in range(1000):
-            yield Delta(one.index, str(i), (1,), (), None)
+            yield ChoiceDelta(one.index, str(i), (1,), (), None)
 
     seen = {0: [], 1: [], 2: []}
     async with aclosing(run_choices([job(i, i) for i in range(3)], generate)) as deltas:
@@ -120,7 +120,7 @@ async def test_leaving_early_or_failing_leaves_no_task(read):
     async def generate(one):
         try:
             for _ in range(10_000):
-                yield Delta(one.index, "x", (1,), (), None)
+                yield ChoiceDelta(one.index, "x", (1,), (), None)
                 await asyncio.sleep(0)
         finally:
             closed.append(one.index)
@@ -135,7 +135,7 @@ async def test_leaving_early_or_failing_leaves_no_task(read):
 
 async def test_the_first_failure_is_told_as_it_is():
     async def generate(one):
-        yield Delta(one.index, "x", (1,), (), None)
+        yield ChoiceDelta(one.index, "x", (1,), (), None)
         if one.index == 1:
             raise WorkerLost("this one")
         await asyncio.Event().wait()

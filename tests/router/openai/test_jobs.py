@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.openai.jobs import JobMaker, Terms, chat_prompt
+from twostroke.router.openai.jobs import JobMaker, RequestLimits, chat_prompt
 from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
@@ -21,9 +21,9 @@ def maker(tokenizer):
     return JobMaker(tokenizer, SamplingDefaults())
 
 
-TERMS = Terms(max_context=100, promise=Promise())
-HUGE = Terms(max_context=8000, promise=Promise())
-ROOMY = Terms(max_context=1000, promise=Promise())
+TERMS = RequestLimits(max_context=100, promise=Promise())
+HUGE = RequestLimits(max_context=8000, promise=Promise())
+ROOMY = RequestLimits(max_context=1000, promise=Promise())
 
 
 async def jobs_of(maker, **fields):

@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.router.openai.answers import Delta, ToolCallDelta
-from twostroke.router.openai.jobs import Job
-from twostroke.router.openai.messages import UNREAD, MessagesFormat, MessagesRequest
-from twostroke.router.openai.responses import ResponsesFormat, ResponsesRequest
+from twostroke.router.openai.answers import ChoiceDelta, ToolCallDelta
+from twostroke.router.openai.jobs import ChoiceJob
+from twostroke.router.openai.messages import UNREAD, MessagesRequest, MessagesWriter
+from twostroke.router.openai.responses import ResponsesRequest, ResponsesWriter
 from twostroke.router.openai.schemas import UnknownFields, explain
 
 USAGE = {
@@ -22,7 +22,7 @@ USAGE = {
     "total_tokens": 12,
     "prompt_tokens_details": {"cached_tokens": 2},
 }
-JOB = Job(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())
+JOB = ChoiceJob(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())
 RESPONSE_EVENT = TypeAdapter(ResponseStreamEvent)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -207,12 +207,12 @@ def test_what_is_without_effect_is_taken_where_the_router_is_strict():
 def response_format(tokenizer):
     asked = ResponsesRequest.model_validate({"input": "hi"})
     fields = {"model": "fake", "created": 5, "service_tier": None}
-    return ResponsesFormat(asked, asked.draft().chat(), [JOB], tokenizer, **fields)
+    return ResponsesWriter(asked, asked.draft().chat(), [JOB], tokenizer, **fields)
 
 
 def message_format(tokenizer):
     asked = MessagesRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9})
-    return MessagesFormat(asked.draft().chat(), [JOB], tokenizer, model="fake", created=5, service_tier=None)
+    return MessagesWriter(asked.draft().chat(), [JOB], tokenizer, model="fake", created=5, service_tier=None)
 
 
 def events_of(written):
@@ -238,16 +238,18 @@ def answers(draw):
             pieces = draw(st.lists(text, max_size=3))
             calls = [ToolCallDelta(num_calls, f"c{num_calls}", "weather")]
             calls += [ToolCallDelta(num_calls, arguments=piece) for piece in pieces]
-            deltas += [Delta(0, "", (), (), None, tool_calls=(call,)) for call in calls]
+            deltas += [ChoiceDelta(0, "", (), (), None, tool_calls=(call,)) for call in calls]
             num_calls += 1
         elif kind == "nothing":
-            deltas.append(Delta(0, "", (), (), None))
+            deltas.append(ChoiceDelta(0, "", (), (), None))
         else:
             said = draw(text)
-            deltas.append(Delta(0, "", (), (), None, said) if kind == "reasoning" else Delta(0, said, (), (), None))
+            deltas.append(
+                ChoiceDelta(0, "", (), (), None, said) if kind == "reasoning" else ChoiceDelta(0, said, (), (), None)
+            )
     return [
         *deltas,
-        Delta(0, draw(st.text(max_size=2)), (), (), draw(st.sampled_from(["stop", "length", "tool_calls"]))),
+        ChoiceDelta(0, draw(st.text(max_size=2)), (), (), draw(st.sampled_from(["stop", "length", "tool_calls"]))),
     ]
 
 
@@ -309,7 +311,7 @@ def test_a_messages_events_put_together_are_the_whole(tokenizer, deltas):
 
 def test_a_response_that_fails_says_so_and_keeps_what_it_has(tokenizer):
     form = response_format(tokenizer)
-    form.events(Delta(0, "half", (), (), None))
+    form.events(ChoiceDelta(0, "half", (), (), None))
     *_, error, failed = events_of(form.failure(WorkerLost("d0 at 10.0.0.7")))
     assert (error["type"], error["code"]) == ("error", "worker_lost")
     assert failed["response"]["status"] == "failed"

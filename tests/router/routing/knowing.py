@@ -15,7 +15,7 @@ from twostroke.protocol.requests import Address, GenerateRequest, Peer, Sampling
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.routing.chooser import PathChooser, PathConfig
-from twostroke.router.routing.in_flight import Load
+from twostroke.router.routing.in_flight import WorkerLoad
 from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, known_workers
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
@@ -64,7 +64,7 @@ class Workers:
             zip(names, known_workers([info(name, **changes.get(name, {})) for name in names]), strict=True)
         )
         for one, stats in zip(self.known.values(), (*prefill, *decode), strict=True):
-            one.update(stats, Load(), costs, self.classes, tier=AVAILABLE, bytes_per_s=bytes_per_s)
+            one.update(stats, WorkerLoad(), costs, self.classes, tier=AVAILABLE, bytes_per_s=bytes_per_s)
 
     def __getitem__(self, name: str) -> KnownWorker:
         return self.known[name]

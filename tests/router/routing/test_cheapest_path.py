@@ -9,7 +9,7 @@ from twostroke.protocol.stats import QueuedWork
 from twostroke.router.fleet import NoPath, Path
 from twostroke.router.routing.cheapest_path import (
     HOP_S,
-    Need,
+    PathQuery,
     answer,
     cheapest_path,
     leave_out,
@@ -26,7 +26,7 @@ class Fleet(Workers):
     def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options):
         """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
         held = dict(held)
-        need = Need(num_tokens, 10.0, promise or Promise(), self.classes, min_pull_tokens)
+        need = PathQuery(num_tokens, 10.0, promise or Promise(), self.classes, min_pull_tokens)
         return cheapest_path(
             self.of("prefill", held),
             self.of("decode", held),
@@ -169,7 +169,7 @@ def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():
 
 
 def need(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
-    return Need(num_tokens, answer_tokens, promise or Promise(), {"standard": (0, 0.0)}, min_pull_tokens)
+    return PathQuery(num_tokens, answer_tokens, promise or Promise(), {"standard": (0, 0.0)}, min_pull_tokens)
 
 
 def reading(fleet, name, asked, held=0, source=None):

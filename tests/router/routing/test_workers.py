@@ -5,7 +5,7 @@ import pytest
 from tests.router.routing.knowing import Clock
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.routing.in_flight import InFlight, Load, Place
+from twostroke.router.routing.in_flight import InFlight, Place, WorkerLoad
 from twostroke.router.routing.workers import FIRST_GUESS, LinkRates
 
 P, D = Peer("p", 1), Peer("d", 1)
@@ -122,7 +122,7 @@ def test_whose_load_has_changed_is_told(clock):
 
 
 def test_a_worker_without_any_work_of_ours_has_what_it_tells():
-    assert Load().requests(5) == 5
+    assert WorkerLoad().requests(5) == 5
 
 
 # --- rates of links ---

@@ -5,8 +5,8 @@ import pytest
 from tests.router.routing.knowing import info
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerStats
-from twostroke.router.fleet import Estimate, Path
-from twostroke.router.observe.stages import Stages
+from twostroke.router.fleet import Path, PathEstimate
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
 from twostroke.router.slo.attainment import MEMORY_S
 from twostroke.router.slo.classes import SLOClass, SLOConfig
@@ -32,11 +32,13 @@ class Door:
         self.stats: dict[Peer, WorkerStats] = {}
         self.admission = Admission(config=config, stats=self.stats.get, clock=lambda: self.now, num_routers=num_routers)
 
-    def ask(self, one: SLOClass, *, queue_s: float = 0.0, prefill_s: float = 0.1, step_s: float = 0.02) -> Stages:
+    def ask(
+        self, one: SLOClass, *, queue_s: float = 0.0, prefill_s: float = 0.1, step_s: float = 0.02
+    ) -> SequenceStages:
         """Raises Overloaded."""
-        estimate = Estimate(queue_s, 0.0, prefill_s, 0.0, 0.0, step_s)
+        estimate = PathEstimate(queue_s, 0.0, prefill_s, 0.0, 0.0, step_s)
         self.admission.admit(request_of(one), Path(PREFILL, DECODE, estimate=estimate), 0.0, False)
-        return Stages(self.now, admit=self.now, expected=estimate)
+        return SequenceStages(self.now, admit=self.now, expected=estimate)
 
     def retry_after_s(self, one: SLOClass, **times: float) -> int | None:
         """None: let in."""
@@ -177,7 +179,7 @@ def test_a_worker_thought_too_slow_even_for_a_prompt_alone_is_tried_though_other
     verdicts = []
     for _ in range(20):  # 0.5 s each
         door.now += 0.5
-        quick = Path(None, DECODE, estimate=Estimate(0.0, 0.0, 0.01, 0.0, 0.0, 0.02))
+        quick = Path(None, DECODE, estimate=PathEstimate(0.0, 0.0, 0.01, 0.0, 0.0, 0.02))
         door.admission.admit(request_of(INTERACTIVE), quick, 0.0, False)
         verdicts.append(door.retry_after_s(INTERACTIVE, prefill_s=2.0))
     assert verdicts[:8] == [4, 3, 3, 2, 2, 1, 1, None], "4 s after the last prompt there, and until then told when"
@@ -192,7 +194,7 @@ def test_a_path_on_trial_is_let_in_whatever_is_thought_of_its_first_token_but_sl
     door.ask(INTERACTIVE)
 
     def trial(prefill_s: float, step_s: float) -> None:
-        path = Path(PREFILL, DECODE, estimate=Estimate(0.0, 0.0, prefill_s, 0.0, 0.0, step_s), is_trial=True)
+        path = Path(PREFILL, DECODE, estimate=PathEstimate(0.0, 0.0, prefill_s, 0.0, 0.0, step_s), is_trial=True)
         door.admission.admit(request_of(INTERACTIVE), path, 0.0, False)
 
     trial(2.0, 0.02)
@@ -254,7 +256,7 @@ def test_each_of_many_routers_expects_the_others_to_send_as_much() -> None:
 
 def test_choices_of_an_admitted_response_are_not_judged_again() -> None:
     door = Door()
-    late = Path(PREFILL, DECODE, estimate=Estimate(9.0, 0.0, 0.1, 0.0, 0.0, 0.02))
+    late = Path(PREFILL, DECODE, estimate=PathEstimate(9.0, 0.0, 0.1, 0.0, 0.0, 0.02))
     door.ask(INTERACTIVE)
     door.admission.admit(request_of(INTERACTIVE), late, 0.0, True)
 

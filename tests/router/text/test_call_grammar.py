@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tests.integration.schemas import all_schemas, takes
 from twostroke.protocol.errors import RequestError
-from twostroke.router.text.call_grammar import AnswerGrammar, Function
+from twostroke.router.text.call_grammar import AnswerGrammar, CallableFunction
 from twostroke.router.text.grammar import of_schema
 from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax, pick_output_format
 
@@ -25,7 +25,9 @@ TOKENS = (
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
 )
 CONTROLS = {token: 4096 + i for i, token in enumerate(TOKENS)}
-RAIN = Function("rain", {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]}, True)
+RAIN = CallableFunction(
+    "rain", {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]}, True
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def grammar_of_auto(rules, call, functions, thinking=None, budget=None):
     return rules.of_answer(thinking, rest, is_open=False, most_tokens=budget)
 
 
-ANY = Function("sun", {}, False)
+ANY = CallableFunction("sun", {}, False)
 LLAMA3 = '{"name": "rain", "parameters": {"day": 1}}'
 HARMONY = "<|channel|>commentary to=functions.rain <|constrain|>json<|message|>{}"
 TO_HARMONY = "<|start|>assistant to=functions.rain<|channel|>commentary json<|message|>{}"
@@ -211,7 +213,7 @@ BY_ITSELF = {
 def test_arguments_that_stand_by_themselves_are_held_to_their_schemas(texts, name):
     form, written = pick_output_format(name, None, "", ""), BY_ITSELF[name]
     rules = AnswerGrammar(CONTROLS)
-    calls = rules.of_calls(form.call, [Function("rain", FORECAST, True)], is_parallel=False)
+    calls = rules.of_calls(form.call, [CallableFunction("rain", FORECAST, True)], is_parallel=False)
     grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
     assert follows(texts, grammar, written)
     assert not follows(texts, grammar, written.replace("[1, 2]", "[1, two]"))
@@ -228,7 +230,7 @@ def test_arguments_that_stand_by_themselves_are_held_to_their_schemas(texts, nam
 def test_a_function_whose_arguments_nobody_named_takes_any(texts, name):
     form = pick_output_format(name, None, "", "")
     rules = AnswerGrammar(CONTROLS)
-    calls = rules.of_calls(form.call, [Function("rain", {}, False)], is_parallel=False)
+    calls = rules.of_calls(form.call, [CallableFunction("rain", {}, False)], is_parallel=False)
     grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
     assert follows(texts, grammar, BY_ITSELF[name])
 
@@ -270,7 +272,7 @@ BARE_MEANT = {
 def test_objects_with_bare_keys_are_held_to_their_schemas(texts, form, around, quote, has_tokens):
     picked = pick_output_format(form, None, "", "")
     rules = AnswerGrammar(CONTROLS if has_tokens else {})
-    calls = rules.of_calls(picked.call, [Function("rain", NESTED, True)], is_parallel=True)
+    calls = rules.of_calls(picked.call, [CallableFunction("rain", NESTED, True)], is_parallel=True)
     grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
     texts = texts if has_tokens else (MODEL_FOLDER / "tokenizer.json").read_text(encoding="utf-8")
 
@@ -323,7 +325,7 @@ def test_objects_with_bare_keys_drawn_at_random_are_read_and_valid(texts):
         if LLMatcher(tokenizer, of_schema(schema)).is_error():
             continue
         try:
-            calls = rules.of_calls(call, [Function("rain", schema, True)], is_parallel=False)
+            calls = rules.of_calls(call, [CallableFunction("rain", schema, True)], is_parallel=False)
         except RequestError:
             outcomes["refused"] += 1
             continue
@@ -367,7 +369,7 @@ def test_what_objects_with_bare_keys_can_not_be_held_to_is_refused_where_it_must
     call, rules = pick_output_format("gemma", None, "", "").call, AnswerGrammar(CONTROLS)
     schema = {"type": "object", "properties": {"a": part}}
     with pytest.raises(RequestError, match=r"can't be held to (prefixItems|allOf|anyOf|false) here"):
-        rules.of_calls(call, [Function("rain", schema, True)], is_parallel=False)
-    calls = rules.of_calls(call, [Function("rain", schema, False)], is_parallel=False)
+        rules.of_calls(call, [CallableFunction("rain", schema, True)], is_parallel=False)
+    calls = rules.of_calls(call, [CallableFunction("rain", schema, False)], is_parallel=False)
     grammar = rules.of_answer(None, f"{calls}\nrest: calls", is_open=False, most_tokens=None)
     assert follows(texts, grammar, "<start_function_call>call:rain{}<end_function_call>")

@@ -17,13 +17,13 @@ from ray.serve.config import AutoscalingContext
 
 from tests.simulation.autoscaling.traffic import Trace
 from twostroke.cluster.autoscaling.demand import decode_capacity
-from twostroke.cluster.autoscaling.policy import Memory, decide
-from twostroke.cluster.autoscaling.readings import Decision
+from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
+from twostroke.cluster.autoscaling.readings import ScalingDecision
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.planning.coarse.day import reversals
-from twostroke.planning.coarse.fleet import Change, Fleet, Scaler, run
+from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, run
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import Request
+from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import WorkerProfile
 
@@ -48,7 +48,7 @@ class Outcome:
     changes: int
 
 
-def outcome(fleet: Fleet, requests: Sequence[Request], start: tuple[int, int], ends_s: float) -> Outcome:
+def outcome(fleet: CoarseFleet, requests: Sequence[CoarseRequest], start: tuple[int, int], ends_s: float) -> Outcome:
     """Of a fleet that has served `requests` for `ends_s`."""
     first = [one.ttft_s <= fleet.ttft_s for one in requests]
     rest = [one.tpot_s <= fleet.tpot_s for one in requests]
@@ -83,7 +83,7 @@ class Fixed:
     prefill: int
     decode: int
 
-    def __call__(self, fleet: Fleet) -> tuple[int, int]:
+    def __call__(self, fleet: CoarseFleet) -> tuple[int, int]:
         return self.prefill, self.decode
 
 
@@ -92,10 +92,10 @@ class Ours:
     """`twostroke.cluster.autoscaling.policy.decide`, asked at every look."""
 
     config: AutoscalingConfig
-    memory: Memory = field(default_factory=Memory)
-    decisions: list[tuple[float, Decision]] = field(default_factory=list)  # that changed anything
+    memory: PolicyMemory = field(default_factory=PolicyMemory)
+    decisions: list[tuple[float, ScalingDecision]] = field(default_factory=list)  # that changed anything
 
-    def __call__(self, fleet: Fleet) -> tuple[int, int]:
+    def __call__(self, fleet: CoarseFleet) -> tuple[int, int]:
         decision, self.memory = decide(fleet.signals(), self.memory, self.config)
         if (decision.prefill, decision.decode) != (fleet.prefill_target, fleet.decode_target):
             self.decisions.append((fleet.now_s, decision))
@@ -114,7 +114,7 @@ class RayServe:
             self.prefill = _Deployment("prefill", config.prefill.min, config.prefill.max, prefill_ongoing)
         self.decode = _Deployment("decode", config.decode.min, config.decode.max, decode_ongoing)
 
-    def __call__(self, fleet: Fleet) -> tuple[int, int]:
+    def __call__(self, fleet: CoarseFleet) -> tuple[int, int]:
         unread = fleet.requests - fleet.prefilled
         prefill = 0
         if self.prefill is not None:
@@ -188,10 +188,10 @@ def serve(trace: Trace, setting: Setting, scaler: Scaler, start: tuple[int, int]
 
 def serve_with_fleet(
     trace: Trace, setting: Setting, scaler: Scaler, start: tuple[int, int], after_s: float = 0.0
-) -> tuple[Outcome, Fleet]:
+) -> tuple[Outcome, CoarseFleet]:
     """The same, and the fleet as it is then."""
     router = LiveRouter(SLOConfig(admission=False), decodes_alone=setting.is_aggregated)
-    fleet = Fleet(setting.kind, setting.startup_s, setting.ttft_s, setting.tpot_s, router)
+    fleet = CoarseFleet(setting.kind, setting.startup_s, setting.ttft_s, setting.tpot_s, router)
     requests = trace.fresh()
     ends_s = trace.ends_s + after_s
     run(fleet, requests, scaler, start, ends_s)

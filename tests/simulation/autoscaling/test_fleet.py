@@ -11,9 +11,9 @@ import pytest
 from tests.simulation.autoscaling.compare import Fixed, Setting, serve_with_fleet
 from tests.simulation.autoscaling.traffic import bursts, steps
 from twostroke.planning.coarse.day import reversals
-from twostroke.planning.coarse.fleet import Fleet, run
+from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import DecodeWorker, Request
+from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarseRequest
 from twostroke.planning.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.router.slo.classes import SLOConfig
@@ -30,11 +30,11 @@ def prompts_only(costs: StepCosts) -> WorkerProfile:
 def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> float:
     """Of prompts that only wait and are computed."""
     kind = prompts_only(StepCosts(0.0, TOKEN_S, 0.0, 0.0, 0.0))
-    fleet = Fleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False))
+    fleet = CoarseFleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False))
     at_s, requests = 0.0, []
     for gap, tokens in zip(gaps, lengths, strict=True):
         at_s += gap
-        requests.append(Request(at_s, tokens, 1))
+        requests.append(CoarseRequest(at_s, tokens, 1))
     run(fleet, requests, Fixed(workers, 1), (workers, 1), at_s, look_s=at_s)
     return sum(one.ttft_s - one.prompt_tokens * TOKEN_S for one in requests) / len(requests)
 
@@ -61,8 +61,8 @@ def test_equal_prompts_wait_half_as_long_as_exponential_ones() -> None:
 
 def test_decoding_takes_the_sum_of_its_steps() -> None:
     costs = StepCosts(base_s=0.01, token_s=0.0, pair_s=0.0, row_s=1e-3, context_s=1e-5)
-    worker = DecodeWorker(prompts_only(costs), 0.0, 0.0)
-    requests = [Request(0.0, 100, 51), Request(0.0, 300, 101)]
+    worker = CoarseDecodeWorker(prompts_only(costs), 0.0, 0.0)
+    requests = [CoarseRequest(0.0, 100, 51), CoarseRequest(0.0, 300, 101)]
     for request in requests:
         worker.join(request, 0.0)
     both = sum(costs.decode_s(2, 402 + 2 * step) + costs.base_s for step in range(50))
@@ -77,9 +77,9 @@ def test_decoding_takes_the_sum_of_its_steps() -> None:
 def test_what_the_kv_cache_has_no_room_for_waits_for_those_that_decode() -> None:
     costs = StepCosts(0.01, 0.0, 0.0, 0.0, 0.0)
     kind = WorkerProfile("small cache", costs, 1.0, 250, 1e12, 10**9, 256, "")
-    worker = DecodeWorker(kind, 0.0, 0.0)
+    worker = CoarseDecodeWorker(kind, 0.0, 0.0)
     for _ in range(3):
-        worker.join(Request(0.0, 100, 11), 0.0)
+        worker.join(CoarseRequest(0.0, 100, 11), 0.0)
     assert (len(worker.rows), len(worker.waiting)) == (2, 1)
     worker.end_one(worker.next_end_s())
     assert (len(worker.rows), len(worker.waiting)) == (2, 0)
@@ -88,7 +88,7 @@ def test_what_the_kv_cache_has_no_room_for_waits_for_those_that_decode() -> None
 def test_a_worker_starts_late_drains_before_it_goes_and_is_paid_from_its_order_on() -> None:
     trace = steps(0, ((0.0, 2.0),), 300.0)
 
-    def up_and_down(fleet: Fleet) -> tuple[int, int]:
+    def up_and_down(fleet: CoarseFleet) -> tuple[int, int]:
         return (3 if 100 <= fleet.now_s < 200 else 1), 1
 
     setting = Setting(SMALL, 5.0, 0.02, startup_s=40.0)

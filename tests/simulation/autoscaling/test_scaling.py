@@ -16,7 +16,7 @@ from tests.simulation.autoscaling.compare import (
 )
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
-from twostroke.planning.coarse.workers import SETTINGS, DecodeWorker, Request
+from twostroke.planning.coarse.workers import SETTINGS, CoarseDecodeWorker, CoarseRequest
 from twostroke.planning.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
@@ -85,10 +85,10 @@ COSTS = StepCosts(base_s=5e-3, token_s=1e-4, pair_s=0.0, row_s=1e-3, context_s=1
 KIND = WorkerProfile("steps", COSTS, 1.0, 10**6, 1e12, 512, 256, "")
 
 
-def step_by_step(requests: list[Request]) -> None:
+def step_by_step(requests: list[CoarseRequest]) -> None:
     """All come at 0. Each step: rows, then tokens of the first prompts for as long as the pace allows."""
     waiting = deque((request, request.prompt_tokens) for request in requests)
-    rows: list[tuple[Request, int]] = []  # with the tokens that are still to come
+    rows: list[tuple[CoarseRequest, int]] = []  # with the tokens that are still to come
     now_s = 0.0
     while waiting or rows:
         context = sum(one.prompt_tokens + one.output_tokens - left for one, left in rows)
@@ -96,7 +96,7 @@ def step_by_step(requests: list[Request]) -> None:
         room = KIND.step_tokens - len(rows)
         if rows:
             room = min(room, int((TPOT_S * SETTINGS.tpot_safety - step_s) / COSTS.token_s))
-        read: list[Request] = []
+        read: list[CoarseRequest] = []
         while waiting and room > 0:
             request, left = waiting.popleft()
             chunk = min(left, room)
@@ -118,9 +118,9 @@ def step_by_step(requests: list[Request]) -> None:
 
 def test_prompts_and_answers_share_steps_as_they_do_one_by_one() -> None:
     lengths = [(3000, 40), (500, 120), (2000, 20), (900, 200), (4000, 10), (300, 60)]
-    one_by_one, closed = ([Request(0.0, *length) for length in lengths] for _ in range(2))
+    one_by_one, closed = ([CoarseRequest(0.0, *length) for length in lengths] for _ in range(2))
     step_by_step(one_by_one)
-    worker = DecodeWorker(KIND, 0.0, 0.0, TPOT_S)
+    worker = CoarseDecodeWorker(KIND, 0.0, 0.0, TPOT_S)
     for request in closed:
         worker.read(request, 0.0)
     while worker.num_requests:

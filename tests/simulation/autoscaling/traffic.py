@@ -11,7 +11,7 @@ from datetime import datetime
 from math import cos, log, pi
 from pathlib import Path
 
-from twostroke.planning.coarse.workers import Request
+from twostroke.planning.coarse.workers import CoarseRequest
 
 DAY_S = 86400.0
 
@@ -24,9 +24,9 @@ class Trace:
     requests: tuple[tuple[float, int, int], ...]  # when, prompt tokens, output tokens
     ends_s: float
 
-    def fresh(self) -> list[Request]:
+    def fresh(self) -> list[CoarseRequest]:
         """As yet unserved."""
-        return [Request(*one) for one in self.requests]
+        return [CoarseRequest(*one) for one in self.requests]
 
 
 def azure_file(path: Path, copies: int = 1, seed: int = 0) -> Trace:

@@ -7,7 +7,7 @@ from twostroke.planning.profiles import SMALL
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator import deployment
-from twostroke.simulator.deployment import Run, TracedRequest
+from twostroke.simulator.deployment import SimulatedRun, TracedRequest
 from twostroke.simulator.sim_router import PROMISE_NOTHING
 
 PREFILL_CACHE_TOKENS = 32_000
@@ -22,7 +22,7 @@ def serve(
     seed: int = 0,
     slo: SLOConfig = PROMISE_NOTHING,
     decode_cache_tokens: int = DECODE_CACHE_TOKENS,
-) -> Run:
+) -> SimulatedRun:
     """Run the trace to its end; with classes that promise something, some requests are refused."""
     return deployment.serve(
         trace,
@@ -48,7 +48,7 @@ class Result:
     decode_busy: float
 
 
-def result_of(runs: Sequence[Run]) -> Result:
+def result_of(runs: Sequence[SimulatedRun]) -> Result:
     """All requests of all runs count alike."""
     served = [one for run in runs for one in run.served]
     ttfts = [one.ttft_s for one in served]

@@ -18,7 +18,7 @@ from twostroke.kvtransfer.transfer import OutgoingLane
 from twostroke.protocol.requests import Promise
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOClass, SLOConfig
-from twostroke.simulator.deployment import Run, Served, TracedRequest
+from twostroke.simulator.deployment import SimulatedRequest, SimulatedRun, TracedRequest
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:
@@ -60,7 +60,7 @@ LONGER = 3
 """How many times as long answers are as in other traces."""
 
 
-def run_crowd(seed: int, *, num_requests: int = NUM_REQUESTS) -> Run:
+def run_crowd(seed: int, *, num_requests: int = NUM_REQUESTS) -> SimulatedRun:
     """All requests served to their end."""
     trace = strangers(seed, num_requests=num_requests, rate_per_s=RATE_PER_S, prompt_tokens=600.0, sigma=0.4)
     trace = [replace(one, num_output_tokens=LONGER * one.num_output_tokens) for one in trace]
@@ -122,10 +122,10 @@ RECOVERED_S = 10.0
 class Phase:
     """What became of the requests of one span of time."""
 
-    served: Sequence[Served]
+    served: Sequence[SimulatedRequest]
     seconds: float
 
-    def of(self, one: SLOClass) -> list[Served]:
+    def of(self, one: SLOClass) -> list[SimulatedRequest]:
         """Those of a class."""
         return [served for served in self.served if served.promise.class_name == one.name]
 
@@ -134,7 +134,7 @@ class Phase:
         requests = self.of(one)
         return sum(served.refused for served in requests) / len(requests)
 
-    def admitted(self, one: SLOClass) -> list[Served]:
+    def admitted(self, one: SLOClass) -> list[SimulatedRequest]:
         """A class's requests that were not refused."""
         return [served for served in self.of(one) if not served.refused]
 
@@ -198,7 +198,7 @@ def run_overload(
     )
 
 
-def is_met(served: Served) -> bool:
+def is_met(served: SimulatedRequest) -> bool:
     """Whether a request got what it was promised."""
     promise = served.promise
     is_in_time = promise.ttft_left_s is None or served.ttft_s <= promise.ttft_left_s
@@ -225,7 +225,7 @@ def _promise(one: SLOClass) -> Promise:
     return Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
 
 
-def _phase(run: Run, begin_s: float, end_s: float) -> Phase:
+def _phase(run: SimulatedRun, begin_s: float, end_s: float) -> Phase:
     return Phase([one for one in run.served if begin_s <= one.at_s < end_s], end_s - begin_s)
 
 

@@ -23,7 +23,7 @@ from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.router.health.poison import PoisonRequest
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.simulator.memory_network import MemoryFabric, Trace
 from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.sim_fleet import SimFleet, SimProcess
@@ -150,7 +150,7 @@ class _Simulation:
         await asyncio.sleep(arrival.at_s)
         if router.lost.done():
             return  # nobody listens there
-        name, answer, stages = arrival.request.request_id, _Answer(), Stages(arrive=self._clock())
+        name, answer, stages = arrival.request.request_id, _Answer(), SequenceStages(arrive=self._clock())
         reading = router.spawn(self._read(arrival, router, answer, stages))
         self._report.requests += 1
         patience_s = MOST_WAIT_S if arrival.cancel_after_s is None else arrival.cancel_after_s
@@ -200,14 +200,14 @@ class _Simulation:
         assert answer.ends == ["stop" if stopped else "length"], f"{name}: ends {answer.ends}"
         assert answer.events[-1].finish_reason is not None, f"{name}: goes on after its end"
 
-    def _check_computed_once(self, arrival: Arrival, stages: Stages) -> None:
+    def _check_computed_once(self, arrival: Arrival, stages: SequenceStages) -> None:
         """The decode worker computes no prompt that a prefill worker was asked for, unless something went wrong."""
         scenario = self._scenario
         is_calm = not (scenario.faults or scenario.is_overload or any(one.is_poison for one in scenario.arrivals))
         was_twice = any(tried.prefill and tried.transfer_s == 0.0 for tried in stages.tries)
         assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
-    async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, stages: Stages) -> None:
+    async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, stages: SequenceStages) -> None:
         next_index = 0
         async with aclosing(router.pipeline.generate(arrival.request, stages)) as events:
             async for event in events:

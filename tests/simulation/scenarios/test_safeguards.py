@@ -28,12 +28,12 @@ from twostroke.protocol.verdicts import Verdict
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.health.poison import Case, Suspects
+from twostroke.router.health.poison import SuspectRequest, Suspects
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import WorkerLife
+from twostroke.worker.life import StepLoop
 from twostroke.worker.scheduler import Scheduler, Swap
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.token_server import TokenServer
@@ -188,19 +188,19 @@ def _take_every_index(events: Sequence[TokenEvent], sent: Sequence[int]) -> Toke
 
 @sabotage("a resumed request forgets what was sent", Pipeline, "_next_try", "kill_decode")
 def _call_what_was_sent_a_prompt(
-    pipeline: Pipeline, request: GenerateRequest, sent: Sequence[int], stages: Stages
+    pipeline: Pipeline, request: GenerateRequest, sent: Sequence[int], stages: SequenceStages
 ) -> GenerateRequest:
     tried = _next_try(pipeline, request, sent, stages)
     return replace(tried, num_prompt_tokens=len(tried.token_ids))
 
 
 @sabotage("nobody is accused of workers' deaths", Suspects, "accused_of", "poison")
-def _accuse_nobody(suspects: Suspects, case: Case) -> tuple[Peer, ...]:
+def _accuse_nobody(suspects: Suspects, case: SuspectRequest) -> tuple[Peer, ...]:
     return ()
 
 
 @sabotage("the guilty may try again", Suspects, "check", "poison")
-def _forget_the_guilty(suspects: Suspects, case: Case) -> None:
+def _forget_the_guilty(suspects: Suspects, case: SuspectRequest) -> None:
     """They may try again, at other workers."""
 
 
@@ -209,8 +209,8 @@ def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *
     """Other routers find out by themselves."""
 
 
-@sabotage("draining workers take requests", WorkerLife, "check_takes_requests", "drain_decode", 2007)
-def _take_all_requests(life: WorkerLife) -> None:
+@sabotage("draining workers take requests", StepLoop, "check_takes_requests", "drain_decode", 2007)
+def _take_all_requests(life: StepLoop) -> None:
     """Those that come while it drains, too."""
 
 
@@ -245,7 +245,9 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
 
 
 @sabotage("refusals count as a worker's failures", WorkerRecords, "failed", "overload")
-def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
+def _hold_refusals_against_workers(
+    records: WorkerRecords, case: SuspectRequest, worker: Peer, error: TwostrokeError
+) -> None:
     _failed(records, case, worker, error)
     if isinstance(error, RequestError):
         records._ejection.failed(worker)

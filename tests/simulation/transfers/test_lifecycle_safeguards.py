@@ -18,7 +18,7 @@ from tests.simulation.transfers.run import run_plan
 from twostroke.kvtransfer import receiver, sender
 from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
 from twostroke.kvtransfer.rules import lifecycle
-from twostroke.kvtransfer.rules.lifecycle import Event, ReceiverState, SenderState
+from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState, TransferEvent
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.sides import UsedTickets
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
@@ -280,11 +280,11 @@ SABOTAGES = [
     Sabotage("links are not closed", ((sender, "finish", _leave_the_link_open),)),
     Sabotage(
         "an abort does not wait for the chunk that is being written",
-        ((lifecycle._TABLE, (ReceiverState.RECEIVING, Event.ABORT), ReceiverState.ABORTED),),
+        ((lifecycle._TABLE, (ReceiverState.RECEIVING, TransferEvent.ABORT), ReceiverState.ABORTED),),
     ),
     Sabotage(
         "an abort does not wait for the chunk that is being read",
-        ((lifecycle._TABLE, (SenderState.SENDING, Event.ABORT), SenderState.ABORTED),),
+        ((lifecycle._TABLE, (SenderState.SENDING, TransferEvent.ABORT), SenderState.ABORTED),),
     ),
     Sabotage(
         "a lost connection does not wait for its link's end",
