@@ -22,13 +22,13 @@ from typing import Annotated
 
 import msgspec
 
-from twostroke.protocol import kv_layout, log_context, requests, stats, verdicts
+from twostroke.protocol import blocked_requests, kv_layout, log_context, requests, stats
+from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE, BlockedRequest
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.log_context import NO_REQUEST, LogContext
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
-from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -170,14 +170,14 @@ class SendPrefix(Message, frozen=True):
     log_context: LogContext = NO_REQUEST
 
 
-class Convicted(Message, frozen=True):
+class RequestsBlocked(Message, frozen=True):
     """Either way: requests that have taken workers down. The worker passes on to its other routers what is news to it.
 
-    It follows the worker's Welcome, if only to say that nothing is known: whoever has a channel knows what the worker
-    knows. A router tells what it has found out itself, and to a worker whose channel comes up what it knows.
+    It follows the worker's Welcome, even when it is empty: a router with a channel knows what the worker knows. A
+    router sends what it has found out itself, and to a worker whose channel comes up what it knows.
     """
 
-    verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MOST_TOLD)]
+    requests: Annotated[tuple[BlockedRequest, ...], msgspec.Meta(max_length=MOST_IN_MESSAGE)]
 
 
 # --- transfer control, source to target ---
@@ -495,5 +495,5 @@ def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-PROTOCOL = fingerprint(structs_of(sys.modules[__name__], kv_layout, log_context, requests, stats, verdicts))
+PROTOCOL = fingerprint(structs_of(sys.modules[__name__], blocked_requests, kv_layout, log_context, requests, stats))
 """The version of all that travels between processes: they understand each other where it is the same."""

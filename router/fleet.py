@@ -87,11 +87,11 @@ class Path(msgspec.Struct, frozen=True):
     source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
     estimate: PathEstimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
-    is_trial: bool = False  # taken not for its costs but to see whether they are true
+    is_cost_probe: bool = False  # taken not for its costs but to see whether they are true
 
     @property
-    def reader(self) -> WorkerInfo:
-        """Who computes the prompt."""
+    def prompt_worker(self) -> WorkerInfo:
+        """The worker that computes the prompt."""
         return self.prefill or self.decode
 
     @property

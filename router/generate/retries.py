@@ -65,11 +65,11 @@ class Retries:
         self._in_a_row = 0
 
     def pause_s(
-        self, error: TwostrokeError, *, has_got_on: bool, has_refused_before: bool, has_begun: bool
+        self, error: TwostrokeError, *, has_decoded: bool, has_refused_before: bool, has_begun: bool
     ) -> float | None:
         """The pause before the next attempt; None: none is made, and the client is told of `error`.
 
-        `has_got_on` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
+        `has_decoded` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
         `has_begun` of whether the client has any token.
         """
         is_refusal = isinstance(error, RequestError)
@@ -77,7 +77,7 @@ class Retries:
         if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or is_believed):
             return None
         is_excused = is_refusal and has_begun
-        self._in_a_row = 1 if has_got_on else self._in_a_row + 1
+        self._in_a_row = 1 if has_decoded else self._in_a_row + 1
         if self._in_a_row > self._config.retries:
             if not is_excused:
                 return None

@@ -1,8 +1,8 @@
-"""What requests have met at their workers, kept for those that come: who is left out, and who is suspected.
+"""Records of how workers serve requests: which workers are left out, and which requests are suspects.
 
-`WorkerRecords` is told each step of an attempt's way. `Ejection` leaves out workers that are there and keep failing:
-they get nothing for a while, then one request to show what they can. A worker's process that ends is none of its
-business: it comes back with another epoch, and with nothing held against it. What suspicion means is in `poison.py`.
+`WorkerRecords` hears the events of attempts. `Ejection` leaves out workers that are there and keep failing: they get no
+requests for a while, then one that probes them. A worker whose process ends comes back with another epoch and a clean
+record. Suspects are explained in `poison.py`.
 """
 
 from collections import deque
@@ -13,14 +13,33 @@ from typing import Annotated, Generic, TypeVar
 from annotated_types import Ge, Le
 from pydantic import PositiveFloat, model_validator
 
+from twostroke.protocol.blocked_requests import BlockedRequests
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.errors import (
+    RequestError,
+    TransferFailed,
+    TwostrokeError,
+    WorkerFailed,
+    WorkerLeaving,
+    WorkerLost,
+)
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import ROLES
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    DecodeFailed,
+    DecodeStarted,
+    PrefillDone,
+    PrefillFailed,
+    ScoreDone,
+    SuspectRequest,
+)
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, Path
-from twostroke.router.health.poison import Stay, SuspectRequest, Suspects, SuspectsConfig
+from twostroke.router.health.poison import Suspects, SuspectsConfig
 
 K = TypeVar("K", bound=Hashable)
 
@@ -162,14 +181,12 @@ def backoff_s(first_s: float, most_s: float, num_before: int, draw: Callable[[],
     return longest_s * (1.0 - 0.5 * draw())
 
 
-_PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart
+_PAIR_FAILURES = 2
+"""Failures in a row after which two workers that can't exchange KV are kept apart."""
 
 
 class WorkerRecords:
-    """One router replica's. `draw` gives numbers from 0 to 1.
-
-    Shares verdicts over the channels, so it is to be made before those follow any worker.
-    """
+    """The records of one router replica. `draw` gives numbers from 0 to 1."""
 
     def __init__(
         self,
@@ -179,19 +196,18 @@ class WorkerRecords:
         clock: Clock,
         ejection: EjectionConfig,
         suspects: SuspectsConfig,
+        blocked: BlockedRequests,
         draw: Callable[[], float],
     ):
         self._fleet = fleet
         self._channels = channels
-        self.suspects = Suspects(suspects, clock, is_gone=self._is_gone, tell=channels.tell_verdicts)
-        channels.listener.known_verdicts = self.suspects.verdicts
-        channels.listener.convicted = self.suspects.hear
+        self.suspects = Suspects(suspects, clock, blocked=blocked, is_gone=self._is_gone, tell=channels.tell_blocked)
         self._ejection = Ejection[Peer](ejection, clock=clock, draw=draw)
         pairs = ejection.model_copy(update={"failures_in_a_row": _PAIR_FAILURES})
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
 
     def ejected(self) -> frozenset[Peer]:
-        """Workers that requests are kept from: for a while, and half of a role at most. Quick while none has failed."""
+        """Return the workers that get no requests for a while, half of a role at most. Quick while none has failed."""
         if self._ejection.is_empty:
             return frozenset()
         workers = self._fleet.workers()
@@ -201,61 +217,72 @@ class WorkerRecords:
             *(self._ejection.ejected([info.peer for info in workers if info.role == role]) for role in ROLES)
         )
 
-    def strangers_to(self, decode: Peer) -> frozenset[Peer]:
-        """Prefill workers whose KV does not reach this decode worker."""
+    def unreachable_prefill_for(self, decode: Peer) -> frozenset[Peer]:
+        """Return the prefill workers whose KV does not reach this decode worker."""
         if self._pairs.is_empty:
             return frozenset()
         workers = {info.peer for info in self._fleet.workers()}
         self._pairs.keep_where(lambda pair: workers.issuperset(pair))
         return frozenset(one for one in workers if self._pairs.is_out((one, decode)))
 
-    # --- an attempt's way ---
+    # --- questions of an attempt ---
 
-    async def begin(self, case: SuspectRequest, path: Path) -> None:
-        """Before the first call; a suspect waits for its turn. Raises PoisonRequest."""
-        case.is_prompt_done = False
-        await self.suspects.may_try(case, path.workers)
+    async def await_turn(self, suspect: SuspectRequest, path: Path) -> None:
+        """Wait, as a suspect, until the path's workers may be called. Raises PoisonRequest."""
+        await self.suspects.await_turn(suspect, path.workers)
         for worker in path.workers:
             self._ejection.begin(worker)
         if path.prefill is None:
-            self.suspects.stay(case, path.decode.peer, Stay.FRESH)
+            self.suspects.run(suspect, path.decode.peer)
         else:
             self._pairs.begin((path.prefill.peer, path.decode.peer))
 
-    def computes(self, case: SuspectRequest, worker: Peer) -> None:
-        """The worker is about to be called: it may compute the prompt from now on. Raises PoisonRequest."""
-        self.suspects.check(case)
-        self.suspects.stay(case, worker, Stay.FRESH)
+    def begin_prefill(self, suspect: SuspectRequest, worker: Peer) -> None:
+        """Let the prefill worker compute the prompt. Raises PoisonRequest."""
+        self.suspects.check(suspect)
+        self.suspects.run(suspect, worker)
 
-    def prompt_done(self, case: SuspectRequest, prefill: Peer, decode: Peer) -> None:
-        """The prefill worker has drawn the first token, and the decode worker may go on from it."""
-        self.suspects.prompt_done(case)
-        self.suspects.leave(case, prefill)
-        self.suspects.stay(case, decode, Stay.FRESH)
-        self._ejection.succeeded(prefill)
+    async def await_turn_of_decode(self, suspect: SuspectRequest, decode: Peer) -> None:
+        """Wait, as a suspect, until the decode worker may compute the prompt. Raises PoisonRequest."""
+        self.suspects.leave(suspect, decode)  # it waits for KV that won't come
+        await self.suspects.await_turn(suspect, [decode])
+        self.suspects.run(suspect, decode)
 
-    def has_kv(self, case: SuspectRequest, decode: Peer) -> None:
-        """The decode worker has shown that the prompt's KV is there."""
-        if case.stays.get(decode) in (Stay.AWAITS, Stay.HELD):
-            self.suspects.stay(case, decode, Stay.FRESH)
+    # --- events of an attempt ---
 
-    def got_on(self, case: SuspectRequest, path: Path, position: int) -> None:
-        """The decode worker has drawn output token `position` by itself."""
-        decode = path.decode.peer
-        self.suspects.got_on(case, decode, position)
-        self._ejection.succeeded(decode)
-        if path.prefill is not None:
-            self._pairs.succeeded((path.prefill.peer, decode))
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Count successes and failures of workers and pairs, and keep track of the workers that compute the request."""
+        suspect, decode = attempt.suspect, attempt.path.decode.peer
+        prefill = None if attempt.path.prefill is None else attempt.path.prefill.peer
+        match event:
+            case PrefillDone() if prefill is not None:
+                self.suspects.leave(suspect, prefill)
+                self.suspects.run(suspect, decode)
+                self._ejection.succeeded(prefill)
+            case PrefillFailed(TransferFailed()) if prefill is not None:
+                self._pairs.failed((prefill, decode))  # nobody knows whose fault it is: it counts against neither
+            case PrefillFailed(error) if prefill is not None:
+                self._failed(suspect, prefill, error)
+            case DecodeStarted() | ScoreDone():
+                self.suspects.leave(suspect, decode)
+                self.suspects.clear(suspect)
+                self._ejection.succeeded(decode)
+                if prefill is not None:
+                    self._pairs.succeeded((prefill, decode))
+            case DecodeFailed(error):
+                self._failed(suspect, decode, error)
+            case AttemptEnded():
+                for worker in attempt.path.workers:
+                    self.suspects.leave(suspect, worker)
+                    self._ejection.unresolved(worker)
+                self.suspects.end_turn(suspect)
+                if prefill is not None:
+                    self._pairs.unresolved((prefill, decode))
 
-    async def may_compute(self, case: SuspectRequest, decode: Peer) -> None:
-        """The prefill has failed, and the decode worker is to do without. A suspect waits. Raises PoisonRequest."""
-        await self.suspects.may_try(case, [decode])
-        self.suspects.stay(case, decode, Stay.FRESH)
-
-    def failed(self, case: SuspectRequest, worker: Peer, error: TwostrokeError) -> None:
-        """The worker failed the request, or the request the worker: only the former is held against the worker."""
+    def _failed(self, suspect: SuspectRequest, worker: Peer, error: TwostrokeError) -> None:
+        """Count a failure against the worker, unless the request is to blame or the worker has no room or leaves."""
         if isinstance(error, RequestError | WorkerLeaving):  # it lives, and computes nothing for the request any more
-            self.suspects.leave(case, worker)
+            self.suspects.leave(suspect, worker)
         if isinstance(error, WorkerLeaving):
             return
         if isinstance(error, WorkerLost) and not isinstance(error, WorkerFailed):
@@ -264,18 +291,6 @@ class WorkerRecords:
             self._ejection.lost(worker)
         elif not isinstance(error, RequestError) or error.status in (500, 502, 503):
             self._ejection.failed(worker)
-
-    def pair_failed(self, prefill: Peer, decode: Peer) -> None:
-        """KV did not get from one to the other. Whose fault that is, nobody knows: it is held against neither."""
-        self._pairs.failed((prefill, decode))
-
-    def ended(self, case: SuspectRequest, path: Path) -> None:
-        """The attempt has nothing open any more."""
-        for worker in path.workers:
-            self.suspects.leave(case, worker)
-            self._ejection.unresolved(worker)
-        if path.prefill is not None:
-            self._pairs.unresolved((path.prefill.peer, path.decode.peer))
 
     def _is_gone(self, worker: Peer) -> bool | None:
         if self._channels.is_connected(worker):

@@ -116,7 +116,6 @@ class RouterService:
             is_ready=lambda: not self.missing(),
             keys_age_s=self.keys_age_s,
         )
-        self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
         self.jobs = JobMaker(
             self.tokenizer, self.sampling_defaults, self.config.max_response_items, vocab_size=self.vocab_size

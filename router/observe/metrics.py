@@ -116,7 +116,7 @@ class RouterMetrics:
             "Time between a choice's tokens as they leave.",
             buckets=_TOKEN_BUCKETS,
         )
-        self.decision_time = self._series(
+        self._decision_time = self._series(
             Histogram,
             "router_decision_time_seconds",
             "Choosing the workers of an attempt.",
@@ -206,6 +206,8 @@ class RouterMetrics:
             value = getattr(stages, attribute)
             if value is not None:
                 histogram.observe(value)
+        for seconds in stages.decisions_s:
+            self._decision_time.observe(seconds)
         if verdict is not None:
             self._judged(request.promise.class_name, stages, verdict)
 

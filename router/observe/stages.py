@@ -12,7 +12,20 @@ import msgspec
 
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.log_context import NO_REQUEST, LogContext
-from twostroke.protocol.requests import FinishReason
+from twostroke.protocol.requests import FinishReason, PrefillReply
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    AttemptStarted,
+    DecodeDone,
+    DecodeStarted,
+    FirstToken,
+    PrefillDone,
+    PrefillTakenOver,
+    PrefixCached,
+    ScoreDone,
+)
 from twostroke.router.fleet import Path, PathEstimate
 
 
@@ -52,6 +65,7 @@ class SequenceStages(WorkerTimings):
     admit: float | None = None  # tokenised, its path chosen, and let through
     expected: PathEstimate | None = None  # of the path that it was admitted on
     follows: bool = False  # admitted together with another choice of the same response
+    decisions_s: list[float] = field(default_factory=list)  # how long each choice of workers took
     attempts: int = 0
     path: Path | None = None  # of the last attempt, as the three moments below
     begun: float | None = None
@@ -66,6 +80,43 @@ class SequenceStages(WorkerTimings):
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     log_context: LogContext = NO_REQUEST  # of the last attempt
+
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Stamp the event, and keep the workers' numbers that come with it."""
+        path, num_prompt_tokens = attempt.path, attempt.request.num_prompt_tokens
+        match event:
+            case AttemptStarted():
+                self.begin_attempt(event.at, path)
+            case PrefillDone():
+                self.prompt_done = event.at
+                self.chunk_ends_s = event.reply.chunk_ends_s
+                self._keep_prefill(event.reply, num_prompt_tokens)
+            case PrefillTakenOver():
+                self.prefill_failures += 1
+            case FirstToken() if self.first_token is None:
+                self.first_token = event.at
+            case PrefixCached():
+                self.num_cached_tokens = min(event.num_tokens, num_prompt_tokens)
+            case DecodeStarted():
+                self.decoding = event.at
+            case DecodeDone():
+                reply = event.reply
+                self.num_preemptions += reply.num_preemptions
+                self.transfer_s = reply.transfer_s if event.has_transfer else None
+                self.decode_queue_s = reply.queue_s
+                self.num_skipped_tokens = reply.num_cached_tokens if event.has_transfer else 0
+                if self.prefill_s is None:  # the prompt was computed there
+                    self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+            case ScoreDone():
+                self._keep_prefill(event.reply, num_prompt_tokens)
+                self.first_token = self.finish = event.at
+            case AttemptEnded():
+                assert self.begun is not None
+                self.end_attempt(self.begun, event.at, path, event.error)
+
+    def _keep_prefill(self, reply: PrefillReply, num_prompt_tokens: int) -> None:
+        self.prefill_queue_s, self.prefill_s = reply.queue_s, reply.prefill_s
+        self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
 
     def begin_attempt(self, now: float, path: Path) -> None:
         """Count an attempt, and forget the workers' numbers of the one before."""

@@ -19,7 +19,7 @@ from twostroke.protocol.errors import TwostrokeError, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.generate.reading import PromptScored
+from twostroke.router.generate.score import PromptScored
 from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import SequenceStages
@@ -33,7 +33,7 @@ from twostroke.router.openai.answers import (
     stage_times,
 )
 from twostroke.router.openai.embeddings import EmbeddingRequest
-from twostroke.router.openai.jobs import ChatParsing, ChoiceJob
+from twostroke.router.openai.jobs import ChatParsing, ChoiceJob, PromptToScore
 from twostroke.router.openai.schemas import MAX_CHOICES, GenerationFields
 from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.slo.admission import Admission, Overloaded
@@ -70,15 +70,19 @@ class ChoiceRunner:
         self.metrics.begun(job.request)
         self.demand.arrived(job.request)
         try:
-            async with aclosing(self._events(job, stages)) as events:
+            if job.prompt is None:
+                generated = self.pipeline.generate(job.request, stages)
+            else:
+                generated = self._score_first(job, job.prompt, stages)
+            async with aclosing(generated) as events:
                 async for event in events:
                     now = self.clock()
                     if last is not None:
                         self.metrics.inter_token_latency.observe(now - last)
                     last = now
                     # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
-                    is_read = isinstance(event, PromptScored)
-                    delta = await asyncio.to_thread(writer.add, event) if is_read else writer.add(event)
+                    is_scored = isinstance(event, PromptScored)
+                    delta = await asyncio.to_thread(writer.add, event) if is_scored else writer.add(event)
                     stages.num_reasoning_tokens, stages.num_unread = writer.num_reasoning_tokens, writer.num_unread
                     if delta.finish_reason is not None:
                         outcome = "length" if delta.finish_reason == "length" else "stop"
@@ -102,20 +106,16 @@ class ChoiceRunner:
             if outcome != "error":
                 self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
 
-    async def _events(self, job: ChoiceJob, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
-        """What is read off the prompt, where something is to be, then the tokens; always `aclose` it."""
-        prompt = job.prompt
-        if prompt is None:
-            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
-                async for event in events:
-                    yield event
-            return
+    async def _score_first(
+        self, job: ChoiceJob, prompt: PromptToScore, stages: SequenceStages
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the prompt's scores, then the choice's tokens where there are to be any; always `aclose` it."""
         is_all = job.request.max_tokens == prompt.request.max_tokens
-        reading = (
+        scoring = (
             stages if is_all else SequenceStages(stages.arrive, follows=stages.follows, log_context=stages.log_context)
         )
-        if prompt.answers_with is None:  # else by another choice
-            async with aclosing(self.pipeline.generate(prompt.request, reading)) as events:
+        if prompt.answers_with is None:  # else another choice of the prompt has had it scored
+            async with aclosing(self.pipeline.generate(prompt.request, scoring)) as events:
                 async for event in events:
                     assert isinstance(event, PromptScored)
                     prompt.answers_with = event
@@ -124,13 +124,13 @@ class ChoiceRunner:
             yield prompt.answers_with
             return
         yield msgspec.structs.replace(prompt.answers_with, finish_reason=None)
-        stages.follows = stages.follows or reading.attempts > 0
+        stages.follows = stages.follows or scoring.attempts > 0
         async with aclosing(self.pipeline.generate(job.request, stages)) as events:
             async for event in events:
                 yield event
-        if reading.attempts:  # what was cached then was so because it had been read
-            stages.num_cached_tokens = reading.num_cached_tokens
-            stages.tries[:0] = reading.tries
+        if scoring.attempts:  # tokens were cached later because scoring had computed them
+            stages.num_cached_tokens = scoring.num_cached_tokens
+            stages.tries[:0] = scoring.tries
 
 
 class ChoiceWriter:

@@ -13,7 +13,7 @@ import msgspec
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams, ScoringParams
-from twostroke.router.generate.reading import PromptScored
+from twostroke.router.generate.score import PromptScored
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,

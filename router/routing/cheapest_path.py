@@ -274,7 +274,7 @@ def with_source(
 
     It must hold `min_tokens` more than the puller, whatever the prompt's last token, which is computed in any case.
     """
-    target = next(one for one in workers if one.info.peer == path.reader.peer)
+    target = next(one for one in workers if one.info.peer == path.prompt_worker.peer)
     source = best_source([one for one in workers if one.kind in target.takes], min_tokens, left_out)
     most = num_tokens - 1
     if source is None or min(source.held, most) - min(target.held, most) < min_tokens:

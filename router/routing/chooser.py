@@ -6,10 +6,10 @@ from typing import Literal
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply
+from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptEvent, DecodeDone, PrefillDone
 from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.cheapest_path import (
@@ -54,35 +54,31 @@ _LEAST_S = 1e-3  # until a first token, when paths are compared
 
 
 class PathChooser:
-    """One router replica's. `workers` tells who is there (Fleet.workers).
+    """Chooses for one router replica. `workers` returns the fleet's workers now; `follow` opens channels to them.
 
-    Listens to the channels, so it is to be made before those follow any worker.
+    `view` and `blocks` are kept up to date by the channels. Without `blocks` no worker's cache is known.
     """
 
     def __init__(
         self,
         *,
         workers: Callable[[], Sequence[WorkerInfo]],
-        channels: TokenChannels,
+        follow: Callable[[Sequence[WorkerInfo]], None],
+        view: FleetView,
+        blocks: BlockIndex | None,
         clock: Clock,
         config: PathConfig,
     ):
         self._workers = workers
-        self._channels = channels
+        self._follow_workers = follow
         self._clock = clock
         self._config = config
         self._min_pull_tokens = config.pull_min_tokens if config.pulls else None
-        self._view = FleetView(channels, clock)
-        self._cached: BlockIndex | None = None
-        if config.policy == "kv_aware":
-            self._cached = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
-        self._trials = CostProbes()
+        self._view = view
+        self._cached = blocks
+        self._cost_probes = CostProbes()
         self._turn = 0
         self._answer_tokens = FIRST_ANSWER_TOKENS
-        channels.listener.told = self._view.told
-        channels.listener.changed = self._view.changed
-        if self._cached is not None:
-            channels.listener.blocks = self._cached.heard
 
     @property
     def in_flight(self) -> int:
@@ -122,7 +118,7 @@ class PathChooser:
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out
-        return self._trial(need, best) or best
+        return self._cost_probe(need, best) or best
 
     def is_quicker_by_a_pair(self, request: GenerateRequest, decode_worker: Peer, failed: Collection[Peer]) -> bool:
         """Whether with some prefill worker the first token comes in half the time that the decode worker needs."""
@@ -150,28 +146,25 @@ class PathChooser:
         places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
         if path.prefill is not None:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
-            self._trials.worked(path.prefill.peer, new_tokens, self._clock())
+            self._cost_probes.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
-        self._expect(path.reader, request, sent)
+        self._expect(path.prompt_worker, request, sent)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
 
-    # --- what came of it ---
-
-    def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
-        """The path's prefill worker has read its `num_tokens` tokens."""
-        if path.estimate is not None:
-            took_s = reply.prefill_s - path.estimate.prefill_s
-            self._learn_pull(path, num_tokens, reply.num_cached_tokens, took_s)
-
-    def decoded(self, path: Path, num_tokens: int, reply: DecodeReply) -> None:
-        """The path's decode worker has read its `num_tokens` tokens itself, and written the answer."""
-        if reply.transfer_s > 0:  # else what it was to pull was there already
-            self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
-
-    def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
-        """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
-        self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
-        self._expect(path.decode, request, sent[:-1])
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Learn how long pulls and answers are, and where the KV of an answer lies."""
+        path = attempt.path
+        match event:
+            case PrefillDone(_, reply, num_tokens) if path.estimate is not None:
+                took_s = reply.prefill_s - path.estimate.prefill_s
+                self._learn_pull(path, num_tokens, reply.num_cached_tokens, took_s)
+            case DecodeDone(reply, num_tokens) if path.prefill is None and reply.transfer_s > 0:
+                # Without a transfer the prefix that was to be pulled was there already.
+                self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
+            case AttemptEnded(has_decoded=True):
+                sent = attempt.sent  # the decode worker holds the KV of all but the last token
+                self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
+                self._expect(path.decode, attempt.request, sent[:-1])
 
     def _need(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:
         return PathQuery(
@@ -184,9 +177,9 @@ class PathChooser:
 
     def _follow(self) -> None:
         infos = self._workers()
-        self._channels.follow(infos)
+        self._follow_workers(infos)
         if self._view.follow(infos):
-            self._trials.keep(infos, self._clock())
+            self._cost_probes.keep(infos, self._clock())
             if self._cached is not None:
                 self._cached.keep({info.peer for info in infos})
 
@@ -199,28 +192,28 @@ class PathChooser:
             for worker, held in zip(self._view.workers, tokens, strict=True):
                 worker.held = held
 
-    def _trial(self, need: PathQuery, best: Path) -> Path | None:
+    def _cost_probe(self, need: PathQuery, best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one."""
         now = self._clock()
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
-        worker = self._trials.candidate(prefill, need.num_tokens, now)
-        if worker is None or best.estimate is None or best.reader.peer == worker:
+        worker = self._cost_probes.candidate(prefill, need.num_tokens, now)
+        if worker is None or best.estimate is None or best.prompt_worker.peer == worker:
             return None
         alone = [one for one in prefill if one.info.peer == worker]
         path = cheapest_path(alone, decode, need, decodes_alone=False, turn=self._turn)
         if path.prefill is None or path.estimate is None:
             return None
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
-        if not self._trials.is_due(worker, need.num_tokens, slower, now):
+        if not self._cost_probes.is_due(worker, need.num_tokens, slower, now):
             return None
-        return msgspec.structs.replace(path, is_trial=True)
+        return msgspec.structs.replace(path, is_cost_probe=True)
 
     def _learn_pull(self, path: Path, num_tokens: int, num_cached_tokens: int, took_s: float) -> None:
         """Of a pull that came, learn how long it took."""
         if path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
             return
         if num_cached_tokens >= num_tokens - path.new_tokens:
-            self._view.rates.pulled(path.reader.peer, expected_s=path.estimate.pull_s, took_s=took_s)
+            self._view.rates.pulled(path.prompt_worker.peer, expected_s=path.estimate.pull_s, took_s=took_s)
 
     def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
         if self._cached is not None:

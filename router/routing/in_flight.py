@@ -12,6 +12,14 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Peer
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    FirstToken,
+    PrefillEnded,
+    ScoreDone,
+)
 
 _DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
 
@@ -93,6 +101,16 @@ class Hold:
             if place is not None:
                 self._counts._leave(place)
 
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Give up places as soon as their work is done."""
+        match event:
+            case FirstToken() | ScoreDone():
+                self.prompt_computed()
+            case PrefillEnded() if attempt.path.prefill is not None:
+                self.release(attempt.path.prefill.peer)
+            case AttemptEnded():
+                self.release()
+
     def prompt_computed(self) -> None:
         """The first token has come: no worker has to compute the prompt any more. May be called more than once."""
         if self._when_computed is None:
@@ -125,8 +143,8 @@ class InFlight:
         """All places held: 0 when idle."""
         return self._total
 
-    def told(self, worker: Peer) -> None:
-        """The worker has just told its numbers."""
+    def on_stats(self, worker: Peer) -> None:
+        """Note that the worker has just sent its numbers, which count in what it had under way."""
         load = self._loads.get(worker)
         if load is None:
             return

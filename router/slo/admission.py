@@ -224,7 +224,7 @@ class Admission:
         A worker that is thought too slow even for a prompt alone is tried though others let in what they can: with
         nothing to do it would never learn better.
         """
-        if path.is_trial and fault.limit == "ttft":
+        if path.is_cost_probe and fault.limit == "ttft":
             return True
         if fault.clears_in_s == math.inf and self._untried_s(path, estimate, now) <= 0:
             return True
@@ -243,7 +243,7 @@ class Admission:
         unseen_s = (self._num_routers - 1) * load.unseen_s(now)
         left = max(1.0 - load.wanted_above(promise.priority, now), LEAST_AVAILABLE)
         predicted_s = (estimate.queue_s + unseen_s + estimate.prefill_s) / left
-        stats = self._stats(path.reader.peer)
+        stats = self._stats(path.prompt_worker.peer)
         if promise.share == 0 or stats is None:
             return predicted_s
         # Whatever higher classes want, prompts of its own class go on at their share of the worker.
@@ -264,7 +264,7 @@ class Admission:
         ]
 
     def _load(self, path: Path, now: float) -> PromptLoad:
-        worker = path.reader.peer
+        worker = path.prompt_worker.peer
         if worker not in self._loads:
             for other, load in list(self._loads.items()):  # workers come and go: none stays behind
                 if load.is_forgotten(now):
