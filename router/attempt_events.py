@@ -51,7 +51,7 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillFailed:
+class PrefillLost:
     """No KV comes from the prefill worker."""
 
     error: TwostrokeError
@@ -124,7 +124,7 @@ class AttemptEnded:
 AttemptEvent = (
     AttemptStarted
     | PrefillDone
-    | PrefillFailed
+    | PrefillLost
     | PrefillEnded
     | PrefillTakenOver
     | FirstToken

@@ -15,14 +15,14 @@ from twostroke.protocol.stats import WorkerInfo
 
 
 class Fleet(Protocol):
-    """Who is there, and how to call them. Tokens don't come this way but by the token channel.
+    """The workers of the fleet, and calls to them. Tokens come by the token channel instead.
 
     A call holds the request's place at the worker and ends with it. Cancelling the awaiting task cancels the request
     there. Calls raise WorkerLost when the worker dies or is gone, and RequestError when it refuses the request.
     """
 
     def workers(self) -> Sequence[WorkerInfo]:
-        """Those alive now, of both roles."""
+        """Return the live workers of both roles."""
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -65,7 +65,7 @@ class PathEstimate(msgspec.Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token."""
+        """Predicted time to first token."""
         return self.queue_s + self.pull_s + self.prefill_s
 
 
@@ -105,5 +105,5 @@ class Path(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> tuple[Peer, ...]:
-        """Who serves the attempt, who computes the prompt first."""
+        """The workers that serve the attempt, first the one that computes the prompt."""
         return (self.decode.peer,) if self.prefill is None else (self.prefill.peer, self.decode.peer)

@@ -42,19 +42,19 @@ class TokenChannelConfig(Section):
     """Times of a token channel, in seconds."""
 
     ping_s: Interval = 1.0
-    """How often a router gives workers a sign of life; a third of their `lease_s` at most."""
+    """Interval of a router's signs of life to workers; at most a third of their `lease_s`."""
     silence_s: Interval = 2.5
     """A worker that is silent for so long counts as lost, and its requests go on elsewhere. A killed worker's
     connection ends at once; this is for stopped and unreachable ones, whose streams stand still for as long. At least
     twice the workers' `stats_interval_s`; five of them by default: with fewer, a worker whose event loop is held up for
     a moment loses its streams for nothing."""
     connect_s: Interval = 2.0
-    """To connect to a worker and be welcomed. A request that needs a worker which does not answer waits so long before
-    it goes elsewhere."""
+    """Longest time to connect to a worker and be welcomed. A request that needs a worker which does not answer goes
+    elsewhere after that."""
     backoff_first_s: Interval = 0.05
-    """Before the second try to connect; doubles from try to try."""
+    """Pause before the second attempt to connect; doubles from attempt to attempt."""
     backoff_most_s: Interval = 2.0
-    """Between tries to connect at most."""
+    """Longest pause between attempts to connect."""
 
 
 _DEFAULTS = TokenChannelConfig()
@@ -131,17 +131,17 @@ class TokenChannels:
         await channel.ensure()
 
     def is_connected(self, worker: Peer) -> bool:
-        """Whether tokens can come from this worker now."""
+        """Return whether tokens can come from this worker now."""
         channel = self._channels.get(worker)
         return channel is not None and channel.is_connected
 
     def is_down(self, worker: Peer) -> bool:
-        """Whether the channel to this worker is broken; a first attempt under way counts as sound."""
+        """Return whether the channel to this worker is broken; a first attempt under way counts as sound."""
         channel = self._channels.get(worker)
         return channel is not None and channel.is_down
 
     def fell_silent(self, worker: Peer) -> bool:
-        """Whether the worker was given up without a word: stopped, cut off, or its machine is gone."""
+        """Return whether the worker was given up for its silence: stopped, cut off, or its machine is gone."""
         channel = self._channels.get(worker)
         return channel is not None and channel.fell_silent
 
@@ -244,27 +244,27 @@ class WorkerChannel:
 
     @property
     def is_connected(self) -> bool:
-        """Whether tokens can come now."""
+        """Return whether tokens can come now."""
         return self._connection is not None
 
     @property
     def is_down(self) -> bool:
-        """Whether the last attempt failed, or the last connection has; a first attempt under way counts as sound."""
+        """Return whether the last attempt or connection failed; a first attempt under way counts as sound."""
         return self._connection is None and self._failed
 
     @property
     def is_in_use(self) -> bool:
-        """Whether any request relies on it."""
+        """Return whether any request relies on it."""
         return bool(self._streams or self.sendings)
 
     def leave(self) -> None:
-        """The worker is taken down: it is told so, once, and the connection is the last one."""
+        """Tell the worker, once, that it is taken down; the connection is the last one."""
         if not self._is_leaving:
             self._is_leaving = True
             self.send(Drain())
 
     def stay(self) -> bool:
-        """The worker is not taken down after all. False where the channel has ended meanwhile."""
+        """Take back `leave`. Return False where the channel has ended meanwhile."""
         if self._is_leaving:
             self._is_leaving = False
             self._ask_for_blocks()
@@ -281,7 +281,7 @@ class WorkerChannel:
             raise error
 
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
-        """As TokenChannels.subscribe, where there is a connection."""
+        """Open a request's stream (see TokenChannels.subscribe); there must be a connection."""
         stream = self._streams[request_id] = TokenStream(
             max_tokens,
             on_close=lambda: self._unsubscribe(request_id),
@@ -451,4 +451,4 @@ class WorkerChannel:
 
 
 def _nothing() -> None:
-    """Nobody watches whether this request's KV is sent."""
+    """Stand in for the callback of a request whose KV nobody watches."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost, loggable
 from twostroke.protocol.log_context import about
-from twostroke.protocol.messages import Cancel, SendPrefix
-from twostroke.protocol.messages import PrefillFailed as PrefillFailedMessage
+from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.attempt_events import (
@@ -23,7 +22,7 @@ from twostroke.router.attempt_events import (
     FirstToken,
     PrefillDone,
     PrefillEnded,
-    PrefillFailed,
+    PrefillLost,
     PrefillTakenOver,
     PrefixCached,
 )
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttemptDeps:
-    """What all attempts of a router replica share. `secret` is the cluster's key that signs tickets."""
+    """Objects that all attempts of a router replica share. `secret` is the cluster's key that signs tickets."""
 
     fleet: Fleet
     channels: TokenChannels
@@ -201,7 +200,7 @@ class Attempt:
         if self._awaits_kv:  # both the call and the transfer may fail
             self._awaits_kv = False
             self._failed.add(worker)
-            self._log.emit(PrefillFailed(error))
+            self._log.emit(PrefillLost(error))
         if self._takeover is None:
             self._takeover = asyncio.create_task(self._take_over_prefill())
 
@@ -222,7 +221,7 @@ class Attempt:
             self._stream.fail(error)
             return
         while not self._stream.heard:
-            self._channels.send(self._decode, PrefillFailedMessage(self._request.request_id))
+            self._channels.send(self._decode, PrefillFailed(self._request.request_id))
             await asyncio.sleep(self._config.prefill_failed_repeat_s)
 
     def _request_prefix(self) -> Ticket | None:

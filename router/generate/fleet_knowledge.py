@@ -1,4 +1,4 @@
-"""What one router replica hears of its workers: the channels, and what they keep up to date."""
+"""The knowledge of one router replica about its workers: the channels, and the parts that they feed."""
 
 from twostroke.protocol.blocked_requests import BlockedRequests
 from twostroke.protocol.clock import Clock

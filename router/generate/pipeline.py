@@ -26,14 +26,15 @@ from twostroke.router.routing.in_flight import Hold
 _log = logging.getLogger(__name__)
 
 Admit = Callable[[GenerateRequest, Path, float, bool], None]
-"""Told of each sequence once, when its path is chosen and its workers' places are held, before any call.
+"""Called once for each sequence, when its path is chosen and its workers' places are held, before any call.
 
-How many seconds ago it arrived, and whether it follows another choice that was let in. Raises RequestError to refuse.
+Takes the seconds since it arrived, and whether it follows another choice that was admitted. Raises RequestError to
+refuse it.
 """
 
 
 def admit_all(request: GenerateRequest, path: Path, waited_s: float, follows: bool) -> None:
-    """Where nothing is ever refused."""
+    """Admit everything."""
 
 
 class Pipeline:
@@ -91,7 +92,7 @@ class Pipeline:
     async def generate(self, request: GenerateRequest, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
         """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
 
-        Of a prompt that is read alone it is one event, a PromptRead.
+        A prompt that is only scored yields one event, a PromptScored.
 
         `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
         what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
@@ -225,7 +226,7 @@ class Pipeline:
             await asyncio.sleep(self._config.retry_poll_s)
 
     def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: SequenceStages) -> None:
-        """Before the first attempt. Raises what admission refuses the request with: at once, and nobody failed."""
+        """Ask admission before the first attempt. Raises its refusal at once."""
         try:
             self._admit(request, path, self._clock() - stages.arrive, stages.follows)
         except BaseException:

@@ -26,7 +26,7 @@ from twostroke.protocol.settings import Section
 from twostroke.router.attempt_events import SuspectRequest
 
 REMEMBERED_S = 120.0
-"""How long a death counts against the requests that were there."""
+"""Seconds for which a death counts against the requests that were there."""
 POLL_S = 0.05
 """Pause between two looks whether a lost worker is gone."""
 PAUSE_SPREAD = 4.0
@@ -35,7 +35,7 @@ try theirs on one worker at once, and block the innocent one."""
 
 
 class SuspectsConfig(Section):
-    """How suspects are dealt with."""
+    """Suspects: pauses, and how long requests are blocked."""
 
     pause_s: NonNegativeFloat = 0.1
     """Shortest pause between a worker's death and the next attempt of a request that may have caused it; the longest is
@@ -44,7 +44,7 @@ class SuspectsConfig(Section):
     """Longest time in which a router finds out whether two workers that were lost under the same request are really
     gone."""
     refuse_s: NonNegativeFloat = 600.0
-    """How long a request that has taken two workers down is refused (status 422, `poison_request`)."""
+    """Time for which a request that has taken two workers down is refused (status 422, `poison_request`)."""
     max_refused: NonNegativeInt = 1024
     """Most blocked requests that a router remembers; the oldest go first."""
 

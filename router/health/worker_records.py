@@ -33,7 +33,7 @@ from twostroke.router.attempt_events import (
     DecodeFailed,
     DecodeStarted,
     PrefillDone,
-    PrefillFailed,
+    PrefillLost,
     ScoreDone,
     SuspectRequest,
 )
@@ -44,11 +44,11 @@ from twostroke.router.health.poison import Suspects, SuspectsConfig
 K = TypeVar("K", bound=Hashable)
 
 _RECENT = 20  # outcomes that the failure rate is taken over
-_FORGIVEN_AFTER = 10  # successes in a row after which the next ejection is as short as the first
+_CLEAN_AFTER = 10  # successes in a row after which the next ejection is as short as the first
 
 
 class EjectionConfig(Section):
-    """When a worker is left out, and for how long."""
+    """Conditions on which a worker is left out, and the time for which it is."""
 
     failures_in_a_row: Count = 5
     """Requests in a row that a worker fails, after which it gets none for a while. A client's error is no failure, nor
@@ -56,11 +56,11 @@ class EjectionConfig(Section):
     failure_rate: Annotated[float, Ge(0.05), Le(1)] = 0.5
     """Share of a worker's last 20 requests that fail, after which it gets none for a while."""
     first_s: PositiveFloat = 2.0
-    """How long a worker is left out the first time, shortened at random by up to half; doubles from time to time until
+    """First time for which a worker is left out, shortened at random by up to half; doubles from time to time until
     the worker has done ten requests in a row. Half of a role's workers are left out at most. Afterwards one request
-    finds out. At most `most_s`."""
+    probes the worker. At most `most_s`."""
     most_s: PositiveFloat = 60.0
-    """How long a worker is left out at most."""
+    """Longest time for which a worker is left out."""
 
     @model_validator(mode="after")
     def _check(self) -> "EjectionConfig":
@@ -71,7 +71,7 @@ class EjectionConfig(Section):
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one worker. Ejected until `until`, then until a probe has succeeded."""
+    """The record of one worker. It is ejected until `until`, then until a probe has succeeded."""
 
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))  # outcomes, True is a failure
     in_a_row: int = 0  # failures
@@ -96,7 +96,7 @@ class Ejection(Generic[K]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held against anybody."""
+        """Return whether no worker has failed."""
         return not self._records
 
     def keep_where(self, is_there: Callable[[K], bool]) -> None:
@@ -105,13 +105,13 @@ class Ejection(Generic[K]):
             del self._records[gone]
 
     def begin(self, worker: K) -> None:
-        """A request goes there. Where its ejection is over, this is the one that finds out."""
+        """Note that a request goes there. Where its ejection is over, this request is the probe."""
         record = self._records.get(worker)
         if record is not None and record.until is not None and record.until <= self._clock():
             record.is_probed = True
 
     def succeeded(self, worker: K) -> None:
-        """A request got from the worker what it was to get."""
+        """Count a request that the worker served."""
         record = self._records.get(worker)
         if record is None:
             return
@@ -122,11 +122,11 @@ class Ejection(Generic[K]):
             record.until = None
             record.is_probed = False
             record.recent.clear()
-        if record.successes >= _FORGIVEN_AFTER and record.until is None:
+        if record.successes >= _CLEAN_AFTER and record.until is None:
             del self._records[worker]
 
     def failed(self, worker: K) -> None:
-        """The worker failed a request."""
+        """Count a request that the worker failed."""
         record = self._records.setdefault(worker, _Record())
         record.successes = 0
         record.in_a_row += 1
@@ -139,7 +139,7 @@ class Ejection(Generic[K]):
             self._eject(record)
 
     def lost(self, worker: K) -> None:
-        """The connection to the worker broke. All requests there say so, and it counts once."""
+        """Count a broken connection once, however many requests report it."""
         record = self._records.setdefault(worker, _Record())
         now = self._clock()
         if now - record.lost_at >= 1.0:
@@ -147,18 +147,18 @@ class Ejection(Generic[K]):
             self.failed(worker)
 
     def unresolved(self, worker: K) -> None:
-        """A request has ended there without telling anything: its client left, or it was the request's own fault."""
+        """Note a request that ended without a result: its client left, or it was the request's own fault."""
         record = self._records.get(worker)
         if record is not None:
             record.is_probed = False  # the next request finds out
 
     def is_out(self, worker: K) -> bool:
-        """Whether it is to be left out now, whoever else is."""
+        """Return whether it is to be left out now, however many others are."""
         record = self._records.get(worker)
         return record is not None and record.until is not None and (record.is_probed or record.until > self._clock())
 
     def ejected(self, among: Collection[K]) -> frozenset[K]:
-        """Those of `among` to be left out now, half of them at most: the ones that return last."""
+        """Return those of `among` to be left out now, half of them at most: the ones that return last."""
         out = [worker for worker in among if self.is_out(worker)]
         out.sort(key=lambda worker: -(self._records[worker].until or 0.0))
         return frozenset(out[: len(among) // 2])
@@ -173,9 +173,9 @@ class Ejection(Generic[K]):
 
 
 def backoff_s(first_s: float, most_s: float, num_before: int, draw: Callable[[], float]) -> float:
-    """A time that has doubled `num_before` times, shortened at random by up to half.
+    """Return a time that has doubled `num_before` times, shortened at random by up to half.
 
-    So those that failed together don't return together. `draw` gives numbers from 0 to 1.
+    Workers that failed together then don't return together. `draw` gives numbers from 0 to 1.
     """
     longest_s = min(first_s * 2.0 ** min(num_before, 32), most_s)
     return longest_s * (1.0 - 0.5 * draw())
@@ -259,9 +259,9 @@ class WorkerRecords:
                 self.suspects.leave(suspect, prefill)
                 self.suspects.run(suspect, decode)
                 self._ejection.succeeded(prefill)
-            case PrefillFailed(TransferFailed()) if prefill is not None:
+            case PrefillLost(TransferFailed()) if prefill is not None:
                 self._pairs.failed((prefill, decode))  # nobody knows whose fault it is: it counts against neither
-            case PrefillFailed(error) if prefill is not None:
+            case PrefillLost(error) if prefill is not None:
                 self._failed(suspect, prefill, error)
             case DecodeStarted() | ScoreDone():
                 self.suspects.leave(suspect, decode)

@@ -77,7 +77,7 @@ _JSON_LINES = "application/x-ndjson"
 
 
 def _errors(model: Any) -> dict[int | str, dict[str, Any]]:
-    """That answers may be errors, as the document tells it."""
+    """Return the OpenAPI entry of error responses."""
     return {
         "4XX": {"model": model, "description": "The request can't be served as asked, or not now"},
         "5XX": {"model": model, "description": "The server can't serve the request now, or met a bug"},
@@ -141,7 +141,7 @@ Service = Annotated[RouterService, Depends(_service_of)]
 
 
 async def held() -> AsyncIterator[ExitStack]:
-    """What a request holds until its response is over."""
+    """Yield the stack of resources that end with the response."""
     with ExitStack() as held:
         yield held
 
@@ -377,7 +377,7 @@ async def ready(service: Service) -> Health:
 
 
 def _told_as(media_type: str) -> dict[str, Any]:
-    """For an endpoint that writes its answer itself."""
+    """Return the options of an endpoint that writes its answer itself."""
     content = {media_type: {"schema": {"type": "string"}}}
     return {"response_class": Response, "responses": {200: {"content": content}}}
 

@@ -1,4 +1,4 @@
-"""What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
+"""The service behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ _IN_FEED = (
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """What the HTTP side needs to be told."""
+    """Settings of the HTTP side."""
 
     model_name: str  # the `model` that clients name
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
@@ -190,7 +190,7 @@ class RouterService:
         return min((size for size in told if size is not None), default=self.tokenizer.vocab_size)
 
     def missing(self) -> list[str]:
-        """What a whole path lacks; empty when ready."""
+        """Return what a whole path lacks, in words; empty when ready."""
         if self.gate.is_draining:
             return ["the server is about to end"]
         workers = self.fleet.workers()
@@ -268,7 +268,7 @@ class RouterService:
         return scaling_status(scaling, running, self.wall_clock())
 
     def demand(self) -> dict[str, float]:
-        """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
+        """Return the demand on the server and the load of its workers (router/slo/demand.py)."""
         own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 

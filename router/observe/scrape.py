@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: the numbers of all routers, whichever of them is asked.
+"""The text for Prometheus at /metrics: the numbers of all routers, from whichever of them serves it.
 
 Routers stand behind one address, so a scrape reaches any of them. Were it told of that one alone, counters would jump
 from router to router and every rate over them be wrong. So a router's series carry its name as the label `router`, and
@@ -123,7 +123,7 @@ _KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float | None]]] 
         lambda stats: None if stats.gpu is None else stats.gpu.utilization,
     ),
 )
-"""Of workers that know them alone."""
+"""Gauges that only some workers have."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ OtherRouters = Callable[[], Awaitable[Sequence[RouterMetricsSample]]]
 
 
 async def no_other_routers() -> Sequence[RouterMetricsSample]:
-    """Where there is one router."""
+    """Return no samples: there is one router."""
     return ()
 
 
@@ -187,14 +187,14 @@ def _newest(readings: Sequence[RouterMetricsSample]) -> WorkerNumbers:
 
 
 def _ejected(reading: RouterMetricsSample) -> Metric:
-    """Which of the workers one router leaves out: whether it does is its own affair."""
+    """Return the series of workers that one router leaves out; each router decides that for itself."""
     ejected = {_labels(info): info.peer in reading.ejected for info, _ in reading.workers}
     about = "1 while a router leaves it out, since it keeps failing."
     return family(Gauges, "worker_ejected", about, _LABELS, ejected)
 
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
-    """What the workers tell of themselves; each is in `numbers` once."""
+    """Return the series of the workers' own numbers; each worker is in `numbers` once."""
     families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers)]
     for name, help_text, value in _GAUGES:
         told = {_labels(info): value(stats) for info, stats in numbers}
@@ -226,7 +226,7 @@ def own_collections_family() -> Metric:
 
 
 def _queues(numbers: WorkerNumbers) -> list[Metric]:
-    """By SLO class. Classes are those of the configuration: clients can't make series."""
+    """Return series by SLO class. Classes are those of the configuration: clients can't make series."""
     requests, tokens = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for info, stats in numbers:
         for queued in stats.queued:  # a class may be there twice

@@ -53,7 +53,7 @@ class EmbeddingRequest(ModelRequest, TextFields):
 
     @property
     def num_choices(self) -> int:
-        """Of those under way at a time."""
+        """Texts of one request that are under way at a time."""
         return min(len(self.inputs), MAX_CHOICES)
 
     @model_validator(mode="before")
@@ -124,7 +124,7 @@ class EmbeddingWriter(ResponseWriter):
         created: int,
         service_tier: str | None,
     ):
-        """As ChoicesFormat. OpenAI's answer has no id, and no time."""
+        """Make a writer (see ChoicesWriter). OpenAI's response has neither id nor time."""
         self._is_base64 = asked.encoding_format == "base64"
         self._model = model
 

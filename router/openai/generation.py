@@ -83,7 +83,7 @@ class ChoiceRunner:
                     # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
                     is_scored = isinstance(event, PromptScored)
                     delta = await asyncio.to_thread(writer.add, event) if is_scored else writer.add(event)
-                    stages.num_reasoning_tokens, stages.num_unread = writer.num_reasoning_tokens, writer.num_unread
+                    stages.num_reasoning_tokens, stages.num_unparsed = writer.num_reasoning_tokens, writer.num_unparsed
                     if delta.finish_reason is not None:
                         outcome = "length" if delta.finish_reason == "length" else "stop"
                         stages.finish_reason = outcome
@@ -144,14 +144,14 @@ class ChoiceWriter:
         self.num_tokens = 0
         """Tokens of the choice so far, the one that stopped it included."""
         self.num_reasoning_tokens = 0
-        """Those that were thought, marks included."""
+        """Tokens of reasoning, marks included."""
         self._num_chars = len(job.echo)  # of the text with nothing held back
         self._chat = None if job.chat is None else _ChatText(job.chat)
 
     @property
-    def num_unread(self) -> int:
-        """What looks like calls and could not be read."""
-        return 0 if self._chat is None else self._chat.num_unread
+    def num_unparsed(self) -> int:
+        """Regions that look like calls and could not be parsed."""
+        return 0 if self._chat is None else self._chat.num_unparsed
 
     @property
     def _is_over(self) -> bool:
@@ -202,7 +202,7 @@ class ChoiceWriter:
         return msgspec.structs.replace(delta, finish_reason=finish, reasoning=reasoning, tool_calls=calls)
 
     def _read(self, token_id: int) -> str:
-        """What a token adds to the text, or, of a chat, to its content."""
+        """Return the text that a token adds, or, of a chat, the content."""
         text = self._text.add(token_id)
         if self._chat is None:
             return text
@@ -227,7 +227,7 @@ class ChoiceWriter:
 
 
 class _ChatText:
-    """What a chat's answer has beside content, collected until it is taken."""
+    """Reasoning and tool calls of a chat's answer, collected until they are taken."""
 
     def __init__(self, how: ChatParsing):
         self._parser = how.parser()
@@ -242,7 +242,7 @@ class _ChatText:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is thought."""
+        """Return whether the next text is reasoning."""
         return self._parser.is_reasoning
 
     @property
@@ -251,16 +251,16 @@ class _ChatText:
         return self._parser.is_over
 
     @property
-    def num_unread(self) -> int:
-        """Regions that look like calls and could not be read."""
-        return self._parser.num_unread
+    def num_unparsed(self) -> int:
+        """Regions that look like calls and could not be parsed."""
+        return self._parser.num_unparsed
 
     def finish(self) -> str:
         """The content that was held back."""
         return self._take(self._parser.finish())
 
     def taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """What was thought and called since this was asked last."""
+        """Return the reasoning and calls since the last call of this method."""
         told = self._reasoning, tuple(self._calls)
         self._reasoning, self._calls = "", []
         return told
@@ -363,11 +363,11 @@ class Generation:
 
     @property
     def most_tokens(self) -> int:
-        """What all choices may come to use, prompts included."""
+        """Most tokens that all choices may use, prompts included."""
         return self._exchange.num_prompt_tokens + sum(job.request.max_tokens for job in self._jobs)
 
     def used_tokens(self) -> int:
-        """What has been used so far: outputs, and the prompts of choices that were begun."""
+        """Return the tokens used so far: outputs, and the prompts of choices that were begun."""
         begun = any(stages.attempts for stages in self._stages)
         return (self._exchange.num_prompt_tokens if begun else 0) + self._exchange.num_output_tokens
 
@@ -408,7 +408,7 @@ class Generation:
         return self._runner.deltas(job, self._stages[job.index])
 
     def _failed(self, error: Exception) -> TwostrokeError:
-        """What the client of a stream that has begun is told of `error`."""
+        """Log `error`, and return what the client of a stream that has begun is told."""
         is_one = len(self._stages) == 1  # else nobody knows here whose failure it was
         extra = about(self._stages[0].log_context if is_one else self._exchange.log_context())
         if isinstance(error, TwostrokeError):
@@ -420,7 +420,7 @@ class Generation:
         return error
 
     def _usage(self) -> Usage:
-        """What has been used so far."""
+        """Return the usage so far."""
         num_prompt_tokens, num_output_tokens = self._exchange.num_prompt_tokens, self._exchange.num_output_tokens
         usage: Usage = {
             "prompt_tokens": num_prompt_tokens,

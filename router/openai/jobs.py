@@ -1,4 +1,4 @@
-"""From a client's request to one job per choice: the checks that need the model, and the workers' own words."""
+"""Makes one job per choice of a client's request: checks that need the model, and requests for the workers."""
 
 import asyncio
 import hashlib
@@ -39,7 +39,7 @@ _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leav
 
 @dataclass
 class PromptToScore:
-    """What is to be told of a prompt, once for all of its choices."""
+    """A prompt to score once for all of its choices."""
 
     request: GenerateRequest  # with `reading`
     answers_with: PromptScored | None = None  # None: not read yet
@@ -65,7 +65,7 @@ class ChoiceJob:
 
 @dataclass(frozen=True)
 class ChatParsing:
-    """What it takes to tell a chat's calls and thoughts from its content."""
+    """The parser that tells a chat's calls and reasoning from its content."""
 
     opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
     includes_reasoning: bool = True
@@ -77,7 +77,7 @@ class ChatParsing:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """On which terms a request is served, beside what it asks for itself."""
+    """The limits of a request: the longest context, its promise, its cache salt."""
 
     max_context: int  # tokens, prompt and output together
     promise: Promise
@@ -194,7 +194,7 @@ class JobMaker:
     async def _whole_grammar(
         self, asked: ChatRequest, chat: ChatParsing | None, grammar: str, checks: GrammarChecks
     ) -> str:
-        """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
+        """Return the grammar of the whole answer: calls, reasoning, and the `grammar` of the content."""
         form, forced, budget = self._format(asked), asked.forced_tools, asked.thinking_token_budget
         rules = AnswerGrammar(self._tokenizer.controls)
         thinking, call = (None, None) if form is None else (form.thinking, form.call)
@@ -293,7 +293,7 @@ class JobMaker:
         terms: RequestLimits,
         grammar: str,
     ) -> GenerateRequest:
-        """Of one prompt, which the field `param` has, for its first choice."""
+        """Return the worker's request for the first choice of one prompt, which is in the field `param`."""
         if grammar:
             _check_alone(asked)
         if not token_ids:
@@ -331,7 +331,7 @@ class JobMaker:
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """As tokens: at an answer's beginning, and within it."""
+        """Return bad words as tokens: at an answer's beginning, and within it."""
         ways = [tuple(self._tokenizer.encode_word(way)) for word in words for way in (word, " " + word.lstrip())]
         return tuple(dict.fromkeys(way for way in ways if way))
 
@@ -393,7 +393,7 @@ _WHITE = "\t\n \t"
 
 
 def _salted(salt: bytes, own: str | None) -> bytes:
-    """With the client's own, which keeps the prefix apart from the same of others that have the same key."""
+    """Join the client's own salt, which keeps the prefix apart from that of others that have the same key."""
     return salt if not own else hashlib.sha256(len(salt).to_bytes(4, "big") + salt + own.encode()).digest()[:16]
 
 
@@ -409,7 +409,7 @@ def _choices(
     num = asked.num_candidates
     stop = tuple(asked.stop or ())
     prompt = None
-    if asked.reads_prompt:
+    if asked.scores_prompt:
         wanted = [one for one in (asked.prompt_logprobs, echoed_logprobs) if one is not None]
         # One token comes with the reading; more, or several choices', are drawn after it.
         max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0

@@ -1,5 +1,5 @@
-"""What an answer is to look like, as clients ask for it: `response_format`, vLLM's `structured_outputs`, and the names
-that older clients and other servers have for the same. All become one grammar.
+"""Structured output as clients ask for it: `response_format`, vLLM's `structured_outputs`, and the names that older
+clients and other servers have for the same. All become one grammar.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What translations of other APIs into a chat have in common.
+"""The part that translations of other APIs into a chat share.
 
 The chat is checked by its own model, so that all bounds are one; errors name the fields as the client sent them.
 """
@@ -37,7 +37,7 @@ class ChatDraft:
         self._fields |= {name: value for name, value in fields.items() if value is not None}
 
     def chat(self) -> ChatRequest:
-        """What has been drafted. Raises RequestError, which `naming` has to translate."""
+        """Return the chat. Raises RequestError, which `naming` has to translate."""
         try:
             return ChatRequest.model_validate(self._fields)
         except ValidationError as error:

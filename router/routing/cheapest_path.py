@@ -1,4 +1,4 @@
-"""Which workers serve a request: the path with the least predicted time (`cheapest_path`), by load, or in turn. Pure.
+"""The choice of a request's path: by predicted time (`cheapest_path`), by load, or in turn. Pure.
 
 docs/routing.md has the formulas. The costs of whoever reads the prompt and of the decode worker add up, so the best of
 each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is settled with
@@ -18,7 +18,7 @@ from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.workers import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Classes, KnownWorker
 
 HOP_S = 0.002
-"""Of any transfer, however short: offer, grant, commit and its answer."""
+"""Seconds of any transfer, however short: offer, grant, commit and its answer."""
 
 _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class PathQuery(NamedTuple):
-    """What a request asks of its workers."""
+    """The needs of a request that decide its path."""
 
     num_tokens: int  # of the prompt, and of what was sent of the answer
     answer_tokens: float  # that are still to come, about
@@ -43,7 +43,7 @@ class PathQuery(NamedTuple):
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
-    """What the prompt would cost on a worker of either role, in the cheaper way, with or without a pull."""
+    """The cost of the prompt on a worker of either role, in the cheaper way, with or without a pull."""
 
     worker: KnownWorker
     total_s: float  # until the first token, and what others wait for it, added up
@@ -54,7 +54,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeCost(msgspec.Struct, frozen=True, gc=False):
-    """What the answer would cost on a decode worker."""
+    """The cost of the answer on a decode worker."""
 
     worker: KnownWorker
     total_s: float  # until its end
@@ -130,7 +130,7 @@ def read(worker: KnownWorker, need: PathQuery, source: KnownWorker | None) -> Pr
 def cheapest_reader(
     prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], need: PathQuery, *, left_out: LeftOut, turn: int
 ) -> Path:
-    """For a prompt after which nothing is written: the prefill worker that is through with it first.
+    """Return the path of a prompt that is only scored: the prefill worker that has it done first.
 
     Without a prefill worker, the decode worker that is. Of those that have not told their costs, and of equals, the one
     with the least work. Raises NoPath.
@@ -171,7 +171,7 @@ def answer(worker: KnownWorker, need: PathQuery) -> DecodeCost:
 
 
 def transfer_s(worker: KnownWorker, need: PathQuery, *, hidden_s: float, last_tokens: float) -> float:
-    """What is left of the KV's transfer to a decode worker when a prefill of `hidden_s` ends.
+    """Return the seconds left of the KV's transfer to a decode worker when a prefill of `hidden_s` ends.
 
     The last layer of the last `last_tokens` can't be hidden at all.
     """
@@ -217,7 +217,7 @@ def _best_pair(
 
 
 def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
-    """With what is expected of it."""
+    """Return the path of a choice, with its estimate."""
     reading, answering = choice.reading, choice.answering
     estimate = PathEstimate(
         queue_s=reading.queue_s,

@@ -27,16 +27,16 @@ Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 
 
 class PathConfig(Section):
-    """How workers are chosen, and when prefixes are pulled."""
+    """The choice of workers, and pulls of prefixes."""
 
     policy: Policy = "kv_aware"
-    """How workers are chosen: by predicted time, counting what each has cached (docs/routing.md); by load alone; in
-    turn. The other two are there to compare with."""
+    """Policy by which workers are chosen: by predicted time, counting what each has cached (docs/routing.md); by load
+    alone; in turn. The other two are there to compare with."""
     decodes_alone: bool = True
-    """Whether a decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill
-    workers. With false decode workers read prompts only for want of a prefill worker."""
+    """A decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill workers.
+    With false decode workers compute prompts only for want of a prefill worker."""
     pulls: bool = True
-    """Whether prefixes are pulled from the worker that holds them, where another one is to read the prompt."""
+    """Prefixes are pulled from the worker that holds them, where another one is to compute the prompt."""
     pull_min_tokens: Count = 128
     """Tokens that a pull must spare to be asked for; what then comes is the workers' to take or decline
     (`min_pull_tokens`). Raise it where the wire is slow and prefill is fast."""
@@ -44,8 +44,8 @@ class PathConfig(Section):
     """Blocks of which a router remembers who holds them, at 100 to 150 bytes each; what is more is not known. More for
     fleets with more cache than that."""
     expected_s: Interval = 5.0
-    """What a router's own decisions lead to is counted on for so long, and twice as long at most, before the workers
-    have told of it."""
+    """Time for which a router counts on the outcome of its own decisions before workers report it; at most twice as
+    long."""
 
 
 FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
@@ -121,7 +121,7 @@ class PathChooser:
         return self._cost_probe(need, best) or best
 
     def is_quicker_by_a_pair(self, request: GenerateRequest, decode_worker: Peer, failed: Collection[Peer]) -> bool:
-        """Whether with some prefill worker the first token comes in half the time that the decode worker needs."""
+        """Return whether some prefill worker gives the first token in half the time that the decode worker needs."""
         self._view.refresh()
         if not self._view.knows_costs:
             return False
@@ -209,7 +209,7 @@ class PathChooser:
         return msgspec.structs.replace(path, is_cost_probe=True)
 
     def _learn_pull(self, path: Path, num_tokens: int, num_cached_tokens: int, took_s: float) -> None:
-        """Of a pull that came, learn how long it took."""
+        """Learn how long a pull that came took."""
         if path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
             return
         if num_cached_tokens >= num_tokens - path.new_tokens:
@@ -221,7 +221,7 @@ class PathChooser:
 
 
 def _first_token_s(estimate: PathEstimate) -> float:
-    """Until the first token is computed and the second can be."""
+    """Return the seconds until the first token is computed and the second can be."""
     return estimate.ttft_s + estimate.transfer_s
 
 
@@ -231,7 +231,7 @@ _NUM_LENGTHS = 12  # by powers of 4
 
 
 class CostProbes:
-    """Which idle prefill worker is to be tried against its costs.
+    """Picks the idle prefill worker that gets a request to check its costs.
 
     What a worker has fitted may be wrong, or of a time when its machine was slow. If it is thought slow, nothing is
     sent there, and it learns nothing better. So a worker that has had no prompt of some length for long gets one: where
@@ -270,7 +270,7 @@ class CostProbes:
         return min(due, key=lambda peer: self._last[peer][length], default=None)
 
     def is_due(self, worker: Peer, num_tokens: int, slower: float, now: float) -> bool:
-        """Whether the candidate, which is thought `slower` times as slow as the best path, is to be tried now."""
+        """Return whether the candidate, thought `slower` times as slow as the best path, is to be tried now."""
         length = _length(num_tokens)
         self._due[worker][length] = self._last[worker][length] + TRY_S * max(1.0, slower)
         return self._due[worker][length] <= now

@@ -1,4 +1,4 @@
-"""What this router replica has under way at each worker: exact, and newer than the workers' own numbers.
+"""The work that this router replica has at each worker: exact, and newer than the workers' own numbers.
 
 A worker's numbers tell of all routers' requests, but are a moment old. `WorkerLoad.joined` joins the two without
 counting work twice.
@@ -25,7 +25,7 @@ _DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its num
 
 
 class Place(msgspec.Struct, frozen=True, eq=False):
-    """What one request is to a worker."""
+    """The work of one request at one worker."""
 
     worker: Peer
     prompt_tokens: int  # to be computed there
@@ -59,7 +59,7 @@ class WorkerLoad:
 
     @staticmethod
     def joined(told_by_worker: float, now: float, told: float, since: float) -> float:
-        """What is there now, of what the worker told of when this router's part was `told`.
+        """Return the present amount, from the worker's number and this router's part of it (`told`).
 
         Others' part is what was more than that. No more can be there than was, with what came since: requests that
         ended, or got on, are out of the worker's number before this router hears of it.

@@ -1,4 +1,4 @@
-"""What this router knows of each worker, kept ready for the next decision.
+"""The state of each worker as this router knows it, kept ready for the next decision.
 
 What a decision needs of a worker and does not depend on the request is computed when the worker tells something, and
 anew before a decision only where this router has sent something there, or taken something back, since.
@@ -56,7 +56,7 @@ class KnownWorker:
     end_s: float = 0.0  # until one of them ends, for each token of their answers
 
     def queued_tokens(self) -> float:
-        """Of all classes."""
+        """Return the prompt tokens that wait, of all classes."""
         return sum(self.queued.values())
 
     def update(
@@ -110,7 +110,7 @@ class KnownWorker:
         self.end_s = (costs.reading_s(decoding) + rows_s) / max(self.requests, 1.0)
 
     def queue_s(self, promise: Promise, classes: "Classes") -> float:
-        """How long a new prompt with this promise waits for those that go first.
+        """Return how long a new prompt with this promise waits for those that go first.
 
         Those are all of equal or higher priority; lower classes that wait keep their share of the worker meanwhile. A
         class with a share of its own waits no longer than that takes for the class's own prompts.
@@ -165,7 +165,7 @@ class FleetView:
         self.workers: list[KnownWorker] = []
         """Prefill workers first."""
         self.infos: list[WorkerInfo] = []
-        """Of `workers`, in their order."""
+        """The infos of `workers`, in their order."""
         self._followed: list[WorkerInfo] = []
         self._known: dict[Peer, KnownWorker] = {}
         self._changed: set[Peer] = set()
@@ -223,7 +223,7 @@ class FleetView:
 
     @property
     def knows_costs(self) -> bool:
-        """Whether some worker of each role that is there has told what its steps cost."""
+        """Return whether a worker of each role that is there has reported its step costs."""
         return all(role in self._typical or not self.of_role[role] for role in ROLES)
 
     def _mark(self, peer: Peer) -> None:
@@ -279,7 +279,7 @@ _LEAST_BYTES = 1 << 16  # transfers of less measure round trips
 
 
 class LinkRates:
-    """How fast KV comes to each worker, in bytes a second, learnt from what transfers took.
+    """The rate at which KV comes to each worker, in bytes a second, learnt from transfers.
 
     Most transfers wait for prefill rather than for the wire, so what workers count is a lower bound of their links'
     rate. Pulled prefixes are all ready when they begin: what they took is the rate.

@@ -167,7 +167,7 @@ class _Fleet(SimFleet):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Through all that thousands of tests have left in this process it takes a second, which no request answers for."""
+    """Skip the full collection: with thousands of tests in this process it takes a second."""
     gc.disable()
     try:
         yield

@@ -1,8 +1,8 @@
 """Blocked requests: how many a process remembers, for how long, and which of them it tells others."""
 
 from twostroke.protocol.blocked_requests import LONGEST_S, MOST_IN_MESSAGE, BlockedRequest, BlockedRequests
-from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
 from twostroke.protocol.messages import RequestsBlocked, encode_message
+from twostroke.protocol.network import MAX_PAYLOAD_BYTES
 
 
 class Scene:
@@ -69,7 +69,7 @@ def test_no_request_is_blocked_for_longer_than_allowed():
     scene.known.learn([about(1, LONGEST_S)])
     scene.now += 61.0
     assert known(scene, 3) == []
-    assert not Scene(longest_s=0.0).verdicts.add(about(1))
+    assert not Scene(longest_s=0.0).known.learn([about(1)])
 
 
 def test_the_largest_message_is_a_small_frame():

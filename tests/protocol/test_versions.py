@@ -9,9 +9,8 @@ import pytest
 
 from twostroke.protocol import blocked_requests, kv_layout, messages, network, requests, stats
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.frames import draw_hello
 from twostroke.protocol.messages import PROTOCOL, Message, fingerprint, structs_of
-from twostroke.protocol.network import Connection, TcpNetwork
+from twostroke.protocol.network import Connection, TcpNetwork, draw_hello
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 
@@ -22,7 +21,7 @@ class Before(msgspec.Struct, array_like=True):
 
 
 def changed() -> "list[type[msgspec.Struct]]":
-    """`Before` with each change that another version may bring."""
+    """Return `Before` with each change that another version may bring."""
     kinds = [
         [("second", str), ("first", int)],
         [("first", int)],

@@ -1,4 +1,4 @@
-"""Which workers have a channel, and for how long; what comes on it, how it ends and comes back."""
+"""Channels: the workers that have one, its messages, its end and its return."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Who is asked for which prefix, on a fleet of fake workers: what comes of it is tests/integration's affair."""
+"""Requests for prefixes, on a fleet of fake workers. Real transfers: tests/integration."""
 
 import asyncio
 

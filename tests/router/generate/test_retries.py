@@ -1,4 +1,4 @@
-"""Which failures are followed by another attempt, and when."""
+"""Failures that are followed by another attempt, and the pauses before it."""
 
 import pytest
 

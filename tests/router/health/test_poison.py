@@ -1,4 +1,4 @@
-"""Which requests become suspects of a worker's death, which of them wait for others, and which are blocked."""
+"""Suspects of a worker's death: which wait for others, and which are blocked."""
 
 import asyncio
 

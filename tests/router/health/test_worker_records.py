@@ -7,7 +7,7 @@ import pytest
 from tests.router.routing.knowing import info
 from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, DecodeFailed, PrefillFailed
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, DecodeFailed, PrefillLost
 from twostroke.router.fleet import Path
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.health.worker_records import Ejection, EjectionConfig, WorkerRecords
@@ -57,7 +57,7 @@ async def test_a_pair_that_was_kept_apart_is_tried_by_the_next_when_the_one_that
 ):
     records, attempt = scene.records, scene.attempt(a_request())
     for _ in range(2):
-        records.on_event(attempt, PrefillFailed(TransferFailed("no route")))
+        records.on_event(attempt, PrefillLost(TransferFailed("no route")))
     assert records.unreachable_prefill_for(D.peer) == {P.peer}
     scene.now = 3.0
     await records.await_turn(attempt.suspect, PAIR)
@@ -94,8 +94,8 @@ async def test_a_request_that_a_prefill_worker_gave_back_is_no_suspect_of_its_de
     for attempt in (given_back, other):
         await records.await_turn(attempt.suspect, PAIR)
         records.begin_prefill(attempt.suspect, P.peer)
-    records.on_event(given_back, PrefillFailed(answer))
-    records.on_event(other, PrefillFailed(WorkerLost("it died")))
+    records.on_event(given_back, PrefillLost(answer))
+    records.on_event(other, PrefillLost(WorkerLost("it died")))
     assert [records.suspects.is_suspect(attempt.suspect) for attempt in (given_back, other)] == [False, True]
 
 

@@ -1,4 +1,4 @@
-"""What a scrape tells, of one router and its workers and of several; docs/observability.md has all of it."""
+"""Scrapes of one router and its workers, and of several; docs/observability.md lists all series."""
 
 import re
 from pathlib import Path as FilePath
@@ -120,7 +120,7 @@ def test_a_request_that_takes_as_long_as_any_may_falls_into_a_bucket(a_request):
 
 
 def reading(router, num_refused, *workers):
-    """Of a router that has refused so many requests."""
+    """Return the sample of a router that has refused so many requests."""
     metrics = router_metrics()
     for _ in range(num_refused):
         metrics.refused(RequestError("no"))

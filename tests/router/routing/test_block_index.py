@@ -25,7 +25,7 @@ def index(clock):
 
 
 def held(index, names, *workers):
-    """How many of the first of `names` each worker holds; those with none are left out."""
+    """Return the number of the first `names` that each worker holds; those with none are left out."""
     counts = index.find(names)
     known = {worker: index._workers.get(worker) for worker in workers}
     return {worker: counts[one.column] for worker, one in known.items() if one is not None and counts[one.column]}
@@ -137,7 +137,7 @@ def test_it_agrees_with_a_list_of_everything_that_was_heard(seed):
     sequences: dict[Peer, int] = {}
 
     def names(prompt, depth):
-        """Of prompts that part ways after three blocks."""
+        """Names of prompts that part ways after three blocks."""
         return [1 + block if block < 3 else 1000 * (prompt + 1) + block for block in range(depth)]
 
     def held_by(worker):

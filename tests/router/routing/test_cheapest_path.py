@@ -21,7 +21,7 @@ from twostroke.router.routing.cheapest_path import (
 
 
 class Fleet(Workers):
-    """Whose paths are asked for."""
+    """A request whose paths are chosen."""
 
     def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options):
         """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
@@ -173,7 +173,7 @@ def need(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
 
 
 def reading(fleet, name, asked, held=0, source=None):
-    """What `name` would need that has `held` tokens, where `source` has 400."""
+    """Return the prefill cost of `name`, which has `held` tokens, where `source` has 400."""
     fleet[name].held = held
     if source is not None:
         fleet[source].held = 400
@@ -301,7 +301,7 @@ def test_promised_times_make_a_decode_workers_chunks_small():
 
 
 class ByLoad(Fleet):
-    """Of which nobody has told costs."""
+    """Workers that have not reported their costs."""
 
     def __init__(self, prefill, decode, **changes):
         super().__init__(prefill, decode, costs=None, **changes)
@@ -369,7 +369,7 @@ def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(of, changes)
 
 
 def source_of(held, *, min_tokens=100, num_tokens=1001, failed=(), **changes):
-    """Who is pulled from, of p0 (who pulls), p1, d0 and d1, where they hold as many tokens as `held` says."""
+    """Return the source of a pull to p0, where p0, p1, d0 and d1 hold as many tokens as `held` says."""
     fleet = ByLoad([IDLE, IDLE], [load(running=1), IDLE], **changes)
     path = with_source(
         Path(fleet["p0"].info, fleet["d1"].info),

@@ -1,4 +1,4 @@
-"""What the chooser knows when it chooses."""
+"""The knowledge with which the chooser chooses."""
 
 import msgspec
 import pytest

@@ -24,7 +24,7 @@ def a_rig(prefill=TRUE, decode=TRUE):
 
 
 async def sent(rig, times, every_s=0.5, prompt=LONG):
-    """Where prompts go that come one after another; each is over before the next."""
+    """Return the paths of prompts that come one after another; each is over before the next."""
     found = []
     for _ in range(times):
         rig.clock.now += every_s

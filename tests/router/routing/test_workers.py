@@ -1,4 +1,4 @@
-"""What the router knows of work under way, and of links."""
+"""Work under way at workers, and rates of links."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who is let in: single decisions, by numbers. What comes of them under load: tests/simulation/policies."""
+"""Single decisions of admission, by numbers. Admission under load: tests/simulation/policies."""
 
 import pytest
 
