@@ -81,6 +81,7 @@ _COMMANDS = {
         "planning.commands.should_i_disaggregate",
         "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
     ),
+    "bench results": ("benchmarks.results", "keep a bench's figures as JSON, and make the page of current figures"),
     "bench plan": (
         "planning.commands.regret",
         "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",

@@ -31,7 +31,7 @@ class WorkerHardware:
     def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
         """What such operations multiply in: products in FP8 where the checkpoint is and the GPU can, else natively.
 
-        int8 and int4 are weights alone: they are read, and multiplied in bf16 (docs/engine.md).
+        int8 and int4 are weights alone: they are read, and multiplied in bf16 (docs/design/engine.md).
         """
         stored = shape.stored if isinstance(shape, ModelConfig) else None
         is_fp8 = stored is not None and stored.form.kind == "fp8" and self.held.quantization == "auto"
@@ -66,7 +66,7 @@ class WorkerHardware:
         return SUMS_A_LAYER * shape.num_layers * each_s
 
     def exchange_s(self, shape: ModelShape, decodes: float, gathered: float) -> float:
-        """Of a step, what ranks that share contexts exchange beside sums (docs/engine.md#context-parallelism): of each
+        """Of a step, what ranks that share contexts exchange beside sums (docs/design/engine.md#parallel-forms): of each
         decode all heads' queries and results, and so many tokens' latents of the contexts that prompts attend to."""
         sizes = shape.latent
         if not self.context_parallel or self.ranks == 1 or sizes is None:

@@ -33,7 +33,7 @@ DOZEN: Mapping[tuple[str, ...], str] = {
 
 _REQUIRED = "required"
 _ROLE = re.compile("|".join(get_args(Role)))
-_PAGE = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
+_PAGE = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
 
 
 class Setting(NamedTuple):

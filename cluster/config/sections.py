@@ -75,14 +75,14 @@ class ModelSection(Section):
     beside it."""
     quantization: Quantization = "auto"
     """Of the projections' weights, as they are loaded. auto: as the checkpoint has them
-    (docs/models.md#quantised-checkpoints); none: widened to `dtype`. `int8` and `int4` take half of their memory or
+    (docs/models.md#weights-and-quantisation); none: widened to `dtype`. `int8` and `int4` take half of their memory or
     about a quarter, and 1.6 and 2.4 times the tokens of one stream as measured on a CPU; prompts gain nothing. With
     `int4` the LM head is `int8`; embeddings that aren't tied to it stay as they are. What it costs in accuracy:
-    docs/engine.md#quantisation."""
+    docs/design/engine.md#quantisation."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Of keys and values. auto: `dtype`. `fp8` (e4m3; `fp8_e4m3` is the same): one byte a number, so that twice as many
     tokens fit beside bf16, half as many bytes travel, and long contexts are read in two thirds to three quarters of the
-    time (docs/engine.md#kv-in-fp8); perplexity +0.15 % with the bundled model. Not for latents (DeepSeek), and all
+    time (docs/design/engine.md#kv-in-fp8); perplexity +0.15 % with the bundled model. Not for latents (DeepSeek), and all
     workers have the same."""
     block_size: BlockSize | None = None
     """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs.
@@ -91,7 +91,7 @@ class ModelSection(Section):
     """Tokens of a request's prompt and output together; null: what the model and the cache allow."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` of the model's `generation_config.json`
-    count where a request leaves them out (docs/api.md#fields-of-both); none: OpenAI's defaults."""
+    count where a request leaves them out (docs/api.md#common-fields); none: OpenAI's defaults."""
     chat_template: str | None = None
     """A jinja file, or the template itself (it has `{{` or `{%`), in place of the model's own. The file is read where
     the server is started or deployed from; the nodes need not have it."""
@@ -124,7 +124,7 @@ class HeldModel(Section):
     quantization: Quantization | None = None
     """null: `model.quantization`. Prompts gain nothing from quantised weights, and answers much: `decode:
     {quantization: int4}` with prefill left alone reads prompts with the whole weights and writes answers at int4's
-    speed. KV of both is taken for the same, and shared (docs/engine.md#quantisation)."""
+    speed. KV of both is taken for the same, and shared (docs/design/engine.md#quantisation)."""
 
 
 def held_as(dtype: str, weights: str | None) -> str:
@@ -153,26 +153,26 @@ class WorkerResources(Section):
     tensor_parallel: Annotated[int, Ge(1), Le(8)] = 1
     """1, 2, 4 or 8 ranks: processes that share one worker's model, or each of its stages, all on one machine; the
     model's heads and MLP must be divisible by it. Threads, GPUs and KV memory are each rank's. For models that don't
-    fit one GPU, or lower latency between GPUs; on CPUs it seldom pays (docs/engine.md#tensor-parallelism)."""
+    fit one GPU, or lower latency between GPUs; on CPUs it seldom pays (docs/design/engine.md#parallel-forms)."""
     pipeline_parallel: Annotated[int, Ge(1), Le(16)] = 1
     """Stages that share the model's layers, each of `tensor_parallel` ranks on one machine; several stages may be on as
-    many machines (docs/nodes.md#a-worker-on-several-nodes). For models that no one machine holds: a token of an answer
+    many machines (docs/hosts.md#a-worker-on-several-nodes). For models that no one machine holds: a token of an answer
     takes as long as on one rank, or longer. Stages may be no more than layers, and each must have layers with a window
     and without in the model's proportion."""
     expert_parallel: bool = False
     """true: the ranks of `tensor_parallel` divide a mixture's experts whole, instead of cutting each; all else is cut
     as before. For experts that are too narrow to be cut, or whose number of features the ranks don't divide; a step
     waits for the rank whose experts are hit most. The roles may differ. Without effect on one rank, and refused for
-    models without experts and those through transformers (docs/engine.md#expert-parallelism)."""
+    models without experts and those through transformers (docs/design/engine.md#parallel-forms)."""
     context_parallel: bool = False
     """true: of the latents that models like DeepSeek's cache, each rank of `tensor_parallel` has its part of each
     block's tokens, instead of all of them: room for as many times more of them as there are ranks, for more to exchange
     in each layer. For contexts that else don't fit. The roles may differ, with the same `block_size`, which where
     nobody says it is 16 a rank at least. Without effect on one rank, and refused for models that cache keys and values
-    (docs/engine.md#context-parallelism)."""
+    (docs/design/engine.md#parallel-forms)."""
     redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
     """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move
-    while the worker serves (docs/engine.md#copies-of-hot-experts)."""
+    while the worker serves (docs/design/engine.md#parallel-forms)."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Cores for the steps of one worker (of each of its ranks); null: this machine's, shared equally among all."""
     cores: str | None = None
@@ -279,7 +279,7 @@ class Placement(Section):
     node_labels: Mapping[str, str] = Field(default={})
     """Labels that a node of the Ray cluster must have to run such processes, as `ray start --labels` gives them:
     `{twostroke-role: prefill}`. Values are Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`. With none Ray chooses
-    (docs/nodes.md)."""
+    (docs/hosts.md)."""
     node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default={})
     """What each process takes of a node's custom resources, as `ray start --resources` gives them: `{prefill_slot: 1}`
     on nodes that have one each keeps workers apart. Of a worker of several stages, each stage takes so much. Above 1
@@ -362,17 +362,17 @@ class RouterSection(Placement, PipelineConfig):
     that sets no limit of tokens gets one that fits."""
     strict: bool = False
     """Refuse requests with fields that are not known (status 400), instead of serving them without these
-    (docs/api.md#fields-of-both)."""
+    (docs/api.md#common-fields)."""
     page: bool = True
-    """The page at `/`, to talk to the model and to see requests on their way (docs/page.md); `twostroke serve
+    """The page at `/`, to talk to the model and to see requests on their way (docs/start.md#the-page); `twostroke serve
     --no-page` turns it off."""
     cors_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     """Origins, such as `https://chat.example.org`, whose pages may use the API from a browser; `"*"`: any page. Nobody
-    else's browser is served (docs/page.md#other-sites-pages)."""
+    else's browser is served (docs/start.md#other-sites-pages)."""
     hosts: tuple[Host, ...] = Field(default=(), strict=False)
     """Names, such as `llm.example.org`, that a server without API keys may be called by; `"*"`: any. Addresses, names
     without a dot, those under `.localhost`, `.local`, `.internal` and `.svc`, and the machine's own are known; another
-    name may be one that somebody's page has lead here (docs/page.md#other-sites-pages). With API keys any name is
+    name may be one that somebody's page has lead here (docs/start.md#other-sites-pages). With API keys any name is
     taken."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
     """What a worker has under way when it is taken down (scale-down, rolling update) may take so long; the rest goes on

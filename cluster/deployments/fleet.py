@@ -91,7 +91,7 @@ class WorkerDirectory:
         for name in sorted(self._other_versions - before):
             _log.warning(
                 "worker %s runs another version than this router and is left out: roll all nodes to one version "
-                "(docs/deploy.md)",
+                "(docs/hosts.md)",
                 name,
             )
         self._replace(workers, Departure.LEAVES)

@@ -81,5 +81,5 @@ def forgotten_switches(environment: Mapping[str, str]) -> str | None:
         return None
     return (
         f"Ray runs on this node without {', '.join(forgotten)}: start Ray with deploy/ray.env in its environment, on "
-        "every node (docs/deploy.md)"
+        "every node (docs/hosts.md)"
     )

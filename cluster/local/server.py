@@ -237,7 +237,7 @@ def check_is_anywhere(config: ClusterConfig) -> None:
             setting = "node_labels" if placement.node_labels else "node_resources"
             raise ConfigError(
                 f"{name}.{setting}: `twostroke serve` has this machine alone, and would wait for such a node for ever: "
-                "delete it, or deploy on a Ray cluster (docs/nodes.md)"
+                "delete it, or deploy on a Ray cluster (docs/hosts.md)"
             )
 
 

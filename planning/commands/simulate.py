@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run.add_argument("--max-context", type=context_tokens, default=8192, metavar="TOKENS")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
     of_run.add_argument("--seed", type=int, default=0)
-    of_run.add_argument("--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/simulation.md")
+    of_run.add_argument("--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/design/simulation.md")
     of_run.add_argument("--baselines", action="store_true", help="the table of the literature's ways to batch, instead")
     of_run.add_argument("--report", type=Path, metavar="FOLDER", help="a load test's report of what was simulated")
     of_run.add_argument("--json", action="store_true", help="nothing but the last line")
