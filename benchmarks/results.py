@@ -1,8 +1,8 @@
 """`twostroke bench results`: keep what benches measured as JSON files, and make the page of current figures from them.
 
-A file of `docs/results/` has a bench's figures as its last line gave them, with the command, the date and the machine, and the
-list of those that the page shows. Recording a bench again replaces figures, date and machine and leaves that list.
-"""
+A file of `docs/results/` has a bench's figures as its last line gave them, with the command, the date and the
+machine, and the list of those that the page shows. Recording a bench again replaces figures, date and machine and
+leaves that list."""
 
 import argparse
 import os
@@ -45,8 +45,12 @@ class BenchResult(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--folder", type=Path, default=FOLDER, help="the folder of JSON files and index.md")
-    parser.add_argument("--record", metavar="NAME", help="run the bench whose command follows, and keep its figures as NAME.json")
-    parser.add_argument("bench", nargs=argparse.REMAINDER, help="with --record: a command such as -- bench engine --model 160m")
+    parser.add_argument(
+        "--record", metavar="NAME", help="run the bench whose command follows, and keep its figures as NAME.json"
+    )
+    parser.add_argument(
+        "bench", nargs=argparse.REMAINDER, help="with --record: a command such as -- bench engine --model 160m"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +83,11 @@ def record(file: Path, words: Sequence[str]) -> None:
 
 def machine() -> str:
     """Return the number of cores and the processor's name, and the load at this moment."""
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     return f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}, load {os.getloadavg()[0]:.1f}"
 
 

@@ -30,7 +30,7 @@ PLACES = (
     ("gpt-oss-120b", "h100-80gb", 2),
     ("gemma-3-27b", "h100-80gb", 1),
 )
-"""What tables of floors and of room are about: a model on so many GPUs."""
+"""Models on numbers of GPUs for the tables of floors and of room."""
 CONTEXT, PROMPT = 8192, 2048
 WITH_EXPERTS = ("Mixtral-8x7B-v0.1", "gpt-oss-120b", "Qwen3-30B-A3B", "DeepSeek-V3")
 SENT = ("Llama-2-7b", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "DeepSeek-V3")

@@ -36,7 +36,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "uvicorn_log_level": ("logging.level",),
     "api_key": ("auth.keys",),
 }
-"""By vLLM's name, as its Python and YAML have it: settings that do the same, though some take other values."""
+"""Settings by vLLM's name for the same, as its Python and YAML have it. Some take other values."""
 
 INSTEAD: Mapping[str, str] = {
     "async_scheduling": "steps are always scheduled ahead (decode.run_ahead): leave it out",
@@ -114,7 +114,7 @@ INSTEAD: Mapping[str, str] = {
     "tool_parser_plugin": "model.response_template describes a format of your own: docs/tools.md",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
 }
-"""What to do about those that have no setting here."""
+"""Advice for vLLM's settings that have no counterpart."""
 
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -147,7 +147,7 @@ COMMANDS: Mapping[str, str] = {
     "complete": "`curl http://HOST:PORT/v1/completions`",
     "run-batch": "requests to a running server, as many at once as you like",
 }
-"""What there is for vLLM's commands that have another name here."""
+"""Our commands for vLLM's."""
 
 OF_BENCH_SERVE: Mapping[str, str] = {
     "backend": "any OpenAI server is asked alike: leave it out",

@@ -1,6 +1,6 @@
 """deploy/kubernetes: what Kustomize makes of each overlay, by the schemas of those who read it, and against itself.
 
-KubeRay's is checked at every depth, in the oldest version that will do and in the one that docs/kubernetes.md recommends.
+KubeRay's is checked at every depth, in the oldest version that will do and in the one that docs/kubernetes.md names.
 """
 
 import json
