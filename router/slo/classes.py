@@ -42,7 +42,7 @@ class SLOClass(Section):
 
 
 class SLOConfig(Section):
-    """SLO classes and admission (docs/routing.md#slo-classes-and-admission).
+    """SLO classes and admission (docs/slo-classes.md).
 
     Without classes there is one, `standard`, that promises nothing.
     """
