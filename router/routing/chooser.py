@@ -30,7 +30,7 @@ class PathConfig(Section):
     """The choice of workers, and pulls of prefixes."""
 
     policy: Policy = "kv_aware"
-    """Policy by which workers are chosen: by predicted time, counting what each has cached (docs/design/routing.md); by load
+    """Policy by which workers are chosen: by predicted time and cached tokens (docs/design/routing.md); by load
     alone; in turn. The other two are there to compare with."""
     decodes_alone: bool = True
     """A decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill workers.
