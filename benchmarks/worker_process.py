@@ -276,7 +276,7 @@ class ProcessFleet:
         reply: PrefillReply = await self._by_peer[worker].call("prefill", request, ticket)
         return reply
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         reply: PrefillReply = await self._by_peer[worker].call("read", request)
         return reply
 

@@ -32,8 +32,8 @@ class Fleet(Protocol):
         With `pull`, its source has been asked to send the KV of the prompt's beginning.
         """
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        """Read something off a prompt, on a worker of either role that does nothing else with it."""
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        """Score or embed a prompt, on a worker of either role that does nothing else with it."""
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None

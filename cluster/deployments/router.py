@@ -241,7 +241,7 @@ class RouterReplica:
 
     async def reading(self) -> RouterMetricsSample | None:
         """This router's numbers, for another one's scrape; None until it has any."""
-        return None if self._service is None else self._service.reading()
+        return None if self._service is None else self._service.sample()
 
     async def drain(self) -> int:
         """Be not ready, and soon take nothing new; returns how many choices are under way. May be called again."""

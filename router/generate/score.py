@@ -52,7 +52,7 @@ class ScoreAttempt:
 
     async def _call(self) -> None:
         try:
-            reply = await self._fleet.read(self._worker, self._request)
+            reply = await self._fleet.score_prompt(self._worker, self._request)
         except TwostrokeError as error:
             self._stream.fail(error)
         except Exception as error:

@@ -161,11 +161,11 @@ class RouterService:
         """Seconds since 1970, for `created`."""
         return int(self.wall_clock())
 
-    def check(self, asked: ModelRequest) -> None:
+    def check(self, body: ModelRequest) -> None:
         """Raises RequestError for another model than the one served, and where unknown fields are refused."""
-        if asked.model is not None:
-            self.check_model(asked.model)
-        self._unknown_fields.check(asked)
+        if body.model is not None:
+            self.check_model(body.model)
+        self._unknown_fields.check(body)
 
     def check_model(self, name: str) -> None:
         """Raises RequestError (404) for another model than the one served."""
@@ -272,7 +272,7 @@ class RouterService:
         own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 
-    def reading(self) -> RouterMetricsSample:
+    def sample(self) -> RouterMetricsSample:
         """This router's numbers."""
         planned = planned_families(self.expected(), self.scaling())
         left_out = other_versions_family(self.other_versions())
@@ -283,9 +283,9 @@ class RouterService:
             frozenset(self.pipeline.ejected()),
         )
 
-    async def readings(self) -> list[RouterMetricsSample]:
+    async def samples(self) -> list[RouterMetricsSample]:
         """The numbers of all routers that answer, this one's first."""
-        return [self.reading(), *await self.other_routers()]
+        return [self.sample(), *await self.other_routers()]
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
         """The workers that have told their numbers, and those."""

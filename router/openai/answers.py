@@ -308,7 +308,7 @@ class ChoicesWriter(StreamWriter):
 
     def __init__(
         self,
-        asked: GenerationFields,
+        body: GenerationFields,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
@@ -319,11 +319,11 @@ class ChoicesWriter(StreamWriter):
         """`created`: seconds since 1970. `service_tier`: the request's SLO class, where there is something to tell."""
         self._jobs = jobs
         self._piece = tokenizer.piece
-        self._return_token_ids = bool(asked.return_token_ids)
-        self._shows_logprobs = asked.shows_logprobs
-        self._tells_function_call = asked.tells_function_call
-        self._num_told = asked.n or 1  # of the choices of each prompt
-        self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
+        self._return_token_ids = bool(body.return_token_ids)
+        self._shows_logprobs = body.shows_logprobs
+        self._tells_function_call = body.tells_function_call
+        self._num_told = body.n or 1  # of the choices of each prompt
+        self._includes_usage = body.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
             self._head["service_tier"] = service_tier

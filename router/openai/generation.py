@@ -336,15 +336,15 @@ class Generation:
     def __init__(
         self,
         runner: ChoiceRunner,
-        asked: GenerationFields | EmbeddingRequest,
+        body: GenerationFields | EmbeddingRequest,
         jobs: Sequence[ChoiceJob],
-        form: ResponseWriter,
+        writer: ResponseWriter,
         exchange: HttpExchange,
     ):
         self._runner = runner
-        self._asked = asked
+        self._body = body
         self._jobs = jobs
-        self._form = form
+        self._writer = writer
         self._exchange = exchange
         leaders = list({job.group: job for job in reversed(jobs)}.values())  # the first choice of each prompt
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
@@ -358,7 +358,7 @@ class Generation:
             self._stages,
             [self._stages[job.index] for job in leaders],
             sum(job.request.num_prompt_tokens for job in leaders),
-            is_stream=bool(asked.stream),
+            is_stream=bool(body.stream),
         )
 
     @property
@@ -378,31 +378,31 @@ class Generation:
             async for delta in deltas:
                 choices[delta.index].append(delta)
         if any(job.prompt is not None for job in self._jobs):  # megabytes, for which no stream is to stand still
-            return await asyncio.to_thread(self._form.whole, choices, self._usage())
-        return self._form.whole(choices, self._usage())
+            return await asyncio.to_thread(self._writer.whole, choices, self._usage())
+        return self._writer.whole(choices, self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; always `aclose` it.
 
         Fails like `whole` before the first event. Later, the stream ends with the format's failure.
         """
-        asked, form = self._asked, self._form
-        if isinstance(asked, EmbeddingRequest) or not isinstance(form, StreamWriter):
+        body, writer = self._body, self._writer
+        if isinstance(body, EmbeddingRequest) or not isinstance(writer, StreamWriter):
             raise TypeError("this endpoint does not stream")
-        began, in_chunks = False, asked.has_usage_in_every_chunk
+        began, in_chunks = False, body.has_usage_in_every_chunk
         try:
             async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
                 async for delta in deltas:
-                    written = form.events(delta, self._usage() if in_chunks else None)
+                    written = writer.events(delta, self._usage() if in_chunks else None)
                     if written:
                         began = True
                         yield written
         except Exception as error:
             if not began:
                 raise
-            yield form.failure(self._failed(error))
+            yield writer.failure(self._failed(error))
             return
-        yield form.ending(self._usage())
+        yield writer.ending(self._usage())
 
     def _deltas(self, job: ChoiceJob) -> AsyncGenerator[ChoiceDelta, None]:
         return self._runner.deltas(job, self._stages[job.index])
@@ -431,6 +431,6 @@ class Generation:
         if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-        if self._asked.return_stages:
+        if self._body.return_stages:
             usage["stages"] = [stage_times(stages) for stages in self._stages]
         return usage

@@ -404,7 +404,7 @@ class MessagesWriter(StreamWriter):
 
     def __init__(
         self,
-        asked: GenerationFields,
+        body: GenerationFields,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,

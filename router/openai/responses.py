@@ -417,7 +417,7 @@ class ResponsesWriter(StreamWriter):
     def __init__(
         self,
         request: ResponsesRequest,
-        asked: GenerationFields,
+        body: GenerationFields,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
@@ -425,7 +425,7 @@ class ResponsesWriter(StreamWriter):
         created: int,
         service_tier: str | None,
     ):
-        """`request` is what `asked` was made of; the others are those of `ChoicesFormat`."""
+        """`request` is what `body` was made of; the others are those of `ChoicesFormat`."""
         self._piece = tokenizer.piece
         self._head = _head(request, jobs[0], model, created, service_tier)
         self._output: list[dict[str, Any]] = []

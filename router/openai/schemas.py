@@ -422,9 +422,9 @@ class UnknownFields:
         self._strict = strict
         self._named: set[str] = set()
 
-    def check(self, asked: BaseModel) -> None:
+    def check(self, body: BaseModel) -> None:
         """Raises RequestError where there are any, and none are taken."""
-        for path, known in _unknown(asked, ()):
+        for path, known in _unknown(body, ()):
             if self._strict:
                 near = difflib.get_close_matches(str(path[-1]), known, n=1)
                 hint = f": did you mean {near[0]}?" if near else ""
@@ -444,13 +444,13 @@ def shown(name: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in name[:80])
 
 
-def _unknown(asked: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
+def _unknown(body: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
-    judged = asked.lacking.keys() | asked.without_effect if isinstance(asked, ModelRequest) else frozenset[str]()
-    for name in asked.model_extra or ():
+    judged = body.lacking.keys() | body.without_effect if isinstance(body, ModelRequest) else frozenset[str]()
+    for name in body.model_extra or ():
         if name not in judged:
-            yield (*path, name), [*type(asked).model_fields]
-    for name, value in vars(asked).items():
+            yield (*path, name), [*type(body).model_fields]
+    for name, value in vars(body).items():
         if isinstance(value, BaseModel):
             yield from _unknown(value, (*path, name))
         elif isinstance(value, list):

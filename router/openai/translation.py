@@ -14,10 +14,10 @@ from twostroke.router.openai.schemas import ChatRequest, SamplingFields, explain
 
 
 class ChatDraft:
-    """A chat in the making, from `asked`. `names` has the client's paths of the chat's fields, where they differ."""
+    """A chat in the making, from `body`. `names` has the client's paths of the chat's fields, where they differ."""
 
-    def __init__(self, asked: SamplingFields, names: Mapping[str, str]):
-        common = asked.model_dump(include={"model", *SamplingFields.model_fields}, exclude_none=True)
+    def __init__(self, body: SamplingFields, names: Mapping[str, str]):
+        common = body.model_dump(include={"model", *SamplingFields.model_fields}, exclude_none=True)
         self.messages: list[dict[str, Any]] = []
         self._fields = {**common, "messages": self.messages}
         self._names = dict(names)

@@ -62,7 +62,7 @@ class BlockIndex:
         """Blocks that some worker was heard to hold."""
         return len(self._held)
 
-    def held(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
+    def cached_tokens(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
         """Return the tokens of the prompt with the outputs `sent` that each of these workers has, or will soon have."""
         blocks: dict[int, list[int]] = {}  # by block size
         tokens: list[int] = []

@@ -15,7 +15,7 @@ from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.cheapest_path import (
     PathQuery,
     cheapest_path,
-    cheapest_reader,
+    cheapest_prefill,
     leave_out,
     path_by_load,
     with_source,
@@ -104,21 +104,21 @@ class PathChooser:
         self._look_up(request, sent)
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
         left_out = leave_out(failed, ejected)
-        need = self._need(request, sent)
+        query = self._query(request, sent)
         if request.reading is not None:
-            return cheapest_reader(prefill, decode, need, left_out=left_out, turn=self._turn)
+            return cheapest_prefill(prefill, decode, query, left_out=left_out, turn=self._turn)
         if self._cached is None or not self._view.knows_costs:
             turn = self._turn if self._config.policy == "round_robin" else None
-            path = path_by_load(prefill, decode, need.num_tokens, left_out=left_out, turn=turn)
-            if self._cached is None or need.min_pull_tokens is None:
+            path = path_by_load(prefill, decode, query.num_tokens, left_out=left_out, turn=turn)
+            if self._cached is None or query.min_pull_tokens is None:
                 return path
-            return with_source(path, self._view.workers, need.num_tokens, need.min_pull_tokens, left_out)
+            return with_source(path, self._view.workers, query.num_tokens, query.min_pull_tokens, left_out)
         best = cheapest_path(
-            prefill, decode, need, left_out=left_out, decodes_alone=self._config.decodes_alone, turn=self._turn
+            prefill, decode, query, left_out=left_out, decodes_alone=self._config.decodes_alone, turn=self._turn
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out
-        return self._cost_probe(need, best) or best
+        return self._cost_probe(query, best) or best
 
     def is_quicker_by_a_pair(self, request: GenerateRequest, decode_worker: Peer, failed: Collection[Peer]) -> bool:
         """Return whether some prefill worker gives the first token in half the time that the decode worker needs."""
@@ -127,10 +127,10 @@ class PathChooser:
             return False
         self._look_up(request, ())
         own = [one for one in self._view.of_role["decode"] if one.info.peer == decode_worker]
-        prefill, need = self._view.of_role["prefill"], self._need(request, ())
+        prefill, query = self._view.of_role["prefill"], self._query(request, ())
         try:
-            alone = cheapest_path([], own, need)
-            pair = cheapest_path(prefill, own, need, left_out=leave_out(failed, ()), decodes_alone=False)
+            alone = cheapest_path([], own, query)
+            pair = cheapest_path(prefill, own, query, left_out=leave_out(failed, ()), decodes_alone=False)
         except NoPath:
             return False
         if pair.prefill is None or pair.estimate is None or alone.estimate is None:
@@ -166,7 +166,7 @@ class PathChooser:
                 self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
                 self._expect(path.decode, attempt.request, sent[:-1])
 
-    def _need(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:
+    def _query(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:
         return PathQuery(
             num_tokens=len(request.token_ids) + len(sent),
             answer_tokens=max(1.0, min(self._answer_tokens, request.max_tokens - len(sent))),
@@ -186,25 +186,25 @@ class PathChooser:
     def _look_up(self, request: GenerateRequest, sent: Sequence[int]) -> None:
         """Set what each worker has of the prompt."""
         if self._cached is not None:
-            tokens = self._cached.held(self._view.infos, request, sent)
+            tokens = self._cached.cached_tokens(self._view.infos, request, sent)
             if request.reading is not None and request.reading.needs_all:
                 tokens = [0] * len(tokens)
-            for worker, held in zip(self._view.workers, tokens, strict=True):
-                worker.held = held
+            for worker, cached_tokens in zip(self._view.workers, tokens, strict=True):
+                worker.cached_tokens = cached_tokens
 
-    def _cost_probe(self, need: PathQuery, best: Path) -> Path | None:
+    def _cost_probe(self, query: PathQuery, best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one."""
         now = self._clock()
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
-        worker = self._cost_probes.candidate(prefill, need.num_tokens, now)
+        worker = self._cost_probes.candidate(prefill, query.num_tokens, now)
         if worker is None or best.estimate is None or best.prompt_worker.peer == worker:
             return None
         alone = [one for one in prefill if one.info.peer == worker]
-        path = cheapest_path(alone, decode, need, decodes_alone=False, turn=self._turn)
+        path = cheapest_path(alone, decode, query, decodes_alone=False, turn=self._turn)
         if path.prefill is None or path.estimate is None:
             return None
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
-        if not self._cost_probes.is_due(worker, need.num_tokens, slower, now):
+        if not self._cost_probes.is_due(worker, query.num_tokens, slower, now):
             return None
         return msgspec.structs.replace(path, is_cost_probe=True)
 
@@ -235,7 +235,7 @@ class CostProbes:
 
     What a worker has fitted may be wrong, or of a time when its machine was slow. If it is thought slow, nothing is
     sent there, and it learns nothing better. So a worker that has had no prompt of some length for long gets one: where
-    it is thought as quick as others after `TRY_S`, where it is thought k times as slow after k times that. What trials
+    it is thought as quick as others after `TRY_S`, where it is thought k times as slow after k times that. What probes
     cost the requests that they are made with is then the same little part of all time, however wrong or right the
     costs are.
     """

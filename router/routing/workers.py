@@ -30,7 +30,7 @@ class KnownWorker:
     kind: int  # of its KV: workers of one kind are alike
     takes: frozenset[int]  # kinds of KV that can come here
     tier: int = AVAILABLE
-    held: int = 0  # tokens of the beginning of the prompt that a path is chosen for
+    cached_tokens: int = 0  # tokens of the beginning of the prompt that a path is chosen for
     # What it has to do, and room for.
     requests: float = 0.0
     queued: dict[str, float] = field(default_factory=dict)  # prompt tokens to be computed, by class

@@ -84,7 +84,7 @@ class LocalFleet:
         assert isinstance(called, PrefillWorker)
         return await called.prefill(request, ticket, pull)
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         return await self.by_peer[worker].read(request)
 
     async def decode(

@@ -288,7 +288,7 @@ class FakeFleet:
         decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         return await self.all[worker.worker_id].read(request)
 
     async def decode(

@@ -70,10 +70,10 @@ class Workers:
     def __getitem__(self, name: str) -> KnownWorker:
         return self.known[name]
 
-    def of(self, role: str, held: Mapping[str, int]) -> list[KnownWorker]:
-        """Those of a role; all hold as many tokens of the prompt as `held` says by name."""
+    def of(self, role: str, cached_tokens: Mapping[str, int]) -> list[KnownWorker]:
+        """Those of a role; all hold as many tokens of the prompt as `cached_tokens` says by name."""
         for name, one in self.known.items():
-            one.held = held.get(name, 0)
+            one.cached_tokens = cached_tokens.get(name, 0)
         return [one for one in self.known.values() if one.info.role == role]
 
 
@@ -114,8 +114,8 @@ class Rig:
         self.view.on_stats(self.infos[name].peer, stats)
 
     def tell_blocks(self, name, token_ids, *, block_size=16, salt=b""):
-        held = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
-        return self.blocks.heard(self.infos[name].peer, held)
+        cached_tokens = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
+        return self.blocks.heard(self.infos[name].peer, cached_tokens)
 
     def emit(self, path, event, sent=()):
         self.chooser.on_event(AttemptContext(path, request(), sent, None), event)
@@ -124,10 +124,10 @@ class Rig:
         path = self.chooser.choose(request(token_ids), sent, **options)
         return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
 
-    def take(self, asked, sent=(), failed=()):
+    def take(self, request, sent=(), failed=()):
         """The path chosen, and the hold on its workers."""
-        path = self.chooser.choose(asked, sent, failed)
-        return path, self.chooser.hold(path, asked, sent)
+        path = self.chooser.choose(request, sent, failed)
+        return path, self.chooser.hold(path, request, sent)
 
 
 def request(token_ids=PROMPT, **changes):
