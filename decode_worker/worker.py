@@ -25,8 +25,15 @@ from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.kvtransfer.sides import Incoming
 from twostroke.protocol.errors import CallCancelled, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
-from twostroke.protocol.log_context import about
-from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
+from twostroke.protocol.requests import (
+    DecodeReply,
+    FinishReason,
+    GenerateRequest,
+    PrefillReply,
+    Ticket,
+    TokenEvent,
+    about,
+)
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.life import EndedStep

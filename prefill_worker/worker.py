@@ -14,8 +14,7 @@ from twostroke.model.step import OnLayer
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.errors import CallCancelled, TransferFailed
-from twostroke.protocol.log_context import about
-from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
+from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket, about
 from twostroke.protocol.stats import Role
 from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.life import EndedStep

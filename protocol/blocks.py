@@ -6,7 +6,7 @@ timing, what another tenant has cached.
 
 What a worker tells routers of its prefix cache: all names to whoever asks, and from then on each change.
 
-All names of a large cache are megabytes. They go in pieces, each when the router has taken what came before it, while
+All names of a large cache are megabytes. They go in pieces, each when the router has taken the one before it, while
 tokens and changes pass between them. A piece is read from the cache in the very moment when it is sent, after all
 changes until then have been: so it need not be kept, and whatever comes after it is newer.
 """

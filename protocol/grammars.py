@@ -30,7 +30,8 @@ STACK_BYTES = (
 MAX_EXPRESSION_CHARS = 4096
 """Most characters of a regular expression, or of a Lark terminal with a copy of each terminal that it names. Many
 optional parts in a row cost llguidance their square in time and memory, which none of its limits bounds."""
-MAX_KEPT = 32  # compiled grammars in each process
+MAX_KEPT = 32
+"""Most compiled grammars that a process keeps."""
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -135,8 +136,8 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR_BYTES:
             raise _refusal(f"takes {len(grammar)} bytes as a grammar: at most {MAX_GRAMMAR_BYTES} are taken")
         if (num_chars := longest_expression(grammar)) > MAX_EXPRESSION_CHARS:
-            told = f"{num_chars} characters" if num_chars < 10**9 else "far too many characters"
-            raise _refusal(f"has a regular expression or terminal of {told}: at most {MAX_EXPRESSION_CHARS} are taken")
+            size = f"{num_chars} characters" if num_chars < 10**9 else "far too many characters"
+            raise _refusal(f"has a regular expression or terminal of {size}: at most {MAX_EXPRESSION_CHARS} are taken")
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._vocabulary())
         matcher = LLMatcher(self._tokenizer, without_forcing(grammar), log_level=0, limits=LIMITS)
@@ -220,7 +221,8 @@ _LARK = re.compile(  # whatever it is given, nothing is read twice
       | (?:^|\{)[ \t]*[?!]?(?P<defined>[A-Za-z_]\w*) | (?P<name>[A-Za-z_]\w*)""",
     re.VERBOSE | re.MULTILINE | re.ASCII,
 )
-_IMPORTED_CHARS = 64  # that a name may stand for which the grammar does not define
+_IMPORTED_CHARS = 64
+"""Characters counted for a name that the grammar does not define."""
 
 
 def _longest_terminal(lark: str) -> int:

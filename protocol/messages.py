@@ -22,12 +22,11 @@ from typing import Annotated
 
 import msgspec
 
-from twostroke.protocol import blocked_requests, kv_layout, log_context, requests, stats
+from twostroke.protocol import blocked_requests, kv_layout, requests, stats
 from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE, BlockedRequest
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
-from twostroke.protocol.log_context import NO_REQUEST, LogContext
-from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
+from twostroke.protocol.requests import NO_REQUEST, Address, LogContext, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
 
 
@@ -494,5 +493,5 @@ def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-PROTOCOL = fingerprint(structs_of(sys.modules[__name__], blocked_requests, kv_layout, log_context, requests, stats))
+PROTOCOL = fingerprint(structs_of(sys.modules[__name__], blocked_requests, kv_layout, requests, stats))
 """The version of all that travels between processes: they understand each other where it is the same."""

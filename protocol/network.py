@@ -28,7 +28,8 @@ HELLO_BYTES = len(MAGIC) + VERSION_BYTES + NONCE_BYTES
 MAC_BYTES = 16
 HEADER_BYTES = 4 + MAC_BYTES
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-MAX_FIRST_PAYLOAD_BYTES = 16 * 1024  # until a right MAC has shown that the peer is no stranger; hellos are far smaller
+MAX_FIRST_PAYLOAD_BYTES = 16 * 1024
+"""Most bytes of a payload until a right MAC has shown that the peer has the secret; hellos are far smaller."""
 
 _LENGTH = struct.Struct("<I")
 _COUNTER = struct.Struct("<Q")
@@ -132,7 +133,8 @@ class Network(Protocol):
 
 
 HANDSHAKE_S = 5.0
-FLUSH_S = 1.0  # how long a closing connection tries to get rid of what was sent
+FLUSH_S = 1.0
+"""Seconds in which a closing connection tries to send the rest."""
 _STREAM_ERRORS = (OSError, asyncio.IncompleteReadError, EOFError)
 
 
@@ -222,7 +224,7 @@ class TcpListener:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             codec = await _handshake(reader, writer, self._secret, is_connector=False)
-        except ConnectionLost:  # a stranger knocked; nothing was begun that would have to end
+        except ConnectionLost:  # the peer has no secret; nothing was begun
             return
         connection = TcpConnection(reader, writer, codec)
         try:

@@ -41,8 +41,8 @@ class Section(BaseModel):
             if name not in cls.model_fields:
                 close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(cls.model_fields))}"
-                told = {"name": str(name), "hint": hint, "is_near": bool(close)}
-                raise PydanticCustomError(UNKNOWN_SETTING, "{name}: there is no such setting; {hint}", told)
+                context = {"name": str(name), "hint": hint, "is_near": bool(close)}
+                raise PydanticCustomError(UNKNOWN_SETTING, "{name}: there is no such setting; {hint}", context)
         return raw
 
     def part(self, kind: type[S]) -> S:

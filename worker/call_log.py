@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from twostroke.model.step import BrokenLogits
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import CallCancelled, RequestError, TwostrokeError, loggable
-from twostroke.protocol.log_context import about
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply, about
 
 _log = logging.getLogger(__name__)
 

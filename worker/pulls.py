@@ -18,8 +18,7 @@ from typing import Any, Generic, TypeVar
 from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.log_context import LogContext, about
-from twostroke.protocol.requests import Ticket
+from twostroke.protocol.requests import LogContext, Ticket, about
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Scheduler

@@ -17,7 +17,6 @@ from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
@@ -36,7 +35,7 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.requests import Address, Peer, Ticket, TokenEvent
+from twostroke.protocol.requests import Address, LogContext, Peer, Ticket, TokenEvent
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import WorkerStats
 

@@ -29,10 +29,10 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
-from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import (
     GenerateRequest,
+    LogContext,
     Peer,
     PrefillReply,
     Promise,

@@ -320,7 +320,7 @@ class WorkerChannel:
                 await self._serve(connection, known)
             except (ConnectionLost, EpochMismatch, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
-            except Exception as error:  # those who wait in `ensure` must be told, and the channel must come back
+            except Exception as error:  # callers of `ensure` must get an error, and the channel must come back
                 _log.exception("the token channel to %s met a bug", self.info.peer.worker_id)
                 reason = f"a bug: {type(error).__name__}"
             finally:
@@ -420,7 +420,7 @@ class WorkerChannel:
             try:
                 connection.send(Ping())
             except ConnectionLost:
-                return  # the reader is told as well, and ends the channel
+                return  # the receiving side notices as well, and ends the channel
 
     def _settle(self, error: WorkerLost | None) -> None:
         """Tell those who wait in `ensure` how the attempt went."""

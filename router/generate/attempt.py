@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost, loggable
-from twostroke.protocol.log_context import about
 from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
-from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, mint_ticket
+from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.attempt_events import (
     AttemptLog,

@@ -10,7 +10,7 @@ from twostroke.router.fleet import NoPath
 
 
 class Gate:
-    """Lets `most` choices in at once. `turned_away` is told how many choices of a request found no room."""
+    """Lets `most` choices in at once. `turned_away` is called with the choices of each refused request."""
 
     def __init__(self, most: int, turned_away: Callable[[int], None], clock: Clock):
         self._most = most

@@ -10,8 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
-from twostroke.protocol.log_context import about
-from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
+from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
 from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted
 from twostroke.router.fleet import Fleet, NoPath, Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time

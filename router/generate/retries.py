@@ -52,7 +52,8 @@ class RetryBudget:
             self._tokens = min(self._tokens + elapsed_s * self._floor / _REFILL_S, float(self._floor))
 
 
-_TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the request
+_TRY_ELSEWHERE = (429, 503)
+"""Status codes of refusals that are about the worker, not the request."""
 
 
 class Retries:
@@ -67,7 +68,7 @@ class Retries:
     def pause_s(
         self, error: TwostrokeError, *, has_decoded: bool, has_refused_before: bool, has_begun: bool
     ) -> float | None:
-        """The pause before the next attempt; None: none is made, and the client is told of `error`.
+        """The pause before the next attempt; None: none is made, and the client gets `error`.
 
         `has_decoded` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
         `has_begun` of whether the client has any token.

@@ -5,9 +5,8 @@ import logging
 from collections.abc import AsyncGenerator
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost
-from twostroke.protocol.log_context import about
 from twostroke.protocol.messages import Cancel
-from twostroke.protocol.requests import GenerateRequest, PromptScores, TokenEvent
+from twostroke.protocol.requests import GenerateRequest, PromptScores, TokenEvent, about
 from twostroke.router.attempt_events import AttemptLog, DecodeFailed, ScoreDone
 from twostroke.router.generate.attempt import AttemptDeps, out_of_time
 

@@ -43,8 +43,10 @@ from twostroke.router.health.poison import Suspects, SuspectsConfig
 
 K = TypeVar("K", bound=Hashable)
 
-_RECENT = 20  # outcomes that the failure rate is taken over
-_CLEAN_AFTER = 10  # successes in a row after which the next ejection is as short as the first
+_RECENT = 20
+"""Outcomes over which the failure rate is taken."""
+_CLEAN_AFTER = 10
+"""Successes in a row after which the next ejection is as short as the first."""
 
 
 class EjectionConfig(Section):

@@ -21,8 +21,10 @@ from twostroke.router.openai.fields import check_values
 from twostroke.router.openai.schemas import shown
 
 MAX_NESTING = 64
-MAX_MEMBERS = 4096  # of one object: more than any field takes
-MAX_CONTAINERS = 65536  # objects and lists of one body: every one costs time and memory, far more than its bytes
+MAX_MEMBERS = 4096
+"""Most members of one object: more than any field takes."""
+MAX_CONTAINERS = 65536
+"""Most objects and lists of one body: each costs time and memory, far more than its bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 class BoundedRoute(APIRoute):
-    """A path whose body FastAPI gets from `read_object`. A bug in its endpoint is logged, and told as an error.
+    """A path whose body FastAPI gets from `read_object`. A bug in its endpoint is logged and answered with an error.
 
     `app.state.max_body_bytes` bounds the body.
     """
@@ -125,7 +127,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _num_containers(body: bytes) -> int:
-    """Objects and lists in the body, told without building them."""
+    """Count the objects and lists in the body without building them."""
     num = body.count(b"{") + body.count(b"[")
     if num <= MAX_CONTAINERS:
         return num
@@ -144,7 +146,7 @@ def _check_shape(value: Any, param: str, depth: int = 1) -> None:
             raise _too_wide(param)
         value = value.values()
     elif {dict, list}.isdisjoint(map(type, value)):
-        return  # a long prompt of token ids has none within, told at once
+        return  # a long prompt of token ids has none within
     for member in value:
         _check_shape(member, param, depth + 1)
 

@@ -19,14 +19,20 @@ from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Fleet
 from twostroke.router.openai.answers import encode_json
 
-MAX_PAIRS = 256  # of one run
-PAIR_S = 30.0  # a pair that takes longer has failed
-MAX_BYTES = 64 * 1024 * 1024  # of one trial transfer
-ENOUGH_S = 0.1  # a transfer that takes so long needs no larger one to be timed by
+MAX_PAIRS = 256
+"""Most pairs of one run."""
+PAIR_S = 30.0
+"""Seconds after which a pair has failed."""
+MAX_BYTES = 64 * 1024 * 1024
+"""Most bytes of one trial transfer."""
+ENOUGH_S = 0.1
+"""Seconds of a transfer from which on no larger one is needed to time the link."""
 _FIRST_BYTES = 1024 * 1024
 _GROWTH = 8
-_NUM_SMALL = 5  # transfers of one block; a first one, that also waits for links, is not counted
-_NUM_LARGE = 3  # of each larger size, likewise
+_NUM_SMALL = 5
+"""Transfers of one block; a first one, which also waits for links, is not counted."""
+_NUM_LARGE = 3
+"""Transfers of each larger size; a first one is not counted."""
 
 Pair = tuple[WorkerInfo, WorkerInfo]
 

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
+from twostroke.protocol.requests import LOG_CONTEXT, LogContext
 from twostroke.router.http.responses import error_response
 from twostroke.router.http.tenants import Tenant, Tenants
 from twostroke.router.observe.access_log import MINTED, exchange_of

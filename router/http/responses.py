@@ -41,8 +41,8 @@ def error_response(error: TwostrokeError, scope: Scope) -> Response:
         headers["connection"] = "close"
     if shown.status == 401:
         headers["www-authenticate"] = "Bearer"
-    told = encode_json(message_error(error) if "/v1/messages" in scope["path"] else error_object(error))
-    return Response(told, shown.status, headers, media_type="application/json")
+    content = encode_json(message_error(error) if "/v1/messages" in scope["path"] else error_object(error))
+    return Response(content, shown.status, headers, media_type="application/json")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result], cut: "asyncio.Future[None] | None") -> Result:

@@ -186,8 +186,8 @@ class RouterService:
 
     def vocab_size(self) -> int:
         """All token ids are below it: the workers' word, and before there are any what the folder says."""
-        told = (info.vocab_size for info in self.fleet.workers())
-        return min((size for size in told if size is not None), default=self.tokenizer.vocab_size)
+        numbers = (info.vocab_size for info in self.fleet.workers())
+        return min((size for size in numbers if size is not None), default=self.tokenizer.vocab_size)
 
     def missing(self) -> list[str]:
         """Return what a whole path lacks, in words; empty when ready."""
@@ -247,7 +247,7 @@ class RouterService:
         rows = []
         for info in self.fleet.workers():
             stats = self.channels.stats(info.peer)
-            told = {} if stats is None else {name: getattr(stats, name) for name in _IN_FEED}
+            numbers = {} if stats is None else {name: getattr(stats, name) for name in _IN_FEED}
             row = {
                 "role": info.role,
                 "id": info.peer.worker_id,
@@ -257,7 +257,7 @@ class RouterService:
                 "max_batch": info.max_batch,
                 "total_blocks": info.num_blocks,
             }
-            rows.append({**row, **told})
+            rows.append({**row, **numbers})
         return rows
 
     def _scaling_status(self) -> dict[str, Any] | None:
@@ -288,7 +288,7 @@ class RouterService:
         return [self.sample(), *await self.other_routers()]
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
-        """The workers that have told their numbers, and those."""
+        """Yield the workers that have sent their numbers, with those."""
         for info in self.fleet.workers():
             stats = self.channels.stats(info.peer)
             if stats is not None:

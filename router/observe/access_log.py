@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
-from twostroke.protocol.log_context import LOG_CONTEXT, LogContext, about
-from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.requests import LOG_CONTEXT, GenerateRequest, LogContext, about
 from twostroke.router.observe.stages import SequenceStages
 
 _log = logging.getLogger(__name__)
@@ -31,7 +30,8 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/status"})
 _TRACE_PARENT = re.compile(
     r"(?!ff|00.{53}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 )
-_MOST_WORKERS = 16  # of a role, that a line names
+_MOST_WORKERS = 16
+"""Most workers of a role that a line names."""
 
 CLIENT_GONE = 499
 """The status in logs of a request whose client left before it was answered."""
@@ -65,7 +65,7 @@ class HttpExchange:
     trace_id: str = ""  # of the client's trace context, or of the trace that begins here; empty: there is none
 
     def fails(self, error: TwostrokeError) -> None:
-        """The client is told of `error`."""
+        """Note that the client gets `error`."""
         self.code = public_error(error).code
 
     def refuses(self, error: TwostrokeError) -> None:

@@ -3,7 +3,7 @@
 Nothing on a token's way tells the feed anything. Whoever listens looks at the stages of what is under way ten times a
 second, and is sent what has changed since he last looked. So it costs nothing while nobody listens, a sequence has ten
 events a second at most, however many tokens it gets, and one who reads slowly looks less often: nothing queues up for
-him. What has ended meanwhile is in a ring, and he is told how many have fallen out of it.
+him. What has ended meanwhile is in a ring, and it is told how many have fallen out of it.
 
 No event has a word of a prompt, an answer or a key: numbers, names of workers, and labels of our own.
 """
@@ -35,7 +35,7 @@ MOST_S = 30.0
 MOST_SUBSCRIBERS = 16
 MOST_OF_ONE_KEY = 4
 MOST_SEQUENCES = 256
-"""A subscriber is told of so many at a time, the oldest; of the others, how many there are."""
+"""Most requests that a subscriber gets at a time, the oldest; of the others it gets the number."""
 MOST_ENDED = 512
 """Sequences that the ring holds."""
 RECENT_S = 30.0
@@ -110,7 +110,7 @@ class Feed:
 
     async def _looks(self, tenant: str | None, *, sees_all: bool) -> AsyncGenerator[bytes, None]:
         now = began = self._clock()
-        told: dict[str, Event] = {}
+        sent: dict[str, Event] = {}
         workers: list[dict[str, Any]] | None = None
         workers_at = spoke_at = now
         seen = self._num_ended - sum(one.at >= now - RECENT_S for one in self._ended)
@@ -129,11 +129,11 @@ class Feed:
             seen = self._num_ended
             live, hidden = self._live(tenant, sees_all=sees_all)
             for name, fields in chain(ended, live):
-                known = told.get(name, {})
+                known = sent.get(name, {})
                 news = {key: value for key, value in fields.items() if key not in known or known[key] != value}
                 if news:
                     events.append(_event("sequence", now, id=name, **news))
-            told = dict(live)  # what has ended changes no more, and what fell out of the ring is forgotten
+            sent = dict(live)  # what has ended changes no more, and what fell out of the ring is forgotten
             if sees_all and (workers is None or now - workers_at >= WORKERS_S):
                 rows = self._workers()
                 if rows != workers or now - spoke_at >= QUIET_S:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from twostroke.protocol.log_context import CONTEXT, FIELDS, LOG_CONTEXT, LogContext
+from twostroke.protocol.requests import CONTEXT, FIELDS, LOG_CONTEXT, LogContext
 
 
 class JsonLines(logging.Formatter):

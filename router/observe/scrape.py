@@ -181,9 +181,9 @@ class Scrape(Collector):
 
 def _newest(samples: Sequence[RouterMetricsSample]) -> WorkerNumbers:
     """Each worker once, as the router tells that has heard of it last: else its counters could fall between scrapes."""
-    told = [one for sample in samples for one in sample.workers]
-    told.sort(key=lambda one: one[1].steps)
-    return list({info.peer.worker_id: (info, stats) for info, stats in told}.values())
+    values = [one for sample in samples for one in sample.workers]
+    values.sort(key=lambda one: one[1].steps)
+    return list({info.peer.worker_id: (info, stats) for info, stats in values}.values())
 
 
 def _ejected(sample: RouterMetricsSample) -> Metric:
@@ -197,14 +197,14 @@ def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     """Return the series of the workers' own numbers; each worker is in `numbers` once."""
     families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers)]
     for name, help_text, value in _GAUGES:
-        told = {_labels(info): value(stats) for info, stats in numbers}
-        families.append(family(Gauges, name, help_text, _LABELS, told))
+        values = {_labels(info): value(stats) for info, stats in numbers}
+        families.append(family(Gauges, name, help_text, _LABELS, values))
     for name, help_text, known in _KNOWN_GAUGES:
         of_workers = {_labels(info): number for info, stats in numbers if (number := known(stats)) is not None}
         families.append(family(Gauges, name, help_text, _LABELS, of_workers))
     for name, help_text, value in _COUNTERS:
-        told = {_labels(info): value(stats) for info, stats in numbers}
-        families.append(family(Counters, name, help_text, _LABELS, told))
+        values = {_labels(info): value(stats) for info, stats in numbers}
+        families.append(family(Counters, name, help_text, _LABELS, values))
     return families
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 import msgspec
 
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.log_context import NO_REQUEST, LogContext
-from twostroke.protocol.requests import FinishReason, PrefillReply
+from twostroke.protocol.requests import NO_REQUEST, FinishReason, LogContext, PrefillReply
 from twostroke.router.attempt_events import (
     AttemptContext,
     AttemptEnded,
@@ -46,7 +45,7 @@ _TIMINGS = fields(WorkerTimings)
 
 @dataclass(slots=True)
 class AttemptStages(WorkerTimings):
-    """One attempt that is over: when it was, who was asked, and what they told of it."""
+    """One attempt that is over: its time, its workers, and their timings."""
 
     begin: float
     end: float

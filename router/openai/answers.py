@@ -97,8 +97,8 @@ def stage_times(stages: SequenceStages) -> StageTimes:
     """A choice's stages as the response shows them."""
     times = {name: getattr(stages, name) for name in StageTimes.__annotations__ if name.endswith("_s")}
     counts = {"resumes": stages.resumes, "preemptions": stages.num_preemptions}
-    told = {name: seconds for name, seconds in times.items() if seconds is not None}
-    return cast(StageTimes, told | {name: count for name, count in counts.items() if count})
+    written = {name: seconds for name, seconds in times.items() if seconds is not None}
+    return cast(StageTimes, written | {name: count for name, count in counts.items() if count})
 
 
 class _ChoiceHead(TypedDict):
@@ -366,7 +366,7 @@ class ChoicesWriter(StreamWriter):
         return choice
 
     def _best(self, choices: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-        """The choices that are told of: where a prompt has more, those whose tokens are the likeliest in the mean."""
+        """Return the choices to show: where a prompt has more, those whose tokens are the likeliest in the mean."""
         ranked: dict[int, list[ChoiceDelta]] = {}  # by prompt
         for choice in choices:
             ranked.setdefault(self._jobs[choice.index].group, []).append(choice)
@@ -392,7 +392,7 @@ class ChoicesWriter(StreamWriter):
 
 
 class CompletionWriter(ChoicesWriter):
-    """Writes a completion. What is told of the prompt goes before the first tokens of a choice."""
+    """Writes a completion. The scores of the prompt go before the first tokens of a choice."""
 
     id_prefix = "cmpl"
     name = chunk_name = "text_completion"
@@ -435,9 +435,9 @@ class ChatWriter(ChoicesWriter):
 
     def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         """Write events (see `ChoicesWriter.events`); one with the role goes before all others of a choice."""
-        told = super().events(delta, usage)
+        written = super().events(delta, usage)
         if delta.index in self._opened:
-            return told
+            return written
         self._opened.add(delta.index)
         opening: ChunkChoice = {
             "index": delta.index,
@@ -445,7 +445,7 @@ class ChatWriter(ChoicesWriter):
             "logprobs": None,
             "finish_reason": None,
         }
-        return self._event([opening], usage, **self._prompt(delta.index)) + told
+        return self._event([opening], usage, **self._prompt(delta.index)) + written
 
     def _choice(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         choice = super()._choice(delta, is_chunk=is_chunk)
@@ -455,16 +455,16 @@ class ChatWriter(ChoicesWriter):
 
     def _content(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
         if is_chunk:
-            told: DeltaMessage = {}
+            written: DeltaMessage = {}
             if self._tells_function_call:
                 pieces = [_call_chunk(call)["function"] for call in delta.tool_calls if call.index == 0]  # it has one
                 if pieces:
-                    told["function_call"] = {**pieces[0], "arguments": "".join(one["arguments"] for one in pieces)}
+                    written["function_call"] = {**pieces[0], "arguments": "".join(one["arguments"] for one in pieces)}
             elif delta.tool_calls:
-                told["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+                written["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
             if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
-                told["content"] = delta.text
-            return {"delta": {**told, **_reasoning(delta)}}
+                written["content"] = delta.text
+            return {"delta": {**written, **_reasoning(delta)}}
         content = None if delta.tool_calls and not delta.text else delta.text
         message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         if delta.tool_calls and self._tells_function_call:
@@ -505,7 +505,7 @@ def _call_chunk(call: ToolCallDelta) -> ToolCallChunk:
 
 
 def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCall]:
-    """The calls of a choice, of all that was told of them."""
+    """Return the calls of a choice, joined from all deltas."""
     calls: dict[int, ToolCall] = {}
     for delta in deltas:
         if delta.call_id:
@@ -522,7 +522,7 @@ def _joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     shown = tuple(token for delta in deltas for token in delta.shown)
     reasoning = "".join(delta.reasoning for delta in deltas)
     tool_calls = tuple(call for delta in deltas for call in delta.tool_calls)
-    first = deltas[0]  # has what is told of the prompt
+    first = deltas[0]  # has the scores of the prompt
     return ChoiceDelta(
         first.index,
         text,
@@ -546,6 +546,6 @@ def error_event(error: TwostrokeError) -> bytes:
     return event(error_object(error))
 
 
-def named_event(name: str, told: Any) -> bytes:
-    """A server-sent event with a name of its own, around the JSON of `told`."""
-    return b"event: " + name.encode() + b"\n" + event(told)
+def named_event(name: str, written: Any) -> bytes:
+    """A server-sent event with a name of its own, around the JSON of `written`."""
+    return b"event: " + name.encode() + b"\n" + event(written)

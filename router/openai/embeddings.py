@@ -22,7 +22,8 @@ from twostroke.router.openai.schemas import (
 )
 from twostroke.router.text.tokenizer import TextTokenizer
 
-MAX_INPUTS = 2048  # of one request; MAX_CHOICES of them are computed at a time
+MAX_INPUTS = 2048
+"""Most inputs of one request; MAX_CHOICES of them are computed at a time."""
 
 _Texts = Annotated[list[PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 _Ids = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
@@ -136,8 +137,8 @@ class EmbeddingWriter(ResponseWriter):
             )
             for (delta,) in choices
         ]
-        told = {name: number for name, number in usage.items() if name != "completion_tokens"}
-        return encode_json({"object": "list", "data": data, "model": self._model, "usage": told})
+        shown = {name: number for name, number in usage.items() if name != "completion_tokens"}
+        return encode_json({"object": "list", "data": data, "model": self._model, "usage": shown})
 
     def _written(self, embedding: bytes) -> list[float] | str:
         if self._is_base64:

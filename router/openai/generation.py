@@ -16,8 +16,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, loggable
-from twostroke.protocol.log_context import about
-from twostroke.protocol.requests import FinishReason, TokenEvent
+from twostroke.protocol.requests import FinishReason, TokenEvent, about
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.generate.score import PromptScored
 from twostroke.router.observe.access_log import HttpExchange
@@ -92,7 +91,7 @@ class ChoiceRunner:
                         stages.num_output_tokens = writer.num_tokens
                     yield delta
                     if delta.finish_reason is not None and event.finish_reason is None:
-                        break  # a stop string: the workers don't know of it, and are told by closing
+                        break  # a stop string: the workers learn of it by closing
             verdict = verdict_of(job.request.promise, stages.ttft_s, stages.tpot_s)
             self.admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
         except Exception as error:  # bugs, too; a client that leaves is none
@@ -190,10 +189,10 @@ class ChoiceWriter:
             self._job.index, text, tuple(token_ids), tuple(shown), finish, stop_string=self._stops.found
         )
         if isinstance(event, PromptScored):
-            told = None
+            found = None
             if scores is not None and self._job.prompt_logprobs is not None:
-                told = prompt_logprobs(scores, self._job.request.token_ids, self._job.prompt_logprobs, self._tokenizer)
-            delta = msgspec.structs.replace(delta, prompt_logprobs=told, embedding=event.embedding)
+                found = prompt_logprobs(scores, self._job.request.token_ids, self._job.prompt_logprobs, self._tokenizer)
+            delta = msgspec.structs.replace(delta, prompt_logprobs=found, embedding=event.embedding)
         if self._chat is None:
             return delta
         if finish == "stop" and self._chat.has_called:
@@ -261,9 +260,9 @@ class _ChatText:
 
     def taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Return the reasoning and calls since the last call of this method."""
-        told = self._reasoning, tuple(self._calls)
+        found = self._reasoning, tuple(self._calls)
         self._reasoning, self._calls = "", []
-        return told
+        return found
 
     def _take(self, parsed: Parsed) -> str:
         if self._includes_reasoning:
@@ -317,13 +316,13 @@ async def _run_together(jobs: Sequence[ChoiceJob], generate: Generate) -> AsyncG
     try:
         num_running = len(tasks)
         while num_running:
-            told = await queue.get()
-            if isinstance(told, Exception):
-                raise told
-            if told is None:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
                 num_running -= 1
             else:
-                yield told
+                yield found
     finally:
         for task in tasks:
             task.cancel()

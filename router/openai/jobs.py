@@ -34,7 +34,8 @@ from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
 MAX_RESPONSE_ITEMS = 2**20
-_LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leaves the likeliest token alone
+_LEAST_TOP_P = 1e-6
+"""Least top_p of workers: clients may ask for 0; this leaves the likeliest token alone."""
 
 
 @dataclass

@@ -27,7 +27,8 @@ from twostroke.router.openai.tools import FunctionName
 from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer
 
-MAX_BLOCKS = 256  # of one message
+MAX_BLOCKS = 256
+"""Most blocks of one message."""
 MAX_TOOLS = 128
 
 UNREAD = "unread_arguments"

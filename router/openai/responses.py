@@ -32,7 +32,8 @@ from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer
 
 MAX_ITEMS = 4096
-MAX_PARTS = 256  # of one item
+MAX_PARTS = 256
+"""Most parts of one item."""
 MAX_TOOLS = 128
 _NOT_KEPT = "responses are not kept here; send the items of the conversation as input"
 
@@ -487,8 +488,8 @@ class ResponsesWriter(StreamWriter):
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
         if call.call_id:
-            told = {"call_id": call.call_id, "name": call.name, "arguments": ""}
-            yield from self._open_item({"type": "function_call", **told})
+            fields = {"call_id": call.call_id, "name": call.name, "arguments": ""}
+            yield from self._open_item({"type": "function_call", **fields})
         if call.arguments:
             self._pieces.append(call.arguments)
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": call.arguments}
@@ -541,9 +542,9 @@ class ResponsesWriter(StreamWriter):
         self._status = "incomplete"
         yield from self._close_item()
         self._status = "failed"
-        told = {"code": body["code"], "message": body["message"]}
-        yield {"type": "error", **told, "param": body["param"]}
-        yield {"type": "response.failed", "response": self._response(None) | {"error": told}}
+        fields = {"code": body["code"], "message": body["message"]}
+        yield {"type": "error", **fields, "param": body["param"]}
+        yield {"type": "response.failed", "response": self._response(None) | {"error": fields}}
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """The response as far as it has come."""

@@ -1,4 +1,4 @@
-"""The requests as clients send them: every field with its bound, the fields that are refused, and how that is told.
+"""The requests as clients send them: every field with its bound, the fields that are refused, and their errors.
 
 The models check shapes and ranges; what depends on the model (context, vocabulary) is checked in
 `router/openai/jobs.py`. Fields that no model has stay in `model_extra`, for `UnknownFields`. Every list is fail_fast:
@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 MAX_NAMED = 256
 """Unknown fields that are named in the log, each once: clients could think of any number."""
 
-MAX_CHOICES = 64  # prompts times n, of one request
+MAX_CHOICES = 64
+"""Most choices of one request: prompts times n."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
@@ -33,7 +34,8 @@ MAX_LOGPROBS = 20
 MAX_ALLOWED = 1024
 MAX_BAD_WORDS = 64
 MAX_MESSAGES = 2048
-MAX_TOKEN_IDS = 2**20  # of one prompt: more than any model's context
+MAX_TOKEN_IDS = 2**20
+"""Most token ids of one prompt: more than any model's context."""
 
 _INT64 = 2**63
 
@@ -246,7 +248,7 @@ class CompletionRequest(GenerationFields, TextFields):
     """POST /v1/completions."""
 
     lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {
-        name: told for name, told in LACKING.items() if name != "skip_special_tokens"
+        name: fields for name, fields in LACKING.items() if name != "skip_special_tokens"
     }
 
     prompt: PromptText | TokenIds | _PromptTexts | _PromptIds
@@ -325,16 +327,16 @@ class ChatMessage(StrictModel):
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         content = content or self.refusal
-        told = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        fields = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
         reasoning = self.reasoning_content or self.reasoning
         if reasoning:
-            told["reasoning_content"] = reasoning
+            fields["reasoning_content"] = reasoning
         calls = self.tool_calls or ([self.function_call.as_call()] if self.function_call else [])
         if calls:
-            told["tool_calls"] = [call.as_template_sees() for call in calls]
+            fields["tool_calls"] = [call.as_template_sees() for call in calls]
         if self.role == "function":
-            told |= {"role": "tool", "tool_call_id": old_call_id(self.name or "")}
-        return {**told, "content": content or ""}
+            fields |= {"role": "tool", "tool_call_id": old_call_id(self.name or "")}
+        return {**fields, "content": content or ""}
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -432,7 +434,7 @@ class UnknownFields:
             self._name(".".join(part for part in path if isinstance(part, str)))
 
     def _name(self, field: str) -> None:
-        """A name that is no word may be a part of a prompt by mistake: it is not told."""
+        """Return a name to show; one that is no word may be part of a prompt by mistake."""
         field = field if re.fullmatch(r"[\w.-]{1,128}", field, re.ASCII) else "(not a word)"
         if field not in self._named and len(self._named) < MAX_NAMED:
             self._named.add(field)

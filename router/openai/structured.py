@@ -13,8 +13,10 @@ from twostroke.protocol.errors import RequestError
 from twostroke.router.openai.fields import StrictModel, check_values
 from twostroke.router.text import grammar
 
-MAX_ALTERNATIVES = 1024  # of a choice
-MAX_NESTING = 64  # of a schema
+MAX_ALTERNATIVES = 1024
+"""Most alternatives of a choice."""
+MAX_NESTING = 64
+"""Deepest nesting of a schema."""
 
 Schema = dict[str, Any]
 _Source = Annotated[str, Field(max_length=grammar.MAX_SOURCE_BYTES)]  # an empty one asks for nothing

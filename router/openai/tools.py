@@ -12,9 +12,12 @@ from pydantic import Field, model_validator
 from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
 
 MAX_TOOLS = 128
-MAX_CALLS = 128  # of one message
-MAX_TOOLS_BYTES = 256 * 1024  # of all tools, as JSON
-MAX_VARIABLES = 64  # chat_template_kwargs
+MAX_CALLS = 128
+"""Most calls of one message."""
+MAX_TOOLS_BYTES = 256 * 1024
+"""Most bytes of all tools, as JSON."""
+MAX_VARIABLES = 64
+"""Most variables in chat_template_kwargs."""
 MAX_DOCUMENTS = 256
 
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
@@ -115,7 +118,7 @@ class ToolFields(StrictModel):
 
     @property
     def allowed_tools(self) -> list[Tool]:
-        """The tools that the model is told of and may call."""
+        """The tools that the model sees and may call."""
         return [] if self.choice == "none" else self.offered_tools
 
     @property

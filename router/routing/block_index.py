@@ -22,7 +22,8 @@ from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.stats import WorkerInfo
 
-_SWEEP = 1024  # names that are looked at with each message while bits of forgotten workers are left
+_SWEEP = 1024
+"""Names that are swept with each message while bits of forgotten workers are left."""
 _Layer = dict[ShortName, int]  # a block's bits: who has it
 
 
@@ -246,7 +247,8 @@ def _clear(layer: _Layer, name: ShortName, keep: int) -> None:
         del layer[name]
 
 
-_MOST_TOKENS = 1 << 20  # of the prompts whose names are kept
+_MOST_TOKENS = 1 << 20
+"""Most tokens of the prompts whose names are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,8 @@ def cheapest_prefill(
 ) -> Path:
     """Return the path of a prompt that is only scored: the prefill worker that has it done first.
 
-    Without a prefill worker, the decode worker that is. Of those that have not told their costs, and of equals, the one
-    with the least work. Raises NoPath.
+    Without a prefill worker it is the decode worker. Of equals, and of workers that have not reported their costs, it
+    is the one with the least work. Raises NoPath.
     """
     able = able_to_prefill(prefill, query.num_tokens, left_out) or able_to_decode(decode, query.num_tokens, left_out)
     choices = [prefill_cost(worker, query, None) for worker in able]
@@ -236,7 +236,7 @@ def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
     )
 
 
-# --- by load, or in turn: what the policy is compared with, and until workers have told what their steps cost ---
+# --- by load, or in turn: what the policy is compared with, and until workers have reported their step costs ---
 
 
 def path_by_load(

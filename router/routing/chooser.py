@@ -48,9 +48,12 @@ class PathConfig(Section):
     long."""
 
 
-FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
-ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
-_LEAST_S = 1e-3  # until a first token, when paths are compared
+FIRST_ANSWER_TOKENS = 100.0
+"""Expected length of an answer before any has ended."""
+ANSWER_WEIGHT = 0.02
+"""Weight of an answer that has ended in the mean length."""
+_LEAST_S = 1e-3
+"""Least time to first token, in seconds, when paths are compared."""
 
 
 class PathChooser:
@@ -226,8 +229,10 @@ def _first_token_s(estimate: PathEstimate) -> float:
 
 
 TRY_S = 10.0
-_LOOK_S = 1.0  # between two looks for somebody to be tried: they cost more than other decisions
-_NUM_LENGTHS = 12  # by powers of 4
+_LOOK_S = 1.0
+"""Seconds between two looks for a worker to probe, which cost more than other decisions."""
+_NUM_LENGTHS = 12
+"""Classes of prompt lengths, by powers of 4."""
 
 
 class CostProbes:

@@ -21,7 +21,8 @@ from twostroke.router.attempt_events import (
     ScoreDone,
 )
 
-_DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
+_DELIVERY_S = 0.05
+"""Seconds that a call takes to reach a worker; until then the worker's numbers don't count the request in."""
 
 
 class Place(msgspec.Struct, frozen=True, eq=False):
@@ -53,33 +54,33 @@ class WorkerLoad:
     """This router's work at one worker: all there is now, what the worker's numbers count in, what came since."""
 
     now: WorkSum = field(default_factory=WorkSum)
-    told: WorkSum = field(default_factory=WorkSum)
+    reported: WorkSum = field(default_factory=WorkSum)
     since: WorkSum = field(default_factory=WorkSum)
     fresh: dict[Place, float] = field(default_factory=dict)  # held since the numbers came, or just before: and when
 
     @staticmethod
-    def joined(told_by_worker: float, now: float, told: float, since: float) -> float:
-        """Return the present amount, from the worker's number and this router's part of it (`told`).
+    def joined(by_worker: float, now: float, reported: float, since: float) -> float:
+        """Return the present amount, from the worker's number and this router's part of it (`reported`).
 
         Others' part is what was more than that. No more can be there than was, with what came since: requests that
         ended, or got on, are out of the worker's number before this router hears of it.
         """
-        return min(told_by_worker + since, max(told_by_worker - told, 0.0) + now)
+        return min(by_worker + since, max(by_worker - reported, 0.0) + now)
 
-    def requests(self, told_by_worker: float) -> float:
+    def requests(self, by_worker: float) -> float:
         """Requests there now, where the worker told of so many."""
-        return self.joined(told_by_worker, self.now.requests, self.told.requests, self.since.requests)
+        return self.joined(by_worker, self.now.requests, self.reported.requests, self.since.requests)
 
-    def context_tokens(self, told_by_worker: float) -> float:
+    def context_tokens(self, by_worker: float) -> float:
         """Their tokens of KV."""
-        return self.joined(told_by_worker, self.now.context_tokens, self.told.context_tokens, self.since.context_tokens)
+        return self.joined(by_worker, self.now.context_tokens, self.reported.context_tokens, self.since.context_tokens)
 
-    def prompt_tokens(self, class_name: str, told_by_worker: float) -> float:
+    def prompt_tokens(self, class_name: str, by_worker: float) -> float:
         """Prompt tokens of a class that are still to be computed."""
         return self.joined(
-            told_by_worker,
+            by_worker,
             self.now.prompt_tokens[class_name],
-            self.told.prompt_tokens[class_name],
+            self.reported.prompt_tokens[class_name],
             self.since.prompt_tokens[class_name],
         )
 
@@ -154,10 +155,10 @@ class InFlight:
         now = self._clock()
         load.fresh = {place: at for place, at in load.fresh.items() if now - at < _DELIVERY_S}
         load.since = WorkSum()
-        load.told = WorkSum(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
+        load.reported = WorkSum(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
         for place in load.fresh:
             load.since.add(place, 1)
-            load.told.add(place, -1)
+            load.reported.add(place, -1)
 
     def keep(self, workers: Collection[Peer]) -> None:
         """Forget workers that are gone, once nothing is held there."""

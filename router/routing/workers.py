@@ -18,8 +18,10 @@ AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
 requests, then those that have failed this one or can't be reached."""
 
 _NO_LIMIT_S = 1e9
-_LEAST_CHUNK = 16  # tokens of a prompt that decode workers compute in a step, however tight its streams' promises
-_TYPICAL_AGE_S = 1.0  # how old the role's typical costs may be, which workers without their own are given
+_LEAST_CHUNK = 16
+"""Least prompt tokens that decode workers compute in a step, however tight their streams' promises."""
+_TYPICAL_AGE_S = 1.0
+"""Longest age in seconds of the typical costs of a role, which workers without their own get."""
 
 
 @dataclass(slots=True, eq=False)
@@ -230,14 +232,14 @@ class FleetView:
         self._changed.add(peer)
 
     def _find_typical(self) -> None:
-        """The typical costs of each role, of those that its workers have told; who has told none is given them."""
+        """The typical costs of each role, from those that its workers have reported; the others get them."""
         self._typical_at = self._clock()
         for role in ROLES:
-            told = {one.info.peer: self._costs_of(one) for one in self.of_role[role]}
-            costs = typical(told.values())
+            reported = {one.info.peer: self._costs_of(one) for one in self.of_role[role]}
+            costs = typical(reported.values())
             if costs is not None:
                 self._typical[role] = costs
-                self._changed.update(peer for peer, own in told.items() if own is None)
+                self._changed.update(peer for peer, own in reported.items() if own is None)
 
     def _costs_of(self, worker: KnownWorker) -> StepCosts | None:
         stats = self._stats.get(worker.info.peer)
@@ -272,10 +274,14 @@ def known_workers(infos: Sequence[WorkerInfo]) -> list[KnownWorker]:
 FIRST_GUESS = 1e9
 """Bytes a second: about what one 10 GbE port carries, and far below shared memory."""
 
-_WEIGHT = 0.3  # of a new measurement
-_FORGOTTEN = 0.001  # with each report: a worker that was judged slow would else never be tried again
-_LEAST, _MOST = 1e6, 1e13  # what pulls may make of a rate: an estimate that is always wrong must not grow for ever
-_LEAST_BYTES = 1 << 16  # transfers of less measure round trips
+_WEIGHT = 0.3
+"""Weight of a new measurement."""
+_FORGOTTEN = 0.001
+"""Part by which a rate returns to the first guess at each report, so that a worker judged slow is tried again."""
+_LEAST, _MOST = 1e6, 1e13
+"""Bounds of a rate: an estimate that is always wrong must not grow for ever."""
+_LEAST_BYTES = 1 << 16
+"""Least bytes of a transfer that measures a rate; smaller ones measure round trips."""
 
 
 class LinkRates:

@@ -47,8 +47,10 @@ class SLOAttainment:
 
 
 LEAST, MOST = 0.5, 4.0
-_GAIN = 0.05  # of the newest ratio in the mean: the last 20 or so count
-_DEVIATIONS = 1.5  # mean absolute ones, to about the 90th percentile
+_GAIN = 0.05
+"""Weight of the newest ratio in the mean: the last 20 or so count."""
+_DEVIATIONS = 1.5
+"""Mean absolute deviations that are added, to about the 90th percentile."""
 _FORGET_S = 10.0
 _PART_OF_LIMIT = 0.25
 

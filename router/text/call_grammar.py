@@ -195,10 +195,10 @@ class AnswerGrammar:
         # A token by itself and the same among others are two things to llguidance, of which it follows one.
         marks = [body, *(call.mark.begins if call is not None and call.mark is not None else ())]
         marks += [thinking.begin, thinking.end] if thinking is not None else []
-        told = {token for token in self._controls for mark in marks if token in mark} - left_out
-        others = ",".join(str(self._controls[token]) for token in sorted(self._controls.keys() - left_out - told))
+        named = {token for token in self._controls for mark in marks if token in mark} - left_out
+        others = ",".join(str(self._controls[token]) for token in sorted(self._controls.keys() - left_out - named))
         after = [f"<[{others}]> TEXT?"] if others else []
-        after += [f"{self._literal(token)} {'BODY?' if token == body else 'TEXT?'}" for token in sorted(told)]
+        after += [f"{self._literal(token)} {'BODY?' if token == body else 'TEXT?'}" for token in sorted(named)]
         rules = [f"free: TEXT? ({' | '.join(after)})*" if after else "free: TEXT?"]
         rules += ["TEXT: /(.|\\n)+/" + "".join(f" & ~/{one}/" for one in unlike), "BODY: /(.|\\n)+/"]
         return "\n".join(rules)

@@ -19,7 +19,8 @@ from twostroke.router.text.output_format import CallSyntax
 
 _NAME, _KEY, _VALUE = "zqfunction", "zqkey", "zqvalue"
 _ASK, _SAID, _RESULT, _RULE, _OTHER_RULE = "zqask", "zqsaid", "zqresult", "zqrule", "zqother"
-_CALL_ID = "zqcallid1"  # nine letters and digits: Mistral's templates take no others
+_CALL_ID = "zqcallid1"
+"""Call id of nine letters and digits: Mistral's templates take no others."""
 _USER = {"role": "user", "content": _ASK}
 _CUT_OFF = f'{{"{_KEY}": "{_VALUE}'
 
@@ -50,17 +51,19 @@ class ChatForms:
         self, messages: Sequence[Message], tools: Sequence[Message] | None
     ) -> tuple[list[Message], Sequence[Message] | None]:
         """The conversation and the tools as the template is to be given them."""
-        told = self._with_roles(messages)
+        history = self._with_roles(messages)
         describes = bool(tools) and not (self._is_own and self.shows_tools)
-        if any(message.get("tool_calls") for message in told):
+        if any(message.get("tool_calls") for message in history):
             is_text = self.call_form is None or (describes and not self._is_own)
-            told = [one for message in told for one in (self._as_text(message) if is_text else self._called(message))]
-        if any(message["role"] == "tool" for message in told) and not self.shows_results:
-            told = _with_results_of_users(told)
+            history = [
+                one for message in history for one in (self._as_text(message) if is_text else self._called(message))
+            ]
+        if any(message["role"] == "tool" for message in history) and not self.shows_results:
+            history = _with_results_of_users(history)
         if tools and describes:
-            told = self._with_rule(told, self._description(tools))
-            return told, None
-        return told, tools
+            history = self._with_rule(history, self._description(tools))
+            return history, None
+        return history, tools
 
     def probe(self) -> None:
         """Find out now what is needed of chats with tools."""
@@ -143,21 +146,24 @@ class ChatForms:
         rules = [i for i, one in enumerate(messages) if one["role"] in ("system", "developer")]
         if not rules:
             return [*messages]
-        told: list[Message] = [
+        history: list[Message] = [
             {**one, "role": self._developer} if one["role"] == "developer" else one for one in messages
         ]
         is_one = len(rules) == 1 and rules[0] == 0
-        roles = [told[i]["role"] for i in rules]
+        roles = [history[i]["role"] for i in rules]
         num_first = next((n for n, i in enumerate(rules) if n != i), len(rules))
         if not is_one and not (
             all(self._takes_two(one, other) for one, other in pairwise(roles[:num_first]))
             and all(self._takes_later(role) for role in {*roles[num_first:]})
         ):
-            text = "\n\n".join(told[i]["content"] for i in rules if told[i]["content"])
-            told = [{**told[rules[0]], "content": text}, *(one for i, one in enumerate(told) if i not in rules)]
-        if self._shows_rules or told[0]["role"] != "system":
-            return told
-        return _before_first_user(told[1:], told[0]["content"])
+            text = "\n\n".join(history[i]["content"] for i in rules if history[i]["content"])
+            history = [
+                {**history[rules[0]], "content": text},
+                *(one for i, one in enumerate(history) if i not in rules),
+            ]
+        if self._shows_rules or history[0]["role"] != "system":
+            return history
+        return _before_first_user(history[1:], history[0]["content"])
 
     def _with_rule(self, messages: list[Message], text: str) -> list[Message]:
         """The messages and one more rule."""
@@ -338,7 +344,7 @@ def _before_first_user(messages: Sequence[Message], text: str) -> list[Message]:
 
 def _with_results_of_users(messages: Sequence[Message]) -> list[Message]:
     """The messages with those of tools as the user's, joined with what the user says next: turns must alternate."""
-    told: list[Message] = []
+    history: list[Message] = []
     is_result = False
     for message in messages:
         if message["role"] == "tool":
@@ -347,8 +353,8 @@ def _with_results_of_users(messages: Sequence[Message]) -> list[Message]:
         else:
             is_next, joins = False, is_result and message["role"] == "user"
         if joins:
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{message['content']}"}
+            history[-1] = {**history[-1], "content": f"{history[-1]['content']}\n{message['content']}"}
         else:
-            told.append(message)
+            history.append(message)
         is_result = is_next
-    return told
+    return history

@@ -1,4 +1,4 @@
-"""A model's chat template: jinja2, sandboxed and immutable, because model folders come from strangers."""
+"""A model's chat template: jinja2, sandboxed and immutable, because model folders come from anywhere."""
 
 import datetime
 import json

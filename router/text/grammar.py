@@ -30,7 +30,8 @@ _LEAVES_OUT = re.compile(r"\[\^|\\\\[PpxuU]|&&|--|~~|[^\x00-\x7f]")
 MAX_MULTIPLES = 50_000
 """Largest product of all `multipleOf`: llguidance makes an automaton of so many states of each."""
 
-MAX_GBNF_RULES = 256  # what reads them takes their square
+MAX_GBNF_RULES = 256
+"""Most rules of a GBNF grammar, whose parser takes their square."""
 
 RELAX_S = 2.0
 """Seconds that finding what must be left out of a lenient schema may take."""
@@ -178,8 +179,8 @@ class GrammarChecks:
             return part
         bounds = {name: part[name] for name in _BOUNDS if name in part}
         kind = {"type": part["type"]} if "type" in part else {}
-        while bounds and (told := await self._fault(kind | bounds, lenient=True)) is not None:
-            if _is_contradiction(told):
+        while bounds and (error := await self._fault(kind | bounds, lenient=True)) is not None:
+            if _is_contradiction(error):
                 break
             alone = [
                 name for name in bounds if await self._fault(kind | {name: bounds[name]}, lenient=True) is not None
@@ -221,8 +222,8 @@ class GrammarChecks:
                 continue
             rest = {key: value for key, value in place.items() if key != name}
             relaxed: Schema = _with_at(schema, pointer, rest)
-            told = await fault(relaxed)
-            if told is None or str(told) != str(found):
+            error = await fault(relaxed)
+            if error is None or str(error) != str(found):
                 self.left_out.add(name)
                 return relaxed
         return None
@@ -243,8 +244,8 @@ async def _place(schema: Schema, found: RequestError, fault: _Fault, until: floa
     parts = _parts(schema)
     while time.monotonic() < until and (named_part := next(parts, None)) is not None:
         name, part = named_part
-        told = await fault({**part, **shared})
-        if told is not None and str(told) == str(found):  # of the part alone the same is said
+        error = await fault({**part, **shared})
+        if error is not None and str(error) == str(found):  # of the part alone the same is said
             pointer, place = pointer + name, part
             parts = _parts(place)
     return pointer, place

@@ -1,7 +1,7 @@
 """The format in which a model writes reasoning and tool calls: the checkpoint's own, or one of the bundled files.
 
 Checkpoints say it in transformers' language of response templates, our files (`output_formats/`) by `regions`, whose
-marks are found in one pass. Which of our files a model takes is told by the marks that its chat template writes, never
+marks are found in one pass. The bundled file of a model follows from the marks that its chat template writes, never
 by its name.
 """
 

@@ -25,8 +25,10 @@ SEARCH_S = 0.05
 MAX_LOOK_CHARS = 2**14
 """Characters behind a closing mark within a value, in which the value has to end: else the mark counts."""
 
-_KEPT_BEFORE = 64  # characters before the position, for patterns of others that look behind
-_CUT_AT = 2048  # characters that were told; cutting them off each time would cost more than to keep them
+_KEPT_BEFORE = 64
+"""Characters that are kept before the position, for patterns that look behind."""
+_CUT_AT = 2048
+"""Emitted characters from which on they are cut off; cutting each time would cost more than keeping them."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,12 @@ class RegionScanner:
 
     def __init__(self, regions: Regions):
         self.is_inside_value = False
-        """True while the open region, as far as its text was told, is inside a value, which may contain marks."""
+        """True while the open region, as far as its text was emitted, is inside a value, which may contain marks."""
         self.num_searched = 0
         """Characters that patterns were tried on, each as often as it was."""
         self._regions = regions
         self._text = ""  # from a little before the position on
-        self._at = 0  # the position, in `_text`; all before it was told
+        self._at = 0  # the position, in `_text`; all before it was emitted
         self._from = 0  # no mark begins before it, in `_text`
         self._open: Region | None = regions.implicit
         self._watched: list[tuple[Region, Mark]] = []

@@ -1,7 +1,7 @@
 """Parses a model's output while it is written into reasoning, content and tool calls.
 
 `regions.py` finds the regions of a text; what becomes of a region is decided here. Nothing is lost: what can't be read
-as a call is told as content, word by word. A response that is not streamed goes the same way, so both say the same.
+as a call is shown as content, word by word. A response that is not streamed goes the same way, so both say the same.
 However long a response is, it takes time by its length: nothing here looks at a text twice.
 """
 
@@ -33,14 +33,19 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
 
 CALLS = "tool_calls"
-MARKS = "marks"  # a field of our own files: what stands around calls, and says nothing
-HEADERS = "headers"  # likewise: what stands before content, in formats where content without it is a mistake
-ENDS = "ends"  # likewise: what stands between all else
+MARKS = "marks"
+"""Field of bundled formats: the text around calls, which is no content."""
+HEADERS = "headers"
+"""Field of bundled formats: the text before content, where content without it is a mistake."""
+ENDS = "ends"
+"""Field of bundled formats: the text between all other parts."""
 MAX_REGION_CHARS = 2**20
 """Characters of a call that is read when it has ended; a longer one is content."""
 
-MAX_TEXTS = 1024  # texts of one call in another's format: transformers takes the square of their number
-MAX_CHOICES = 16  # of an argument's type, for it to be cast where they are referred to
+MAX_TEXTS = 1024
+"""Most texts of one call in another format: transformers takes the square of their number."""
+MAX_CHOICES = 16
+"""Most alternatives of the type of an argument, for it to be cast where they are referred to."""
 REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
@@ -140,12 +145,12 @@ def _calls_of_format(
 
 @dataclass
 class _PendingText:
-    """A part of the text that no event has told yet."""
+    """A part of the text that no event has shown yet."""
 
     text: str
     is_control: bool = False
     is_opening: bool = False
-    at: int = 0  # all before it was told
+    at: int = 0  # all before it was shown
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class ResponseParser:
         self._held: list[_Stretch] = []  # the region so far, which may be a call or not
         self._num_held = 0  # characters
         self._groups: Mapping[str, str | None] = {}  # those of the region's mark
-        self._calls: WrittenCalls | None = None  # None: the region is told as content, or read at its end
+        self._calls: WrittenCalls | None = None  # None: the region is shown as content, or read at its end
         self._is_read_at_end = False
         self._num_calls = 0
         self._out = _Out()
@@ -379,9 +384,9 @@ class ResponseParser:
             self._say(text)
 
     def _say(self, text: _Stretch) -> None:
-        told = self._content.add(text.shown, trims_begin=not self._is_bare)
-        self._out.content.append(told)
-        self._ends_with_content |= bool(told)
+        shown = self._content.add(text.shown, trims_begin=not self._is_bare)
+        self._out.content.append(shown)
+        self._ends_with_content |= bool(shown)
 
 
 def _read_field(how: Any, body: str, groups: Mapping[str, str | None]) -> Any:
@@ -398,7 +403,7 @@ def _read_field(how: Any, body: str, groups: Mapping[str, str | None]) -> Any:
 
 
 class _Out:
-    """Collects text to be told next, in pieces: texts that grow piece by piece would be copied each time."""
+    """Collects text to be shown next, in pieces: texts that grow piece by piece would be copied each time."""
 
     def __init__(self) -> None:
         self.content: list[str] = []
@@ -441,10 +446,10 @@ class _Trimmed:
         text = self.held + text
         if trims_begin and not self.has_told:
             text = text.lstrip()
-        told = text.rstrip()
-        self._held = [text[len(told) :]] if len(told) < len(text) else []
+        shown = text.rstrip()
+        self._held = [text[len(shown) :]] if len(shown) < len(text) else []
         self.has_told = True
-        return told
+        return shown
 
 
 def with_types(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Tool calls out of the JSON that a model writes, while it writes: arguments are told as they come.
+"""Tool calls out of the JSON that a model writes, while it writes: arguments are shown as they come.
 
 A call whose name is known is a call, whatever becomes of its arguments: they are handed on as they were written. What
 is no JSON (`TaggedCalls`, `BareCalls`) is read when its region has ended. All of it takes the text's length, once.
@@ -137,7 +137,7 @@ class WrittenCalls:
         self._key: Any = ""
         self._value: list[str] = []
         self._name: str | None = None
-        self._arguments: list[str] = []  # not told yet
+        self._arguments: list[str] = []  # not shown yet
         self._has_arguments = False
 
     @property
@@ -211,7 +211,7 @@ class WrittenCalls:
         self.is_none = not self._has_called
 
     def _hold(self, text: str) -> None:
-        """Keep the object as it is written, in case that it is told as content."""
+        """Keep the object as it is written, in case that it is shown as content."""
         self._object.append(text)
         self._num_held += len(text)
         if self._num_held > MAX_HELD_CHARS and self._name in self._tools:

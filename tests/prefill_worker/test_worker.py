@@ -15,9 +15,8 @@ from twostroke.protocol.errors import (
     TicketRefused,
     WorkerLost,
 )
-from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel
-from twostroke.protocol.requests import Address, Peer, PrefillReply, Ticket
+from twostroke.protocol.requests import Address, LogContext, Peer, PrefillReply, Ticket
 
 NOWHERE = Address("nobody", 1)
 """A ticket for a decode worker there: the transfer fails as soon as the connection is refused."""

@@ -9,9 +9,8 @@ import pytest
 from tests.worker.worker_rig import ROUTER, Rig, a_request, begin, of_both_roles
 from twostroke.model.step import BrokenLogits
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel
-from twostroke.protocol.requests import ScoringParams
+from twostroke.protocol.requests import LogContext, ScoringParams
 from twostroke.router.observe.log_format import JsonLines
 from twostroke.worker import call_log
 

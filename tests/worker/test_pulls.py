@@ -25,9 +25,8 @@ from tests.worker.worker_rig import (
     source_beside,
 )
 from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
-from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
-from twostroke.protocol.requests import Peer, mint_ticket
+from twostroke.protocol.requests import LogContext, Peer, mint_ticket
 
 
 @of_both_roles(min_pull_tokens=8)

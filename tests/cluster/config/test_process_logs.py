@@ -17,7 +17,7 @@ from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.process_logs import LoggingConfig, log_to
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
+from twostroke.protocol.requests import LOG_CONTEXT, LogContext
 from twostroke.router.observe.log_format import JsonLines
 
 

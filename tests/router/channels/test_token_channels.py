@@ -8,7 +8,6 @@ import pytest
 from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
 from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
@@ -23,7 +22,7 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.requests import Peer, SampledToken, TokenEvent
+from twostroke.protocol.requests import LOG_CONTEXT, LogContext, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
 from twostroke.router.channels.token_stream import join_fresh

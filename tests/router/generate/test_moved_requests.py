@@ -7,8 +7,7 @@ import pytest
 
 from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.log_context import LogContext
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.requests import LogContext, SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import SequenceStages
 

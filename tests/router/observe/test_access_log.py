@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.log_context import FIELDS, LOG_CONTEXT, NO_REQUEST, LogContext, about
+from twostroke.protocol.requests import FIELDS, LOG_CONTEXT, NO_REQUEST, LogContext, about
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 from twostroke.router.observe.log_format import JsonLines, TextLines
 

@@ -16,7 +16,7 @@ from tests.rigs.otlp import receiving_spans
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.router.fleet import Path
-from twostroke.router.http.app import held, keyed
+from twostroke.router.http.app import keyed, resources
 from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.opentelemetry_traces import OPERATIONS, OpenTelemetryTraces, TraceIds, resource_of
 from twostroke.router.observe.stages import SequenceStages
@@ -86,7 +86,7 @@ ASKED_OF = {
 
 def test_every_route_that_the_model_computes_something_for_is_traced():
     routes = [route for route in keyed.routes if isinstance(route, APIRoute)]
-    computing = {route.path for route in routes if any(one.call is held for one in route.dependant.dependencies)}
+    computing = {route.path for route in routes if any(one.call is resources for one in route.dependant.dependencies)}
     assert computing == OPERATIONS.keys() == ASKED_OF.keys()
 
 
