@@ -52,7 +52,8 @@ from twostroke.router.openai.messages import (
     MessagesWriter,
     TokenCount,
 )
-from twostroke.router.openai.responses import ResponseObject, ResponsesRequest, ResponsesWriter
+from twostroke.router.openai.response_items import ResponseObject, ResponsesWriter
+from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,

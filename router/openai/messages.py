@@ -19,12 +19,13 @@ from twostroke.router.openai.fields import ShortText, StrictModel, Text
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
+    ChatDraft,
     GenerationFields,
     SamplingFields,
     StopStrings,
+    only,
 )
 from twostroke.router.openai.tools import FunctionName
-from twostroke.router.openai.translation import ChatDraft, only
 from twostroke.router.text.tokenizer import TextTokenizer
 
 MAX_BLOCKS = 256

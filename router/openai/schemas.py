@@ -8,10 +8,11 @@ an error object per wrong item would cost seconds.
 import difflib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from twostroke.protocol.errors import RequestError
 from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
@@ -464,3 +465,67 @@ def _unknown(body: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tup
 
 def _refusal(param: str, message: str) -> RequestError:
     return RequestError(f"{param}: {message}", param=param)
+
+
+class ChatDraft:
+    """A chat in the making, from `body`. `names` has the client's paths of the chat's fields, where they differ."""
+
+    def __init__(self, body: SamplingFields, names: Mapping[str, str]):
+        common = body.model_dump(include={"model", *SamplingFields.model_fields}, exclude_none=True)
+        self.messages: list[dict[str, Any]] = []
+        self._fields = {**common, "messages": self.messages}
+        self._names = dict(names)
+
+    def add(self, message: dict[str, Any], origin: str) -> dict[str, Any]:
+        """Append a message, which the client sent at the path `origin`."""
+        self.name(f"messages.{len(self.messages)}", origin)
+        self.messages.append(message)
+        return message
+
+    def name(self, path: str, origin: str) -> None:
+        """The chat's field at `path` is what the client sent at `origin`."""
+        self._names[path] = origin
+
+    def set(self, **fields: Any) -> None:
+        """Set these fields, but for those that are None."""
+        self._fields |= {name: value for name, value in fields.items() if value is not None}
+
+    def chat(self) -> ChatRequest:
+        """Return the chat. Raises RequestError, which `naming` has to translate."""
+        try:
+            return ChatRequest.model_validate(self._fields)
+        except ValidationError as error:
+            raise explain(error.errors()) from None
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A RequestError that is raised within names the client's field."""
+        try:
+            yield
+        except RequestError as error:
+            path = error.param or ""
+            inside = [one for one in self._names if path == one or path.startswith(f"{one}.")]
+            if inside:
+                longest = max(inside, key=len)
+                error.param = self._names[longest] + path[len(longest) :]
+                error.args = (error.param + str(error).removeprefix(path),)
+            raise
+
+
+def only(known: Collection[str], way_out: str, *, default: str | None = None) -> Callable[[Any], Any]:
+    """A validator of objects with a `type`: raises ValueError where it is none of `known`. `default`: of those without.
+
+    The error says what is not supported and `way_out`, where pydantic would tell of all that might have been meant.
+    """
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("must be an object")
+        kind = value.get("type", default)
+        if not isinstance(kind, str):
+            raise ValueError("must have a type, which is a string")
+        if kind not in known:
+            raise ValueError(f"the type {shown(kind)!r} is not supported: {way_out}")
+        return value
+
+    return check

@@ -13,7 +13,8 @@ from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.openai.answers import ChoiceDelta, ToolCallDelta
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.messages import UNREAD, MessagesRequest, MessagesWriter
-from twostroke.router.openai.responses import ResponsesRequest, ResponsesWriter
+from twostroke.router.openai.response_items import ResponsesWriter
+from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import UnknownFields, explain
 
 USAGE = {

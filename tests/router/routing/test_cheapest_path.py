@@ -200,7 +200,7 @@ def waits(fleet, promise):
     return fleet["p0"].queue_s(promise, fleet.classes) / fleet["p0"].queue_token_s
 
 
-@pytest.mark.parametrize(("held", "new", "prefill_s"), [(0, 640, 0.66), (160, 480, 0.49), (640, 1, 0.011)])
+@pytest.mark.parametrize(("cached_tokens", "new", "prefill_s"), [(0, 640, 0.66), (160, 480, 0.49), (640, 1, 0.011)])
 def test_what_is_cached_needs_no_computing_but_the_last_token_does(cached_tokens, new, prefill_s):
     cost = prefill_cost_of(Fleet([IDLE], []), "p0", query(640), cached_tokens)
     assert (cost.new_tokens, cost.queue_s, cost.pull_s) == (new, 0, 0)
@@ -244,7 +244,7 @@ def test_a_class_that_nobody_has_heard_of_waits_as_its_priority_says():
     assert (waits(fleet, Promise("new", 5)), waits(fleet, Promise("newer", -1))) == (0, pytest.approx(300))
 
 
-@pytest.mark.parametrize(("held", "left_s"), [(0, 0.1), (160, 0.05)])
+@pytest.mark.parametrize(("cached_tokens", "left_s"), [(0, 0.1), (160, 0.05)])
 def test_prefill_hides_the_transfer_but_for_the_last_layer_of_its_last_step(cached_tokens, left_s):
     fleet = Fleet([], [IDLE], bytes_per_s=QUICK / 1000)
     fleet["d0"].cached_tokens = cached_tokens
@@ -392,7 +392,7 @@ def source_of(cached_tokens, *, min_tokens=100, num_tokens=1001, failed=(), **ch
 
 
 @pytest.mark.parametrize(
-    ("held", "source"),
+    ("cached_tokens", "source"),
     [
         ({"p0": 100, "p1": 300, "d0": 600, "d1": 500}, "d0"),
         ({"p1": 300}, "p1"),
