@@ -4,7 +4,7 @@ Block i's hash covers every token up to its end, so equal hashes mean equal KV: 
 also where the weights of some are quantised. The salt (one per tenant) keys the chain: without it nobody can tell, by
 timing, what another tenant has cached.
 
-What a worker tells routers of its prefix cache: all names to whoever asks, and from then on each change.
+A worker reports its prefix cache to routers: all names to a router that asks, and from then on each change.
 
 All names of a large cache are megabytes. They go in pieces, each when the router has taken the one before it, while
 tokens and changes pass between them. A piece is read from the cache in the very moment when it is sent, after all
@@ -185,7 +185,7 @@ class BlockReports:
                     return
                 await asyncio.sleep(0)  # the connection may take it all at once, but others have things to do
         except ConnectionLost:
-            return  # whoever listens to this router hears of it too, and ends its reports
+            return  # the listener of this router notices it too, and ends its reports
 
     def _flush_later(self) -> None:
         if self._flushing is None:

@@ -6,11 +6,11 @@
     |-- ConnectionLost           the peer is gone, or the connection was closed under us
     |   `-- ProtocolError        the peer sent what it must not: bad MAC, too long, unknown message
     |-- EpochMismatch            a message or ticket of another incarnation of a process
-    |-- TicketRefused            forged, used twice, or made out to somebody else
+    |-- TicketRefused            forged, used twice, or made out to another worker
     |-- TransferFailed           the KV of a request did not arrive whole; the reason is for logs
     `-- WorkerLost               the worker that served a request died, or can't be reached
         |-- CallCancelled        its router wants no answer any more
-        |-- WorkerLeaving        it is being taken down on purpose, and is nobody's failure
+        |-- WorkerLeaving        it is being taken down on purpose, which is no failure
         `-- WorkerFailed         it lives, and has failed the request all the same
 
 Foreign exceptions (OSError, torch's RuntimeError, Ray's errors) are mapped to these at the edge where they arise.

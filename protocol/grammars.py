@@ -226,7 +226,7 @@ _IMPORTED_CHARS = 64
 
 
 def _longest_terminal(lark: str) -> int:
-    """Count the characters of terminals, and of regular expressions in rules. Definitions begin lines, or blocks; names
+    """Return the characters of the longest terminal, or regular expression in a rule. Definitions begin lines; names
     of terminals have no small letters. Text that is mistaken for names only makes terminals seem longer."""
     chars: dict[str, int] = {}
     named: dict[str, list[str]] = {}

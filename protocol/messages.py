@@ -147,7 +147,7 @@ class Cancel(Message, frozen=True):
 class Drain(Message, frozen=True):
     """Router to worker: it is being taken down. It begins nothing new, and gives back what it has not begun.
 
-    Where that was a mistake, whoever keeps the worker lets it go on (`WorkerLife.stay`).
+    Where that was a mistake, the keeper of the worker lets it go on (`WorkerLife.stay`).
     """
 
 
@@ -371,7 +371,7 @@ def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, 
 class StepEnded(Message, frozen=True):
     """The leader's first step under way has ended: what follows is to be done once the rank's has, too.
 
-    Until then the rank may still write into blocks that the leader has given to somebody else meanwhile.
+    Until then the rank may still write into blocks that the leader has given to another request meanwhile.
     """
 
 

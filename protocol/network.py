@@ -126,7 +126,7 @@ class Network(Protocol):
     """Makes connections."""
 
     async def connect(self, address: Address) -> Connection:
-        """Raises ConnectionLost where nobody listens, or the peer does not share our secret."""
+        """Raises ConnectionLost where no peer listens, or it does not share the secret."""
 
     async def listen(self, host: str, handler: Handler) -> Listener:
         """Listen on a free port of `host`; each connection runs `handler`, and is closed when it returns."""
@@ -240,7 +240,7 @@ class TcpNetwork:
         self._secret = secret
 
     async def connect(self, address: Address) -> TcpConnection:
-        """Raises ConnectionLost where nobody answers within the handshake's time."""
+        """Raises ConnectionLost where no peer answers within the handshake's time."""
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 reader, writer = await asyncio.open_connection(address.host, address.port)

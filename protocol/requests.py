@@ -94,7 +94,7 @@ class Promise(msgspec.Struct, frozen=True):
     """The promises of a request's SLO class to the workers. Durations only, since processes share no clock."""
 
     class_name: str = "standard"
-    priority: int = 0  # whoever has a higher one goes first, and gives way last
+    priority: int = 0  # higher ones go first, and give way last
     share: float = 0.0  # of a worker's tokens that the class gets while it waits, whatever the priority of others
     ttft_left_s: float | None = None  # until the first token is due, below 0 where it is late; None: nothing promised
     tpot_s: float | None = None  # mean time between tokens after the first; None: nothing promised

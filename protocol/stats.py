@@ -50,7 +50,7 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
         return num_rows * self.row_s + num_context_tokens * self.context_s
 
     def prefill_s(self, num_new: int, num_before: int, step_tokens: int) -> float:
-        """A whole prompt's time in steps of `step_tokens` tokens of its own, with nobody else in them."""
+        """Return a whole prompt's time in steps of `step_tokens` tokens of its own, with no other request in them."""
         if num_new <= 0:
             return 0.0
         num_steps = -(-num_new // step_tokens)

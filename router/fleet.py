@@ -79,15 +79,17 @@ class NoPath(RequestError):
 class Path(msgspec.Struct, frozen=True):
     """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself.
 
-    Where a prompt is read alone, `decode` is whoever does that, of either role.
+    Where a prompt is only scored, `decode` is the worker that does it, of either role.
     """
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
     source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
-    estimate: PathEstimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
+    estimate: PathEstimate | None = (
+        None  # None: the workers have not reported their costs yet, or the policy needs none
+    )
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
-    is_cost_probe: bool = False  # taken not for its costs but to see whether they are true
+    is_cost_probe: bool = False  # taken to check its costs, not for them
 
     @property
     def prompt_worker(self) -> WorkerInfo:

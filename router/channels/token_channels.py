@@ -103,7 +103,7 @@ class TokenChannels:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
-        """Keep a channel to each of `workers`, and to others until nobody uses it. Connects in the background.
+        """Keep a channel to each of `workers`, and to others until no request uses it. Connects in the background.
 
         Quick where they are the same as before.
         """
@@ -337,7 +337,7 @@ class WorkerChannel:
     async def _greet(self) -> tuple[Connection, RequestsBlocked]:
         """Connect, be welcomed by the very incarnation that the fleet names, and hear what it knows of poison requests.
 
-        Raises ConnectionLost (nobody there, or refused), EpochMismatch (somebody else) or ProtocolError.
+        Raises ConnectionLost (no peer, or refused), EpochMismatch (another peer) or ProtocolError.
         """
         connection = await self._network.connect(self.info.token_address)
         try:
@@ -405,7 +405,7 @@ class WorkerChannel:
         if self._listener.on_blocks is None:
             raise ProtocolError("a worker told of its blocks without being asked")
         if self._is_leaving:
-            return  # nobody is sent there, and who has forgotten it would learn all of it anew
+            return  # no request is sent there, and an index that has forgotten it would learn all of it anew
         if not self._listener.on_blocks(self.info.peer, message):
             self._ask_for_blocks()
 
@@ -447,8 +447,8 @@ class WorkerChannel:
             async with asyncio.timeout(backoff_s):
                 await self._hurry.wait()
         except TimeoutError:
-            return  # nobody asked for this worker meanwhile
+            return  # no request needed this worker meanwhile
 
 
 def _nothing() -> None:
-    """Stand in for the callback of a request whose KV nobody watches."""
+    """Stand in for the callback of a request whose KV is not watched."""

@@ -2,8 +2,8 @@
 
 A worker that died, is cut off or leaves on purpose gives its requests back, all at once: each is tried again, whatever
 the retry budget says, since no accepted request may be lost to a dead worker, and its load has gone with it. Refusals
-and failures of workers that live are bounded by the budget: there, retries are load on top of load. But whoever has
-tokens already was accepted, and waits for a refusing worker's room until the request's own deadline.
+and failures of workers that live are bounded by the budget: there, retries are load on top of load. But a request
+with tokens was accepted, and waits for a refusing worker's room until its own deadline.
 
 Without a budget, workers that refuse or fail under load would get every request several times, and never recover.
 """

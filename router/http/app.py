@@ -400,7 +400,7 @@ async def status(service: Service) -> dict[str, Any]:
 @keyed.get("/doctor", dependencies=_ADMINS, **_told_as(_JSON_LINES))
 async def doctor(request: Request) -> Response:
     """Every way of KV, tried out: one line of JSON for each, as soon as it is known."""
-    if request.method == "HEAD":  # whoever asks for a head wants no trials
+    if request.method == "HEAD":  # a HEAD request wants no probes
         return Response(media_type=_JSON_LINES)
     examiner: Doctor = request.app.state.doctor
     return await streamed(request, examiner.examine(), media_type=_JSON_LINES)
@@ -460,4 +460,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)  # nobody reads it; logs do
+    return Response(status_code=CLIENT_GONE)  # only logs see it

@@ -16,7 +16,7 @@ from twostroke.protocol.errors import RequestError
 from twostroke.router.observe.access_log import exchange_of
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""A body that nobody wants is read and dropped up to here, so that the client gets to see the answer."""
+"""Bytes of an unwanted body that are read and dropped, so that the client gets to see the answer."""
 
 _log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from twostroke.router.http.tenants import Tenant, Tenants
 from twostroke.router.observe.access_log import MINTED, exchange_of
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
-"""Tell nothing but that, so whoever balances loads may ask by any name."""
+"""Paths that load balancers may request by any name: they show nothing but the state."""
 OPEN_PATHS = frozenset({*HEALTH_PATHS, "/"})
 OPEN_FOLDER = "/page/"
-"""Answer everybody, with or without a key: the page has no data of its own."""
+"""Paths that need no key: the page has no data of its own."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = "twostroke.tenant"
@@ -43,7 +43,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope[MINTED] = request_id != given
-        MutableHeaders(scope=scope)["x-request-id"] = request_id  # whoever is further inside takes the same
+        MutableHeaders(scope=scope)["x-request-id"] = request_id  # inner middleware takes the same
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -60,13 +60,13 @@ class RequestIds:
 class Origins:
     """Middleware: a browser's requests are taken from our own page, and from pages of the origins that are allowed.
 
-    Any page that somebody opens may have his browser send requests here, to a loopback address, too: it can't read the
+    Any page that a user opens may have the browser send requests here, to a loopback address, too: it can't read the
     answers, but they would cost as much, and a body is read as JSON whatever its type. Browsers tell whose page it is,
     and pages can't change that. Whoever sends no such header is no browser, and passes.
 
-    Nor is it enough that page and server have one name: whoever owns a name in public DNS can have it lead to our
-    address once his page is open, wherever we listen. A key keeps such a page out. Where none is asked for, `hosts` are
-    the public names that we are called by, beside those of `allowed` origins; None: any, since a key is asked for.
+    One name for page and server is not enough either: the owner of a name in public DNS can have it lead to our
+    address once the page is open, wherever we listen. A key keeps such a page out. Where none is needed, `hosts` are
+    the public names that we are called by, beside those of `allowed` origins; None: any, since a key is needed.
 
     For an app with `Exchanges`.
     """
@@ -133,7 +133,7 @@ def _is_private(name: str) -> bool:
 
 
 class Authentication:
-    """Middleware: where there are keys, nobody without one gets further than the open paths.
+    """Middleware: where there are keys, no request without one gets further than the open paths.
 
     Paths that don't exist say so to those with a key alone. What a key sends is counted here. For an app with
     `Exchanges`.

@@ -83,9 +83,9 @@ class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
     `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
-    everybody may ask; `keys_age_s` tells since when their file was not read. `expected` tells how many replicas there
+    no key is needed; `keys_age_s` tells since when their file was not read. `expected` tells how many replicas there
     are to be, `scaling` what the autoscaler decided last. `other_versions` names the workers that run
-    another version, by role: nobody calls them.
+    another version, by role: they are never called.
     """
 
     config: ServiceConfig

@@ -132,7 +132,7 @@ class KeyConfig(Section):
 
 
 class AuthConfig(Section):
-    """API keys (docs/slo-classes.md#api-keys). Without any, whoever reaches the endpoint may use it."""
+    """API keys (docs/slo-classes.md#api-keys). Without any, all who reach the endpoint may use it."""
 
     keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
     """Those that stand here; `twostroke key new NAME` prints one."""

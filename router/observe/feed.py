@@ -1,9 +1,9 @@
 """The feed of what goes on, which the page shows: sequences on their way through the workers, and the workers.
 
-Nothing on a token's way tells the feed anything. Whoever listens looks at the stages of what is under way ten times a
-second, and is sent what has changed since he last looked. So it costs nothing while nobody listens, a sequence has ten
-events a second at most, however many tokens it gets, and one who reads slowly looks less often: nothing queues up for
-him. What has ended meanwhile is in a ring, and it is told how many have fallen out of it.
+Nothing on a token's way calls the feed. A subscriber's loop looks at the stages of running requests ten times a second,
+and sends what has changed since its last look. Without subscribers it costs nothing; a sequence has ten events a second
+at most, however many tokens it gets; a slow subscriber looks less often, and nothing queues up for it. Requests that
+ended meanwhile are in a ring; the subscriber is told how many have fallen out of it.
 
 No event has a word of a prompt, an answer or a key: numbers, names of workers, and labels of our own.
 """
@@ -61,7 +61,7 @@ class Feed:
     """The requests that one router has under way or ended lately. `workers` returns the workers' numbers now."""
 
     def __init__(self, router: str, workers: WorkerRows, clock: Clock, is_over: Callable[[], bool]):
-        """`is_over` tells whether the router is about to end, and whoever listens is to go elsewhere."""
+        """`is_over` returns whether the router is about to end, and its subscribers are to go elsewhere."""
         self._router = router
         self._is_over = is_over
         self._workers = workers
@@ -98,10 +98,10 @@ class Feed:
             self._subscribers[tenant] -= 1
 
     async def events(self, tenant: str | None, *, sees_all: bool) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; always `aclose` it. `tenant` sees his own alone, unless he `sees_all`.
+        """Server-sent events; always `aclose` it. A `tenant` sees its own requests alone, unless it `sees_all`.
 
-        They end after MOST_S, and when the router is about to end, which waits for them: whoever wants more asks again.
-        Raises RequestError (429) before the first where too many listen.
+        They end after MOST_S, and before the router ends, which waits for them: subscribers then connect again.
+        Raises RequestError (429) before the first where there are too many subscribers.
         """
         with self._place(tenant):
             async with aclosing(self._looks(tenant, sees_all=sees_all)) as looks:

@@ -247,7 +247,7 @@ def family(
     labels: Sequence[str],
     numbers: Mapping[Labels, float],
 ) -> Metric:
-    """Series whose `numbers` somebody else keeps, by the value of the label or those of several."""
+    """Return series of given `numbers`, by the value of the label or those of several."""
     made = kind(PREFIX + name, help_text, labels=labels)
     for values, number in numbers.items():
         made.add_metric((values,) if isinstance(values, str) else values, number)

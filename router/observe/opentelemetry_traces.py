@@ -117,7 +117,7 @@ class OpenTelemetryTraces:
         spans.end(root, exchange.ended)
 
     def close(self) -> None:
-        """Send what has not been sent yet; takes seconds where nobody receives it."""
+        """Send what has not been sent yet; takes seconds where no receiver answers."""
         self._provider.shutdown()
 
 

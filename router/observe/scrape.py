@@ -134,7 +134,7 @@ class RouterMetricsSample:
     families: tuple[Metric, ...]  # of its own requests
     workers: WorkerNumbers  # as it last heard of them
     ejected: frozenset[Peer]
-    # The version of whoever made it. No default of the class: what another version made would get it, too.
+    # The version of the router that made it. No default of the class: samples of other versions would get it, too.
     protocol: str = field(default_factory=lambda: PROTOCOL)
 
 

@@ -51,7 +51,7 @@ _CALL_ID_CHARS = string.ascii_letters + string.digits
 
 @dataclass
 class ChoiceRunner:
-    """Runs single choices, and tells those who count what becomes of them. One object per router."""
+    """Runs single choices, and counts their results. One object per router."""
 
     tokenizer: TextTokenizer
     pipeline: Pipeline
@@ -346,7 +346,7 @@ class Generation:
         self._writer = writer
         self._exchange = exchange
         leaders = list({job.group: job for job in reversed(jobs)}.values())  # the first choice of each prompt
-        # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
+        # A response is judged once, since half of one is useless: by its longest prompt, which is the latest.
         judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
         self._stages = [  # fill up on the way
             SequenceStages(exchange.began, follows=job is not judged, log_context=exchange.log_context(job.index))
@@ -408,7 +408,7 @@ class Generation:
 
     def _failed(self, error: Exception) -> TwostrokeError:
         """Log `error`, and return what the client of a stream that has begun is told."""
-        is_one = len(self._stages) == 1  # else nobody knows here whose failure it was
+        is_one = len(self._stages) == 1  # else it is not known here whose failure it was
         extra = about(self._stages[0].log_context if is_one else self._exchange.log_context())
         if isinstance(error, TwostrokeError):
             _log.warning("a stream failed after it had begun: %s", loggable(error), extra=extra)

@@ -170,7 +170,7 @@ class JobMaker:
         return _choices(body, request, chat=chat)
 
     def _reading(self, body: ChatRequest, prompt: str) -> ChatParsing | None:
-        """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
+        """Raises RequestError where tools are offered, and the format of this model's calls is not known."""
         form, tools = self._format(body), body.allowed_tools
         if tools and form is None:
             raise RequestError(

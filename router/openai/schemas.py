@@ -435,7 +435,7 @@ class UnknownFields:
             self._name(".".join(part for part in path if isinstance(part, str)))
 
     def _name(self, field: str) -> None:
-        """Return a name to show; one that is no word may be part of a prompt by mistake."""
+        """Log an unknown field once. A name that is no word may be part of a prompt by mistake, and is not shown."""
         field = field if re.fullmatch(r"[\w.-]{1,128}", field, re.ASCII) else "(not a word)"
         if field not in self._named and len(self._named) < MAX_NAMED:
             self._named.add(field)

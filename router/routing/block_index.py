@@ -3,11 +3,11 @@
 A block has one number whose bits stand for workers, so that it costs as much to index for a thousand of them as for
 one. Two kinds of knowledge lie over each other:
 
-    held       what workers tell: a snapshot, then every change, numbered, so that a gap is seen and asked about
-    expected   what this router's own decisions will lead to, until the workers tell of it; it ends by itself
+    held       the workers' reports: a snapshot, then every change, numbered, so that a gap is seen
+    expected   the outcome of this router's own decisions until workers report it; it expires
 
-A guess is all that a router needs: who holds less than was thought computes the rest. The names of a prompt's blocks
-are computed once a prompt and block size, not once a choice, a worker or an attempt.
+A guess is all that a router needs: a worker that holds less than expected computes the rest. The names of a prompt's
+blocks are computed once a prompt and block size, not once a choice, a worker or an attempt.
 """
 
 from bisect import bisect_left
@@ -54,7 +54,7 @@ class BlockIndex:
         self._active = 0  # bits of `_workers`
         self._num_columns = 0
         self._free_columns: list[int] = []
-        self._retired = 0  # bits that may still be set and mean nobody
+        self._retired = 0  # bits that may still be set and mean no worker
         self._sweeping = 0  # those of them that are being wiped out
         self._unswept: list[ShortName] = []
         self._names = PromptNames()
@@ -85,7 +85,7 @@ class BlockIndex:
         present = set(workers)
         for worker in [worker for worker in self._workers if worker not in present]:
             self._retire(self._workers.pop(worker).column)
-        if not self._workers:  # nobody's bits mean anything, and no message will come to sweep with
+        if not self._workers:  # no bit means anything, and no message will come to sweep with
             for layer in (self._held, self._expected, self._expected_before):
                 layer.clear()
             self._unswept.clear()
@@ -133,7 +133,7 @@ class BlockIndex:
     def find(self, names: Sequence[ShortName]) -> list[int]:
         """Return the number of a prompt's first blocks that each worker holds or will hold, by its column.
 
-        Whoever holds a block is taken to hold all before it, which is so nearly always: caches evict from the end.
+        A worker with a block is taken to hold all before it, which is nearly always true: caches evict from the end.
         """
         self._expire()
         blocks = [0] * self._num_columns

@@ -1,10 +1,10 @@
 """The choice of a request's path: by predicted time (`cheapest_path`), by load, or in turn. Pure.
 
-docs/design/routing.md has the formulas. The costs of whoever reads the prompt and of the decode worker add up, so the
+docs/design/routing.md has the formulas. The costs of the prompt's worker and of the decode worker add up, so the
 best of each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is
 settled with the chosen prefill worker's time.
 
-Everything asks of a worker how much of the prompt it has (`KnownWorker.cached_tokens`), which is set for each decision.
+Everything asks of a worker how much of the prompt it has (`KnownWorker.cached_tokens`), set for each decision.
 """
 
 import math
@@ -154,7 +154,7 @@ def cheapest_prefill(
 def decode_cost(worker: KnownWorker, query: PathQuery) -> DecodeCost:
     """The answer's cost on one decode worker.
 
-    A slot is there where batch, blocks and everybody's time between tokens allow; else some request must end first. Of
+    A slot is there where batch, blocks and promised times between tokens allow; else some request must end first. Of
     R requests one ends every (step x answer / R) seconds.
     """
     step_s = worker.next_step_s + query.num_tokens * worker.context_s
@@ -270,7 +270,7 @@ def path_by_load(
 def with_source(
     path: Path, workers: Sequence[KnownWorker], num_tokens: int, min_tokens: int, left_out: LeftOut = NOBODY
 ) -> Path:
-    """The path with the worker that whoever computes its prompt pulls the prompt's beginning from, if any.
+    """Return the path with the worker from which the prompt's worker pulls its beginning, if any.
 
     It must hold `min_tokens` more than the puller, whatever the prompt's last token, which is computed in any case.
     """
@@ -286,21 +286,21 @@ def _name(worker: KnownWorker) -> str:
     return worker.info.peer.worker_id
 
 
-# --- who may be taken at all ---
+# --- workers that may be taken at all ---
 
 
 def leave_out(failed: Collection[Peer], ejected: Collection[Peer]) -> LeftOut:
-    """Those that have `failed` the request, and those that fail many."""
+    """Return the tiers of workers that have `failed` the request, and of those that fail many."""
     return dict.fromkeys(ejected, EJECTED) | dict.fromkeys(failed, UNWELCOME)
 
 
 def able_to_prefill(prefill: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:
-    """Those that are well, and have room for the prompt."""
+    """Return the workers that are well, and have room for the prompt."""
     return [one for one in prefill if one.info.max_context >= num_tokens and _tier(one, left_out) == AVAILABLE]
 
 
 def able_to_decode(decode: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:
-    """The least objectionable. Raises NoPath where none is left."""
+    """Return the workers of the best tier. Raises NoPath where none is left."""
     tiers: dict[int, list[KnownWorker]] = {}
     for one in decode:
         if one.info.max_context >= num_tokens:
@@ -312,7 +312,7 @@ def able_to_decode(decode: Iterable[KnownWorker], num_tokens: int, left_out: Lef
 
 
 def best_source(workers: Iterable[KnownWorker], min_tokens: int, left_out: LeftOut) -> KnownWorker | None:
-    """Whoever has most of the prompt, of either role, and of those the one with the fewest requests."""
+    """Return the worker of either role with most of the prompt, and of those the one with the fewest requests."""
     able = [one for one in workers if one.cached_tokens >= min_tokens and _tier(one, left_out) == AVAILABLE]
     return max(able, key=lambda one: (one.cached_tokens, -one.requests), default=None)
 
@@ -322,7 +322,7 @@ def _tier(worker: KnownWorker, left_out: LeftOut) -> int:
 
 
 def _pick(some: Sequence[T], cost_s: Callable[[T], float], work: Callable[[T], tuple[float, ...]], turn: int) -> T:
-    """Whichever costs least; of those about as good the ones with the least work; of those each in turn."""
+    """Return the cheapest; of those about as good the ones with the least work; of those each in turn."""
     most_s = min(map(cost_s, some)) * (1 + _EQUAL)
     near = [one for one in some if cost_s(one) <= most_s]
     if len(near) > 1:

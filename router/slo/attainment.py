@@ -62,7 +62,7 @@ class Correction:
     6298), some deviations are added to it. Times that are short against the limit are dominated by what no cost model
     knows (HTTP, the wait for the running step), and their ratio says nothing of long ones: so both sides are taken with
     a part of the limit added. As time passes the factor goes back to 1, so that what was learnt under one load does not
-    rule another, and a wrong one can't refuse everybody for good.
+    rule another, and a wrong one can't refuse all requests for good.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""SLO classes: what is promised to whom. The promises themselves are kept by admission, queues and schedulers.
+"""SLO classes and their promises, which admission, queues and schedulers keep.
 
 `promise_of` tells what a request is promised: its class, by header, `service_tier`, API key or default, and what else
 it asks for.

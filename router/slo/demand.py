@@ -19,7 +19,7 @@ from twostroke.protocol.stats import ROLES, WorkerInfo, WorkerStats, typical
 from twostroke.router.slo.classes import SLOClass
 
 ASKED_S = 600.0
-"""A class that nobody has asked for in this time promises nothing to anybody."""
+"""Seconds after its last request for which a class's promises count."""
 
 
 class Demand:

@@ -439,7 +439,7 @@ def _others_fields() -> Iterator[Case]:
 
 
 def _transport() -> Iterator[Case]:
-    """The part of a request around the body."""
+    """Yield requests that are odd around their body."""
     body = json.dumps(COMPLETION).encode()
     for encoding in ("gzip", "deflate", "br", "zstd"):
         yield _post(
