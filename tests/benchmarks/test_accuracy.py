@@ -1,4 +1,4 @@
-"""What quantising and KV in FP8 cost the bundled model: a small part of what `twostroke bench accuracy` measures."""
+"""Quantisation and KV in FP8 cost the bundled model little: a small part of `twostroke bench accuracy`."""
 
 import math
 import statistics

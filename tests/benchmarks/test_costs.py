@@ -1,4 +1,4 @@
-"""What `bench costs` learns of an engine whose steps take known times."""
+"""`bench costs` learns an engine whose steps take known times."""
 
 import asyncio
 import itertools

@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Shape:
-    """How a fleet is built."""
+    """Sizes and settings of a fleet."""
 
     transport: str | None  # None: aggregated, no prefill worker
     block_size: int = 16
@@ -162,7 +162,7 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
 
 
 def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shape: Shape | None = None) -> Answer:
-    """What `ask` gets where one worker of one rank has room for everything: the right answer."""
+    """Return the right answer: that of one worker of one rank with room for everything."""
 
     async def run() -> Answer:
         async with serve(folder, shape or Shape(None, num_blocks=256)) as served:
@@ -172,7 +172,7 @@ def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shap
 
 
 def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> WorkerSettings:
-    """What the ranks of a worker are told."""
+    """Return the settings of a worker's ranks."""
     return WorkerSettings(
         model=ModelSection(
             path=str(folder),

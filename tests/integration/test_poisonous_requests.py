@@ -125,7 +125,7 @@ def test_a_request_that_no_step_can_take_in_is_refused_and_its_neighbours_finish
 
 
 class Broken(Exception):
-    """What nobody expects."""
+    """An error that nobody expects."""
 
 
 @pytest.mark.parametrize("error", [Broken, ValueError, RecursionError])

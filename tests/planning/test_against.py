@@ -1,4 +1,4 @@
-"""What a server tells becomes profiles, and profiles become a simulation of it."""
+"""A server's status becomes profiles, and profiles become a simulation of it."""
 
 from typing import Any
 

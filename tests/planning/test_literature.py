@@ -135,7 +135,7 @@ def test_a_cache_takes_the_bytes_that_are_planned(name: str, ranks: int, dtype: 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-20b", "gemma-3-4b"])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 4)])
 def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: tuple[int, int]) -> None:
-    """Of a layer with a window what follow-ups attend to: its window of tokens, the next one among them."""
+    """A layer with a window sends what follow-ups attend to: its window of tokens, the next one among them."""
     shape, tokens = published_model(name), 4096
     source, target = (
         KVLayout(

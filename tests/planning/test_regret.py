@@ -1,4 +1,4 @@
-"""What the plan's choice loses: of goodputs that were measured, and of those that every layout has in simulation."""
+"""The regret of a plan is computed from measured goodputs, and from those of a simulation."""
 
 import json
 import random

@@ -38,7 +38,7 @@ class System:
         ends: bool = True,
         every_s: float = 5.0,
     ) -> None:
-        """So many requests a second arrive, and end at once if `ends`; a look `every_s`."""
+        """Let `rate` requests a second arrive, which end at once if `ends`; a sample every `every_s`."""
         for _ in range(round(seconds / every_s)):
             self.now_s += every_s
             was, count = self.arrived, rate * every_s

@@ -32,7 +32,7 @@ def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None
 
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[ScalingDecision]:
-    """What a policy says that is told what to say: the last of these."""
+    """Replace the policy by one that returns the last of these decisions."""
     decisions = [ScalingDecision(1, 1, Reason.STEADY, Reason.STEADY, {"load": 0.5})]
 
     def decide(
@@ -99,7 +99,7 @@ def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[ScalingDecis
 
 
 def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -> None:
-    """By the real policy: Serve's controller started anew."""
+    """The real policy shrinks nothing after Serve's controller was started anew."""
     state: State | None = None
     targets: list[dict[str, int]] = []
     for second in range(20):
@@ -132,7 +132,8 @@ def under_load(second: float, *, wall_s: float) -> ScalingView:
 
 @pytest.mark.parametrize("step_s", [600.0, -600.0])
 def test_a_clock_that_is_set_changes_no_decision(step_s: float) -> None:
-    """By the real policy, under a constant load: the clock of the head, or of a router's node, is set at second 30."""
+    """The real policy ignores a clock that is set at second 30, of the head or of a router's node, under a constant
+    load."""
     states: dict[float, State | None] = {0.0: None, step_s: None}
     told: dict[float, list[dict[str, int]]] = {0.0: [], step_s: []}
     for off_s in states:

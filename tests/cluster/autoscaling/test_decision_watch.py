@@ -1,4 +1,4 @@
-"""How a router follows what is decided elsewhere."""
+"""Routers follow decisions that are made elsewhere."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ def decided(at: float, target: int = 2) -> Scaling:
 
 
 class Head:
-    """What is published; or nothing can be learnt."""
+    """Fake of Ray's head: what is published, or an error."""
 
     def __init__(self, entry: Scaling | Exception | None):
         self.entry = entry

@@ -189,7 +189,7 @@ def test_serves_own_bookkeeping_takes_the_policy_its_decisions_and_its_state(pub
 
 
 class _Info:
-    """As much of Serve's DeploymentInfo as is looked at."""
+    """The part of Serve's DeploymentInfo that is read."""
 
     target_capacity = None
     target_capacity_direction = None

@@ -60,7 +60,7 @@ async def test_keys_of_the_file_come_and_go_and_the_configurations_own_stay(
 
 
 async def test_a_file_in_the_same_ones_place_is_read_though_it_is_as_long(file: Path) -> None:
-    """As a key's rotation makes it."""
+    """A key's rotation leaves a file of the same length."""
     watch, tenants = watch_of(file)
     await watch.look()
     other = file.with_name("other")

@@ -1,5 +1,5 @@
-"""What `twostroke serve` checks before anything starts, and what it hands to Ray Serve; and its console's
-news of workers that go and come."""
+"""`twostroke serve` checks before anything starts, hands the right settings to Ray Serve, and reports workers that
+go and come."""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""What the policy must hold on synthetic traces; `python -m tests.simulation.autoscaling` has the public ones."""
+"""The policy holds its promises on synthetic traces; `python -m tests.simulation.autoscaling` has the public ones."""
 
 from collections import deque
 

@@ -236,7 +236,7 @@ async def _never_tell_of_failed_prefill(attempt: Attempt) -> None:
 
 @sabotage("decode workers compute at once what may have killed another", DecodeScheduler, "wait_on", "poison")
 def _compute_at_once(scheduler: DecodeScheduler, job: DecodeJob) -> None:
-    """What the prefill worker has died of."""
+    """Compute at once what the prefill worker has died of."""
 
 
 @sabotage("lost routers' requests go on", TokenServer, "_drop", "lose_router")
