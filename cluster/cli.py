@@ -160,11 +160,11 @@ def _run(arguments: list[str]) -> int:
 
 def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """Return argparse's message for unknown arguments, with what to write instead where that is known."""
-    told = f"unrecognized arguments: {' '.join(unknown)}"
+    message = f"unrecognized arguments: {' '.join(unknown)}"
     flags = [re.split("[=.]", one)[0] for one in unknown if re.match("--?[a-zA-Z]", one)]
     if not flags and command.prog == "twostroke serve":
-        return f"{told}\none model is served, and a flag has one value"
-    return "\n".join([told, *filter(None, (_hint(command, flag) for flag in flags))])
+        return f"{message}\none model is served, and a flag has one value"
+    return "\n".join([message, *filter(None, (_hint(command, flag) for flag in flags))])
 
 
 def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:

@@ -164,7 +164,7 @@ def capacity(case: CapacityCase) -> dict[str, Any]:
     """
     shape, machine, hardware = case.shape, case.machine, case.hardware
     active, read = num_active_parameters(shape), hardware.read_bytes_per_s * machine.ranks
-    told = {
+    answer = {
         "parameters": num_parameters(shape),
         "active_parameters": active,
         "gpus": machine.ranks,
@@ -176,9 +176,9 @@ def capacity(case: CapacityCase) -> dict[str, Any]:
         "floors": [_floors(case, context) for context in case.contexts],
     }
     if not case.knows_compute:
-        return told
+        return answer
     return {
-        **told,
+        **answer,
         "without_kv_cache": without_cache(case),
         "ridges": [
             {"number": number, "dense": hardware.ridge(number), "sparse": hardware.ridge(number, is_sparse=True)}
@@ -198,12 +198,14 @@ def without_cache(case: CapacityCase) -> Rows:
     for heads, shape in {"MHA": as_mha(case.shape), "as they are": case.shape}.items():
         if heads == "MHA" and shape == case.shape:
             continue
-        asked = [
+        counted = [
             (f"a token at {tokens:,}", uncached_flops(shape, tokens, 1), flops_of(decode_operations(shape, 1, tokens)))
             for tokens in case.contexts
         ]
         request = shape, case.prompt, case.answer
-        asked.append((f"{case.prompt:,} and {case.answer:,} tokens", uncached_flops(*request), cached_flops(*request)))
+        counted.append(
+            (f"{case.prompt:,} and {case.answer:,} tokens", uncached_flops(*request), cached_flops(*request))
+        )
         rows += [
             {
                 "heads": heads,
@@ -212,7 +214,7 @@ def without_cache(case: CapacityCase) -> Rows:
                 "hours": without / flops_per_s / 3600,
                 "with_cache_flops": with_it,
             }
-            for what, without, with_it in asked
+            for what, without, with_it in counted
         ]
     return rows
 
@@ -324,8 +326,8 @@ def transfer(case: CapacityCase) -> Rows:
 
 def profile_of_case(case: CapacityCase, workload: Workload) -> WorkerProfile | None:
     """The case's worker for a simulation; None: it has no room for the workload's longest request."""
-    held = case.machine.held.quantization
-    for one in profiles_of(case.shape, case.hardware, (held,), workload, case.terms):
+    quantization = case.machine.held.quantization
+    for one in profiles_of(case.shape, case.hardware, (quantization,), workload, case.terms):
         if one.ranks == case.machine.ranks and not one.context_parallel:
             return one
     return None
@@ -336,9 +338,9 @@ def border(case: CapacityCase, batch: int = 8) -> dict[str, Any]:
     inequality, and simulated. The decode worker has twice the rows, which the inequality leaves out."""
     found = interference(case, batch)
     profile = profile_of_case(case, Workload("alike", ((case.prompt, case.answer),)))
-    told = {"batch": batch, "requests_per_s": found.rate, "border_bytes_per_s": found.slowest_link}
+    answer = {"batch": batch, "requests_per_s": found.rate, "border_bytes_per_s": found.slowest_link}
     if profile is None:
-        return {**told, "simulated_bytes_per_s": None}
+        return {**answer, "simulated_bytes_per_s": None}
     draw = random.Random(0)
     times = accumulate(draw.expovariate(2 * found.rate) for _ in range(SIMULATED))
     requests: list[Tokens] = [(at_s, case.prompt, case.answer, "") for at_s in times]
@@ -352,7 +354,7 @@ def border(case: CapacityCase, batch: int = 8) -> dict[str, Any]:
         middle = (low + high) / 2
         gains = tpot_s(WAYS_BY_NAME["disaggregated, paged"], 10**middle) < both
         low, high = (low, middle) if gains else (middle, high)
-    return {**told, "simulated_bytes_per_s": 10**high if high < 13 else None}
+    return {**answer, "simulated_bytes_per_s": 10**high if high < 13 else None}
 
 
 def batching(case: CapacityCase, workload: Workload) -> dict[str, Any]:
@@ -402,9 +404,9 @@ def continuous_gain(answers: Sequence[int], rows: int) -> float:
 # --- for people ---
 
 
-def lines(told: Mapping[str, Any]) -> Iterator[str]:
+def lines(answer: Mapping[str, Any]) -> Iterator[str]:
     """A line for each figure, and a table for each list."""
-    for name, value in told.items():
+    for name, value in answer.items():
         if isinstance(value, list) and value:
             yield f"\n{_words(name)}:"
             cells = [list(map(_words, value[0])), *([shown(*item) for item in row.items()] for row in value)]

@@ -108,12 +108,12 @@ def _ours(formula: str, given: Mapping[str, Any]) -> float:
     )
 
 
-def _model(said: str | Mapping[str, Any]) -> ModelConfig:
+def _model(named: str | Mapping[str, Any]) -> ModelConfig:
     """A model of the table, as MHA where that is said, or one by its numbers."""
-    if isinstance(said, str):
-        name, _, heads = said.partition(" as ")
+    if isinstance(named, str):
+        name, _, heads = named.partition(" as ")
         return as_mha(published_model(name)) if heads else published_model(name)
-    return model_of_numbers(**said)
+    return model_of_numbers(**named)
 
 
 _NAMED: Mapping[str, Callable[[Any], Any]] = {"model": _model, "other": _model, "gpu": HARDWARE.__getitem__}

@@ -87,10 +87,10 @@ def server_of(candidate: Candidate, settings: Mapping[str, Any]) -> Iterator[str
         "decode": {"replicas": candidate.decode},
         "router": {"decodes_alone": candidate.mode != "disaggregated"},
     }
-    said = {**settings, **{name: {**(settings.get(name) or {}), **more} for name, more in changed.items()}}
+    merged = {**settings, **{name: {**(settings.get(name) or {}), **more} for name, more in changed.items()}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "serving.yaml"
-        path.write_text(json.dumps(said))  # JSON is YAML, too
+        path.write_text(json.dumps(merged))  # JSON is YAML, too
         with twostroke_server(["--config", str(path)]) as server:
             _await_ready(server)
             yield server.url

@@ -41,12 +41,12 @@ def roofline(machine: WorkerHardware, shape: ModelShape, of_phases: Mapping[str,
     points, read = np.logspace(-1, 4.5, 200), hardware.read_bytes_per_s
     roofs: dict[float, list[str]] = {}  # who has which peak
     for number in hardware.flops_per_s:
-        for peak, said in (
+        for peak, label in (
             (hardware.peak(number), number),
             (hardware.peak(number, is_sparse=True), f"{number} sparse"),
         ):
             if np.isfinite(peak) and number not in roofs.setdefault(peak, []):
-                roofs[peak].append(said)
+                roofs[peak].append(label)
     for peak, names in roofs.items():
         is_used = bool({hardware.native, machine.number(shape)} & set(names))
         is_sparse = all(name.endswith("sparse") for name in names)
@@ -92,9 +92,9 @@ def batch_sweep(batches: Sequence[int], rates: Mapping[str, Sequence[float]], ma
         for number, (name, of_one) in enumerate(rates.items()):
             values = [1e3 * batch / rate if index else rate for batch, rate in zip(batches, of_one, strict=True)]
             chart.plot(batches, values, marker="o", color=series_colour(number), label=name)
-        for said, batch in marks.items():
+        for mark, batch in marks.items():
             chart.axvline(batch, color=GREY, linestyle="--", linewidth=0.8)
-            chart.annotate(said, (batch, 0), color=GREY, rotation=90, ha="right", va="bottom")
+            chart.annotate(mark, (batch, 0), color=GREY, rotation=90, ha="right", va="bottom")
         chart.set_xscale("log", base=2)
         chart.set_xticks(batches, [str(batch) for batch in batches])
         chart.set_xlabel("batch")

@@ -171,13 +171,13 @@ def comparison_of(arguments: argparse.Namespace) -> PeerLoad:
             raise ConfigError(f"--servers {server}: is started for {' and '.join(COMPARISONS)} alone; write NAME=URL")
     if arguments.model not in COMPARISONS and arguments.vocab_size is None:
         raise ConfigError("--vocab-size: is needed for a model that servers have already")
-    asked = {
+    settings = {
         name: getattr(arguments, name)
         for name in ("vocab_size", "output_tokens", "rounds", "time_limit_s", "request_limit_s")
         if getattr(arguments, name) is not None
     }
     known = COMPARISONS.get(arguments.model) or replace(COMPARISONS["small"], model=arguments.model)
-    return replace(known, only_rows=tuple(arguments.rows), **asked)
+    return replace(known, only_rows=tuple(arguments.rows), **settings)
 
 
 def target_of(server: str) -> PeerServer | None:

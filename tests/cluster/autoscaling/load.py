@@ -27,7 +27,7 @@ class System:
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     arrived: Arrived = field(default_factory=Arrived)
     now_s: float = 0.0
-    decisions: list[ScalingDecision] = field(default_factory=list)  # one a look
+    decisions: list[ScalingDecision] = field(default_factory=list)  # one per sample
 
     def goes_on(
         self,
@@ -51,7 +51,7 @@ class System:
             self.looks()
 
     def looks(self) -> ScalingDecision:
-        """One look, and what it orders."""
+        """Take a sample, and return what it orders."""
         signals = Signals(self.now_s, self.arrived, self.prefill, self.decode, self.ttft_s, self.tpot_s)
         decision, self.memory = decide(signals, self.memory, self.config)
         self.decisions.append(decision)
