@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.worker_process import ProcessFleet, Settings, serve_workers
+from twostroke.benchmarks.engines.engine import MODELS, write_random_model
+from twostroke.benchmarks.transfers.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.loadtests.report.estimates import percentile

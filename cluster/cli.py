@@ -44,14 +44,17 @@ _COMMANDS = {
         "cluster.commands.doctor",
         "try every link that KV takes in a running server, and say what is missing",
     ),
-    "bench engine": ("benchmarks.engine", "prefill and decode speed of the engine, against this machine's limits"),
+    "bench engine": (
+        "benchmarks.engines.engine",
+        "prefill and decode speed of the engine, against this machine's limits",
+    ),
     "bench gpu": (
         "benchmarks.gpu.command",
         "the engine on one CUDA device, against its limits and torch's own kernels",
     ),
-    "bench accuracy": ("benchmarks.accuracy", "perplexity of quantised weights, against the model as it is"),
+    "bench accuracy": ("benchmarks.engines.accuracy", "perplexity of quantised weights, against the model as it is"),
     "bench transfer": (
-        "benchmarks.transfer",
+        "benchmarks.transfers.transfer",
         "KV transfer against the machine's limits, and what a request feels of it",
     ),
     "bench routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
@@ -70,11 +73,11 @@ _COMMANDS = {
     ),
     "bench peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
     "bench costs": (
-        "benchmarks.costs",
+        "benchmarks.engines.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
     "bench hardware": (
-        "benchmarks.hardware",
+        "benchmarks.engines.hardware",
         "what this machine's CPU can do, into a file that `plan --gpu` reads",
     ),
     "should-i-disaggregate": (

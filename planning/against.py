@@ -22,9 +22,9 @@ from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
 from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.run_folder import Record
+from twostroke.planning.costs.profiles import write_profile
 from twostroke.planning.exact import simulate_plan
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.profiles import write_profile
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role, StepCosts, typical
 from twostroke.worker.profile import WorkerProfile

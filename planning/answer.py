@@ -10,8 +10,8 @@ from msgspec import structs
 from twostroke.model.config import ModelConfig
 from twostroke.model.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
+from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.layouts import Layout
-from twostroke.planning.roofline import WorkerHardware
 from twostroke.planning.search import Budget, FleetSearch, Planned
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile

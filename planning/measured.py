@@ -27,8 +27,8 @@ from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary
 from twostroke.loadtests.report.pages import write_report
 from twostroke.planning.against import learn
+from twostroke.planning.costs.profiles import among_busy, read_profile, write_profile
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.profiles import among_busy, read_profile, write_profile
 from twostroke.planning.trials import shares_of, simulated_capacity
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError

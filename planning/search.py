@@ -15,8 +15,8 @@ from twostroke.model.fit import Fit, fit
 from twostroke.model.operations import Held
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
 from twostroke.model.sizes import StepBounds, check_size, weight_bytes
+from twostroke.planning.costs.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.layouts import Layout, Pools, Work
-from twostroke.planning.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout

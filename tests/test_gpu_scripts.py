@@ -21,10 +21,10 @@ import pytest
 from tests.gpu.first import environment, kernel_times, start
 from tests.gpu.first.facts import facts_of, shown
 from tests.model.conftest import write_checkpoint
-from twostroke.benchmarks import transfer
 from twostroke.benchmarks.gpu import command
 from twostroke.benchmarks.gpu.command import KINDS, GpuReport
 from twostroke.benchmarks.gpu.limits import LimitRow
+from twostroke.benchmarks.transfers import transfer
 
 __all__ = ["write_checkpoint"]
 

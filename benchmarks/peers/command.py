@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engine import MODELS, write_random_model
+from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.benchmarks.peers.compare_servers import PeerLoad, PeerServer, has_errors, measure, report_of, table
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess

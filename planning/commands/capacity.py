@@ -15,12 +15,12 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.operations import Held
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.commands.plan import model_of, workload_for
-from twostroke.planning.literature import check_lines
-from twostroke.planning.roofline import WorkerHardware, as_mha
+from twostroke.planning.costs.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
+from twostroke.planning.costs.literature import check_lines
+from twostroke.planning.costs.roofline import WorkerHardware, as_mha
+from twostroke.planning.costs.tables import tables
 from twostroke.planning.search import PlanConstraints
-from twostroke.planning.tables import tables
 from twostroke.protocol.errors import ConfigError
 
 CONTEXTS = (2048, 4096, 8192, 32_768, 131_072)
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         if not case.knows_compute:
             raise ConfigError("--report: give --flops, too: pictures show what computing takes")
-        from twostroke.planning.pictures import pictures_of, write_pictures
+        from twostroke.planning.costs.pictures import pictures_of, write_pictures
 
         write_pictures(arguments.report, pictures_of(case))
     _tell(arguments, list(lines(answer)), answer)

@@ -24,8 +24,8 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
-from twostroke.planning.profiles import among_busy, profile_of
-from twostroke.planning.roofline import WorkerHardware
+from twostroke.planning.costs.profiles import among_busy, profile_of
+from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.search import (
     Budget,
     FleetSearch,
@@ -289,7 +289,7 @@ def _print(
 
 
 def _draw(folder: Path, best: PlannedLayout, request: PlanRequest) -> None:
-    from twostroke.planning.pictures import batch_sweep, phases, roofline, write_pictures
+    from twostroke.planning.costs.pictures import batch_sweep, phases, roofline, write_pictures
     from twostroke.planning.queueing import rows_s
 
     decode, workload = best.layout.decode, request.workload

@@ -36,9 +36,9 @@ from twostroke.model.published.hardware import hardware_of
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import plan_for
+from twostroke.planning.costs.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
-from twostroke.planning.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.search import PlanConstraints, nowhere, profiles_of
 from twostroke.planning.trials import shares_of
 from twostroke.planning.workload import SLOTargets, Workload, sample_of

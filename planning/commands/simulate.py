@@ -45,9 +45,9 @@ from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
+from twostroke.planning.costs.profiles import PROFILES, profile_of
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.profiles import PROFILES, profile_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import WorkerCrash

@@ -5,7 +5,7 @@ import statistics
 
 import torch
 
-from twostroke.benchmarks import accuracy
+from twostroke.benchmarks.engines import accuracy
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 
 

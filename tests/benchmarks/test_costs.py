@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.benchmarks import costs as bench
+from twostroke.benchmarks.engines import costs as bench
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.step_costs import StepContent

@@ -17,9 +17,9 @@ from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.published.hardware import HARDWARE, read_hardware
 from twostroke.model.published.models import MODELS, published_model, read_models
 from twostroke.model.sizes import weight_bytes
-from twostroke.planning import literature
-from twostroke.planning.literature import checked, read_rows
-from twostroke.planning.tables import tables
+from twostroke.planning.costs import literature
+from twostroke.planning.costs.literature import checked, read_rows
+from twostroke.planning.costs.tables import tables
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 

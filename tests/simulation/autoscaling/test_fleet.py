@@ -14,7 +14,7 @@ from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarseRequest
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import WorkerProfile

@@ -17,7 +17,7 @@ from tests.simulation.autoscaling.compare import (
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.planning.coarse.workers import SETTINGS, CoarseDecodeWorker, CoarseRequest
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator import deployment

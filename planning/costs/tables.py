@@ -7,8 +7,8 @@ from twostroke.model.operations import decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB, HARDWARE, Hardware
 from twostroke.model.published.models import MODELS, published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
-from twostroke.planning.literature import LiteratureFigure, checked
-from twostroke.planning.roofline import (
+from twostroke.planning.costs.literature import LiteratureFigure, checked
+from twostroke.planning.costs.roofline import (
     kv_bytes,
     largest_batch,
     tpot_floor_s,

@@ -3,11 +3,11 @@
 import argparse
 from typing import Any
 
-from twostroke.benchmarks.engine import SWEPT, decodes, in_turns, medians
+from twostroke.benchmarks.engines.engine import SWEPT, decodes, in_turns, medians
 from twostroke.model.load import LoadedEngine
 from twostroke.model.this_machine import LimitsMeter
-from twostroke.planning.pictures import batch_sweep
-from twostroke.planning.roofline import knee
+from twostroke.planning.costs.pictures import batch_sweep
+from twostroke.planning.costs.roofline import knee
 from twostroke.protocol.errors import ConfigError
 
 

@@ -23,7 +23,7 @@ from twostroke.model.operations import decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB, Hardware
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.baselines import WAYS, BaselineResult, Tokens, Way, serve_way
-from twostroke.planning.roofline import (
+from twostroke.planning.costs.roofline import (
     Interference,
     WorkerHardware,
     as_mha,

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from twostroke.benchmarks.console import conclude, positive, say, write_json
-from twostroke.benchmarks.engine import BLOCK_SIZE, MODELS, decode_step, prompt_step, write_random_model
+from twostroke.benchmarks.engines.engine import BLOCK_SIZE, MODELS, decode_step, prompt_step, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.hardware import prefill_machine
+from twostroke.benchmarks.engines.hardware import prefill_machine
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import Quantization
@@ -180,7 +180,9 @@ def run(args: argparse.Namespace) -> int:
             figures = asyncio.run(_measure_pair(load(), load(args.against), args))
         elif args.sweep is not None:
             print(f"{args.model}, {held}, {args.way}, contexts of {args.context} tokens")
-            from twostroke.benchmarks.sweep import measure_sweep  # which draws; hosts of GPUs have no matplotlib
+            from twostroke.benchmarks.engines.sweep import (
+                measure_sweep,  # which draws; hosts of GPUs have no matplotlib
+            )
 
             figures = asyncio.run(measure_sweep(load(), args))
         else:

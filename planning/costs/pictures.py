@@ -20,8 +20,8 @@ from twostroke.loadtests.report.chart import (
 from twostroke.model.config import ModelShape
 from twostroke.model.operations import Held, Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB
-from twostroke.planning.capacity import SWEEP, CapacityCase, sweep
-from twostroke.planning.roofline import WorkerHardware, as_mha, kv_bytes
+from twostroke.planning.costs.capacity import SWEEP, CapacityCase, sweep
+from twostroke.planning.costs.roofline import WorkerHardware, as_mha, kv_bytes
 from twostroke.protocol.errors import ConfigError
 
 

@@ -21,9 +21,9 @@ from twostroke.model.published.hardware import HARDWARE, Hardware
 from twostroke.model.published.models import published_model
 from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.baselines import BaselineResult
-from twostroke.planning.capacity import CapacityCase, border, continuous_gain, model_of_numbers, serve_ways
-from twostroke.planning.profiles import SMALL
-from twostroke.planning.roofline import (
+from twostroke.planning.costs.capacity import CapacityCase, border, continuous_gain, model_of_numbers, serve_ways
+from twostroke.planning.costs.profiles import SMALL
+from twostroke.planning.costs.roofline import (
     WorkerHardware,
     as_mha,
     batch_limits,

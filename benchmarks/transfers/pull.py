@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from twostroke.benchmarks.console import say
-from twostroke.benchmarks.engine import MODELS
-from twostroke.benchmarks.worker_process import Hosted, HostProcess
+from twostroke.benchmarks.engines.engine import MODELS
+from twostroke.benchmarks.transfers.worker_process import Hosted, HostProcess
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
