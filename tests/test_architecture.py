@@ -113,6 +113,7 @@ INNER_ORDER = {
         {"routing"},
         {"health", "observe"},
         {"slo", "channels", "text"},
+        {"attempt_events"},
         {"fleet"},
     ),
     "cluster": (

@@ -44,8 +44,8 @@ from twostroke.protocol.requests import (
     TokenEvent,
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import SequenceStages
 
@@ -247,15 +247,14 @@ class ProcessFleet:
         self._by_peer: dict[Peer, HostProcess] = {}
         self._infos: list[WorkerInfo] = []
         router, secret = Peer("router", draw_epoch()), SECRET.encode()
-        self._channels = TokenChannels(network=TcpNetwork(secret), peer=router, clock=time.monotonic)
-        self._pipeline = Pipeline(
-            fleet=self,
-            channels=self._channels,
-            secret=secret,
-            clock=time.monotonic,
+        knowledge = FleetKnowledge(
+            network=TcpNetwork(secret),
             router=router,
+            clock=time.monotonic,
             config=PipelineConfig(pulls=False, decodes_alone=len(settings) == 1),
         )
+        self._channels = knowledge.channels
+        self._pipeline = Pipeline(fleet=self, knowledge=knowledge, secret=secret)
 
     async def start(self) -> None:
         """Side by side. Raises WorkerLost where one doesn't come to serve."""
@@ -277,7 +276,7 @@ class ProcessFleet:
         reply: PrefillReply = await self._by_peer[worker].call("prefill", request, ticket)
         return reply
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         reply: PrefillReply = await self._by_peer[worker].call("read", request)
         return reply
 

@@ -101,7 +101,7 @@ class _WorkerReplica(Generic[WorkerT]):
             await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         """Score a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
         another."""
         return await self._meant(worker).read(request)

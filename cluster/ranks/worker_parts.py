@@ -16,9 +16,8 @@ from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
 from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
 from twostroke.protocol.messages import most_step_bytes
-from twostroke.protocol.network import Network
+from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:

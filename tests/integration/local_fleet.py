@@ -23,6 +23,7 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Pref
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import SequenceStages
 
@@ -83,7 +84,7 @@ class LocalFleet:
         assert isinstance(called, PrefillWorker)
         return await called.prefill(request, ticket, pull)
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         return await self.by_peer[worker].read(request)
 
     async def decode(
@@ -148,17 +149,10 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
         for number in range(0 if shape.transport is None else shape.num_prefill):
             await _add_worker(stack, folder, shape, "prefill", f"prefill-{number}", fleet)
         router = Peer("router", draw_epoch())
-        channels = TokenChannels(network=network, peer=router, clock=time.monotonic)
-        stack.push_async_callback(channels.close)
-        pipeline = Pipeline(
-            fleet=fleet,
-            channels=channels,
-            secret=SECRET,
-            clock=time.monotonic,
-            router=router,
-            config=shape.pipeline,
-        )
-        yield Served(fleet, pipeline, channels)
+        knowledge = FleetKnowledge(network=network, router=router, clock=time.monotonic, config=shape.pipeline)
+        stack.push_async_callback(knowledge.channels.close)
+        pipeline = Pipeline(fleet=fleet, knowledge=knowledge, secret=SECRET)
+        yield Served(fleet, pipeline, knowledge.channels)
 
 
 def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shape: Shape | None = None) -> Answer:

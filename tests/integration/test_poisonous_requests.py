@@ -184,7 +184,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
             asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
             *beside, failed = await asyncio.gather(
                 *asked,
-                served.fleet.read(info.peer, msgspec.structs.replace(read, max_tokens=1)),
+                served.fleet.score_prompt(info.peer, msgspec.structs.replace(read, max_tokens=1)),
                 return_exceptions=True,
             )
             assert isinstance(failed, RequestError), failed

@@ -1,4 +1,4 @@
-"""What goes wrong as the official `openai` client meets it; what goes right: tests/e2e."""
+"""Errors as the official `openai` client meets them. Successes: tests/e2e."""
 
 import asyncio
 
