@@ -5,9 +5,9 @@ from typing import Annotated
 from annotated_types import Ge, Le, Lt
 from pydantic import NonNegativeFloat, model_validator
 
-from twostroke.decode_worker.preemption import Preemption
 from twostroke.protocol.settings import Count, Interval
 from twostroke.worker.config import WorkerConfig
+from twostroke.worker.scheduling.preemption import PreemptionMode
 
 
 class DecodeConfig(WorkerConfig):
@@ -34,7 +34,7 @@ class DecodeConfig(WorkerConfig):
     watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
     """Share of the blocks that is left free on admission, for running requests to grow into. Raise it where requests
     are preempted often."""
-    preemption: Preemption = "auto"
+    preemption: PreemptionMode = "auto"
     """What becomes of the youngest request's KV where blocks run out: dropped and computed again later, or copied to
     host memory and back. auto: what costs less time by this worker's own rates; without `swap_gib` it is always
     `recompute`."""

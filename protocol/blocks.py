@@ -96,7 +96,7 @@ class NameChanges:
 
 
 class NamedBlocks(Protocol):
-    """What of a block pool is told: worker/block_pool.py, which this package can't know."""
+    """What of a block pool is told: worker/scheduling/block_pool.py, which this package can't know."""
 
     num_blocks: int
 

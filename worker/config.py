@@ -6,7 +6,7 @@ A file of its own, so that reading a configuration loads nothing of what a worke
 from pydantic import Field, NonNegativeFloat
 
 from twostroke.protocol.settings import Count, Interval, Section
-from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.token_server import TokenServerConfig
 
 

@@ -6,9 +6,9 @@ of life; the router's are its Pings.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from annotated_types import Ge
 from pydantic import model_validator
@@ -67,30 +67,36 @@ class TokenServerConfig(Section):
         return self
 
 
-@dataclass(frozen=True)
-class TokenServerCallbacks:
-    """What the worker wants to hear. All are called on the event loop and must not wait."""
+class TokenServerWorker(Protocol):
+    """The worker as its token server sees it. No call waits."""
 
-    cancel: Callable[[str], None]  # a request id
-    prefill_failed: Callable[[str], None]  # a request id
-    send_prefix: Callable[[Ticket, Sequence[int], bytes, LogContext], None]  # where to, the prefix's tokens, its salt
-    router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
-    stats: Callable[[], WorkerStats]  # asked for the worker's numbers
-    drain: Callable[[], None] = lambda: None  # the worker is being taken down
+    def cancel(self, request_id: str) -> None: ...
+
+    def prefill_failed(self, request_id: str) -> None: ...
+
+    def send_prefix(
+        self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext
+    ) -> None: ...
+
+    def router_lost(self, router_id: str) -> None: ...
+
+    def stats(self) -> WorkerStats: ...
+
+    def leave(self) -> None: ...
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class TokenServer:
-    """Accepts routers, sends them token frames and statistics, and hears what they want.
+    """Accepts routers, sends them token frames and statistics, and passes their requests to the worker.
 
-    Routers that ask are told of the names in the prefix cache of `blocks`. What one router says of requests that take
-    workers down the others are told, now or when they come; the worker itself makes nothing of it.
+    Routers that ask get the names in the prefix cache of `blocks`. What one router reports of requests that take
+    workers down is passed on to the others, now or when they connect; the worker itself does nothing with it.
     """
 
+    worker: TokenServerWorker
     peer: Peer
     network: Network
     config: TokenServerConfig
-    callbacks: TokenServerCallbacks
     blocks: NamedBlocks
     clock: Clock
     _listener: Listener | None = field(default=None, init=False)
@@ -130,9 +136,9 @@ class TokenServer:
         """Tell the request's router that its KV has not reached the decode worker. Dropped as events are."""
         self._tell(router_id, KVNotSent(request_id))
 
-    def tell_stats(self) -> None:
+    def send_stats(self) -> None:
         """Send the worker's numbers to all routers now, ahead of their time."""
-        frame = StatsFrame(self.callbacks.stats())
+        frame = StatsFrame(self.worker.stats())
         for router_id in list(self._routers):
             self._tell(router_id, frame)
 
@@ -176,7 +182,7 @@ class TokenServer:
         try:
             connection.send(Welcome(self.peer))
             connection.send(Convicted(self._verdicts.to_tell()))
-            connection.send(StatsFrame(self.callbacks.stats()))
+            connection.send(StatsFrame(self.worker.stats()))
         except ConnectionLost:
             return None
         self._routers[router_id] = connection
@@ -206,13 +212,13 @@ class TokenServer:
             silence.end()
             match message:
                 case Cancel(request_id):
-                    self.callbacks.cancel(request_id)
+                    self.worker.cancel(request_id)
                 case Drain():
-                    self.callbacks.drain()
+                    self.worker.leave()
                 case PrefillFailed(request_id):
-                    self.callbacks.prefill_failed(request_id)
+                    self.worker.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt, log_context):
-                    self.callbacks.send_prefix(ticket, token_ids, cache_salt, log_context)
+                    self.worker.send_prefix(ticket, token_ids, cache_salt, log_context)
                 case ReportBlocks():
                     self._block_reports.begin(router_id, connection)
                 case Convicted(verdicts):
@@ -232,7 +238,7 @@ class TokenServer:
         while True:
             await asyncio.sleep(self.config.stats_interval_s)
             if self._routers:
-                self.tell_stats()
+                self.send_stats()
 
     def _tell(self, router_id: str, message: _ToRouter) -> None:
         if (connection := self._routers.get(router_id)) is not None:
@@ -258,4 +264,4 @@ class TokenServer:
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        self.callbacks.router_lost(router_id)
+        self.worker.router_lost(router_id)

@@ -33,7 +33,7 @@ from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
 from twostroke.simulator.memory_network import MemoryConnection
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.token_server import TokenServerConfig
 
 LONG_S = 20 * TRANSFERS.progress_s
@@ -141,7 +141,7 @@ async def test_kept_kv_is_given_up_with_its_request(rig: Rig, end: str) -> None:
             rig.engine.released.set()
     message = await told(rig.prefill, Awaited | Grant | Abort)
     assert isinstance(message, Abort)
-    assert rig.worker._receiver._kept == set()
+    assert rig.worker._deps.receiver._kept == set()
     rig.engine.released.set()
     with suppress(WorkerLost):
         await busy
@@ -173,7 +173,7 @@ async def test_kept_kv_is_given_up_with_its_worker(rig: Rig) -> None:
         await rig.worker.stop()
         with pytest.raises(TransferFailed):
             await transfer.done()
-    assert rig.worker._receiver._kept == set()
+    assert rig.worker._deps.receiver._kept == set()
     for task in (busy, call):
         with pytest.raises(WorkerLost):
             await task
@@ -253,7 +253,7 @@ async def test_a_failure_told_of_kv_that_has_come_changes_nothing(rig: Rig, when
         def count_and_tell(ended: IncomingTransfer) -> None:
             """Before the worker has looked at the end."""
             count(ended)
-            rig.worker._prefill_failed("r")
+            rig.worker.prefill_failed("r")
 
         if when == "as it is verified":
             incoming._on_ended = count_and_tell

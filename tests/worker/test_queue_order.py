@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import (
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.job import Turn
+from twostroke.worker.scheduling.preemption import jobs_to_preempt
+from twostroke.worker.scheduling.queue_order import (
     ANSWER_TOKENS_PER_S,
     LEAST_AHEAD,
     LEAST_SHARE,
@@ -17,9 +19,8 @@ from twostroke.worker.queue_order import (
     QueuePolicy,
     turn_of,
     turns,
-    who_gives_way,
 )
-from twostroke.worker.sequence import SequenceState, Turn
+from twostroke.worker.scheduling.sequence import SequenceState
 
 NOTHING = Promise()
 
@@ -197,7 +198,7 @@ def holder(pool: BlockPool, num_blocks: int) -> Holder:
 def test_no_more_give_way_than_it_takes_and_nobody_where_it_helps_nobody(missing: int, chosen: list[int]) -> None:
     pool = BlockPool(20, 1)
     holders = [holder(pool, 2), holder(pool, 3), holder(pool, 8)]
-    assert who_gives_way(holders, missing, pool) == [holders[i] for i in chosen]
+    assert jobs_to_preempt(holders, missing, pool) == [holders[i] for i in chosen]
 
 
 def test_blocks_that_others_hold_too_would_not_come_free() -> None:
@@ -206,5 +207,5 @@ def test_blocks_that_others_hold_too_would_not_come_free() -> None:
     for number, block_id in enumerate(one.sequence.block_ids[:2]):
         pool.publish(block_id, bytes([number]))
     pool.match([b"\0", b"\1"])
-    assert who_gives_way([one], 1, pool) == [one]
-    assert who_gives_way([one], 2, pool) == []
+    assert jobs_to_preempt([one], 1, pool) == [one]
+    assert jobs_to_preempt([one], 2, pool) == []

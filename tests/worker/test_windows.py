@@ -9,8 +9,8 @@ from tests.worker.test_sequence import request
 from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.protocol.blocks import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups, group_layers, group_table
-from twostroke.worker.block_pool import BlockPool, OutOfBlocks
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.scheduling.sequence import SequenceState
 
 SIZE, STEP = 4, 8
 GEMMA = group_layers((1024, 1024, 1024, 1024, 1024, 0) * 4 + (1024, 1024))

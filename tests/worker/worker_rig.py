@@ -45,7 +45,7 @@ from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingP
 from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.pulls import PrefixExports, Transfers
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.worker import WorkerDeps
 
 SECRET = b"a secret of tests"
@@ -199,15 +199,15 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
     pool, engine = parts.pool, FakeEngine(parts.store, swap_space)
-    equipment = WorkerDeps(
+    deps = WorkerDeps(
         peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
     )
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
-        worker = PrefillWorker(PrefillConfig(**config), equipment)
+        worker = PrefillWorker(PrefillConfig(**config), deps)
     else:
         config = {"max_batch": 8, "max_step_tokens": 16} | config
-        worker = DecodeWorker(DecodeConfig(**config), equipment, swap_space)
+        worker = DecodeWorker(DecodeConfig(**config), deps, swap_space)
     rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
     await rig.connect_router()
     try:
@@ -261,7 +261,7 @@ class Source:
 
     def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
         """As PrefixExports.send."""
-        return self.exports.send(ticket, request.token_ids, request.cache_salt, request.log_context)
+        return self.exports.send_prefix(ticket, request.token_ids, request.cache_salt, request.log_context)
 
     def offer(self, request: GenerateRequest) -> Ticket:
         """Send what is cached of a request to the rig's worker, which is to be told so with this ticket."""
@@ -282,7 +282,7 @@ class Source:
                 await transfer.done()
             sequence.reset(self.parts.pool)
 
-        self.transfers.see(see_off(), "hand over")
+        self.transfers.track(see_off(), "hand over")
         return transfer, token
 
     def vanish(self) -> None:
@@ -297,7 +297,7 @@ async def source_beside(
 ) -> AsyncIterator[Source]:
     """It has the blocks of so many tokens of a request cached. Afterwards nothing of it may be left."""
     parts = make_parts(peer, rig.fabric, rig.links, block_size=block_size)
-    transfers = Transfers(lambda: None)
+    transfers = Transfers()
     exports = PrefixExports(sender=parts.sender, pool=parts.pool, transfers=transfers)
     try:
         source = Source(rig, peer, parts, exports, transfers)
@@ -306,7 +306,7 @@ async def source_beside(
         yield source
     finally:
         await parts.sender.close()
-        await transfers.ended()
+        await transfers.all_ended()
         await parts.close()
         assert parts.pool.owned_blocks == 0
         parts.pool.check_integrity()

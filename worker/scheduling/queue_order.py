@@ -23,11 +23,11 @@ while higher ones waited is spared: it would else be thrown out as often as it i
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal
 
 from twostroke.protocol.requests import Promise
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import Turn, WorkerJob
+from twostroke.worker.scheduling.job import Turn, WorkerJob
 
 LEAST_SHARE = 0.02  # of a class that has been promised less: it must get on, too
 MOST_SHARE = 0.9
@@ -73,9 +73,6 @@ LEAST_AHEAD = 64  # tokens: chunks that a class gets before higher ones are no s
 NO_LIMIT = 1 << 62  # tokens
 
 
-JobT = TypeVar("JobT", bound=WorkerJob)
-
-
 def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> Turn:
     """The job's turn under a policy; so many tokens of its answer are expected to be computed here."""
     promise = job.request.promise
@@ -96,13 +93,13 @@ def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) 
     return arrived_at + min(later_s, MOST_OVERTAKING_S)
 
 
-def turns(ready: Sequence[Sequence[JobT]], shares: ClassShares) -> Iterator[tuple[JobT, int]]:
+def turns(ready: Sequence[Sequence[WorkerJob]], shares: ClassShares) -> Iterator[tuple[WorkerJob, int]]:
     """Everybody in order, each with the tokens that it may be given in this turn; `ready` are lists in that order.
 
     First come those whose class has saved enough, each with what is saved: a job may come twice.
     """
     if shares:
-        firsts: dict[str, JobT] = {}
+        firsts: dict[str, WorkerJob] = {}
         for jobs in ready:
             for name, job in {job.request.promise.class_name: job for job in reversed(jobs)}.items():
                 firsts[name] = min(firsts.get(name, job), job, key=_turn)
@@ -118,38 +115,47 @@ def _turn(job: WorkerJob) -> Turn:
     return job.turn
 
 
-def rank(job: WorkerJob) -> tuple[bool, int, int]:
-    """Whose blocks go first, where they must: the smallest."""
-    return (job.keeps_blocks, job.request.promise.priority, -job.arrival)
+# --- predicted lengths of answers, for sjf ---
+
+FIRST_GUESS = 100.0  # tokens, before any answer has ended
+WEIGHT = 0.05  # of an answer that has ended, in a mean of many
+
+Group = tuple[str | int, ...]
 
 
-def who_yields(waiting: WorkerJob, running: Iterable[JobT], missing_blocks: int, pool: BlockPool) -> list[JobT]:
-    """Those of lower classes that together free so many blocks for one who waits; nobody where they can't."""
-    priority = waiting.request.promise.priority
-    lower = [job for job in running if job.request.promise.priority < priority and not job.keeps_blocks]
-    return who_gives_way(sorted(lower, key=rank), missing_blocks, pool)
+@dataclass(slots=True)
+class _Mean:
+    """A mean in which the last answers count more than those long ago."""
+
+    tokens: float = 0.0
+    num_answers: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.num_answers += 1
+        self.tokens += max(WEIGHT, 1 / self.num_answers) * (tokens - self.tokens)
 
 
-def who_gives_way(candidates: Iterable[JobT], missing_blocks: int, pool: BlockPool) -> list[JobT]:
-    """The first of the candidates that together free so many blocks; nobody where all of them would not.
+@dataclass(slots=True)
+class AnswerLengths:
+    """Predicts the lengths of answers, and learns from each one that ends."""
 
-    Those who turn out not to be needed are spared. So each one's blocks are needed, and none can come straight back.
-    """
-    chosen: list[tuple[JobT, int]] = []
-    freed = 0
-    for job in candidates:
-        if freed >= missing_blocks:
-            break
-        own = pool.num_freed(job.sequence.block_ids)
-        if own:
-            chosen.append((job, own))
-            freed += own
-    if freed < missing_blocks:
-        return []
-    needed: list[JobT] = []
-    for job, own in chosen:
-        if freed - own >= missing_blocks:
-            freed -= own
-        else:
-            needed.append(job)
-    return needed
+    _means: dict[Group, _Mean] = field(default_factory=dict)
+
+    def expected(self, class_name: str, num_prompt_tokens: int) -> float:
+        """Tokens of the answer to such a prompt."""
+        return next(
+            (self._means[group].tokens for group in _groups(class_name, num_prompt_tokens) if group in self._means),
+            FIRST_GUESS,
+        )
+
+    def ended(self, class_name: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """An answer has ended after so many tokens."""
+        for group in _groups(class_name, num_prompt_tokens):
+            self._means.setdefault(group, _Mean()).add(num_tokens)
+
+
+def _groups(class_name: str, num_prompt_tokens: int) -> Iterator[Group]:
+    """The groups that a request belongs to, the narrowest first."""
+    yield (class_name, num_prompt_tokens.bit_length())
+    yield (class_name,)
+    yield ()

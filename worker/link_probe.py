@@ -15,13 +15,13 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, Ticket
-from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.pulls import Transfers
+from twostroke.worker.scheduling.block_pool import BlockPool
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LinkProbe:
     """One worker's part in trial transfers. It takes at most half of the free blocks, and waits for none.
 
@@ -49,7 +49,7 @@ class LinkProbe:
 
     async def _owned(self, trial: Coroutine[Any, Any, T]) -> T:
         """Run the trial in a task of ours, which sees its transfer to the end even where the caller is cancelled."""
-        task = self.transfers.see(trial, "probe")
+        task = self.transfers.track(trial, "probe")
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -9,41 +9,50 @@ given and has not finished: one that runs, and perhaps the next behind it.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.step_costs import StepContent
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, eq=False)
+class SteppingWorker(Protocol):
+    """The worker as its step loop sees it. Only `step` and `hang_up` wait."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def is_ahead(self) -> bool: ...
+
+    async def step(self) -> bool: ...
+
+    def fail_all(self, reason: str) -> None: ...
+
+    async def hang_up(self) -> None: ...
+
+
+@dataclass(eq=False)
 class StepLoop:
-    """Calls `step` again and again. The first exception ends that for good: the worker has died.
+    """Calls the worker's `step` again and again. The first exception ends that for good: the worker has died."""
 
-    Of what it calls, only `step` and `hang_up` wait.
-    """
-
+    worker: SteppingWorker
     worker_id: str  # for messages
     pools: Sequence[BlockPool]  # checked where the worker is idle
     clock: Clock
     config: WorkerConfig
-    step: Callable[[], Awaitable[bool]]  # run one step; whether there was anything to do
-    is_busy: Callable[[], bool]  # whether any call, transfer or trial is under way
-    is_ahead: Callable[[], bool]  # whether `step` has begun another step than the one it saw end
-    died: Callable[[str], None]  # the engine died, for this reason: fail every request
-    hang_up: Callable[[], Coroutine[Any, Any, None]]  # close the token channel
     is_draining: bool = field(default=False, init=False)
-    """Whether the worker takes no new requests, since it is to end, or a router has said so."""
+    """True while the worker takes no new requests, since it is to end, or a router has said so."""
     _is_ending: bool = field(default=False, init=False)  # draining, and for good
     _is_stopping: bool = field(default=False, init=False)
     _task: "asyncio.Task[None] | None" = field(default=None, init=False)
@@ -87,18 +96,18 @@ class StepLoop:
         if self.is_draining:
             raise WorkerLeaving(f"worker {self.worker_id} is draining")
 
-    def take_no_more(self) -> None:
-        """Let no new request in, unless the worker is to `stay`."""
+    def stop_taking_requests(self) -> None:
+        """Refuse new requests, until `resume`."""
         self.is_draining = True
 
-    def stay(self) -> None:
-        """Let requests in again: whoever has said that the worker is taken down was wrong. Not once it is to end."""
+    def resume(self) -> None:
+        """Take requests again, unless the worker is to end."""
         self.is_draining = self._is_ending
 
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
         self._is_ending = self.is_draining = True
-        if self._task is not None and not self._task.done() and self.is_busy():
+        if self._task is not None and not self._task.done() and self.worker.is_busy:
             self._quiet.clear()
             self._work.set()
             await self._quiet.wait()
@@ -128,12 +137,12 @@ class StepLoop:
 
     async def _run(self) -> None:
         try:
-            while not self._is_stopping or self.is_ahead():
+            while not self._is_stopping or self.worker.is_ahead:
                 self._work.clear()
-                if self._engine_loss is not None and not self.is_ahead():
+                if self._engine_loss is not None and not self.worker.is_ahead:
                     raise self._engine_loss
                 self._step_began = self.clock()
-                has_stepped = await self.step()
+                has_stepped = await self.worker.step()
                 self._step_began = None
                 if not has_stepped:
                     self._idle()
@@ -143,13 +152,13 @@ class StepLoop:
         except BaseException as error:  # a panic in Rust is no Exception, and must not end the loop in silence
             _log.exception("the step loop has died")
             self._failure = error
-            self.died(f"the engine of worker {self.worker_id} died: {error!r}")
+            self.worker.fail_all(f"the engine of worker {self.worker_id} died: {error!r}")
             self._quiet.set()
             # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
-            self._hanging_up = asyncio.create_task(self.hang_up(), name="hang up")
+            self._hanging_up = asyncio.create_task(self.worker.hang_up(), name="hang up")
 
     def _idle(self) -> None:
-        if self.is_busy():
+        if self.worker.is_busy:
             return
         self._quiet.set()
         now = self.clock()

@@ -3,14 +3,11 @@
 Both roles build on this. No torch, no I/O; the owner of a sequence ends it with `reset`, on every path.
 """
 
-from dataclasses import dataclass, field
-from enum import Enum, auto
-
 from twostroke.model.step import Constraint, Draw, PromptReading, RowFault, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
-from twostroke.worker.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 
 
 class SequenceState:
@@ -320,111 +317,3 @@ class SequenceState:
         if self._token_counts is None and is_penalised(self.request.sampling):
             self._token_counts = TokenCounts(self.token_ids, self.request.num_prompt_tokens)
         return self._token_counts
-
-
-class Phase(Enum):
-    """Where a request stands on a worker."""
-
-    WAITING = auto()  # holds no blocks
-    TRANSFERRING = auto()  # holds the prompt's blocks; their KV, or that of the first of them, is on its way
-    RUNNING = auto()  # in every step that has a place for it, with a chunk of tokens not computed yet or its last token
-    ENDED = auto()  # finished, failed or aborted
-
-
-Turn = tuple[float, ...]
-"""A place in the queue: the smallest goes first (worker/queue_order.py)."""
-
-
-@dataclass(eq=False, slots=True)
-class WorkerJob:
-    """One request between its arrival and the release of its blocks. Only the scheduler changes it."""
-
-    sequence: SequenceState
-    arrived_at: float  # in seconds of the worker's clock
-    awaits_offer: bool = False  # another worker may offer its beginning: not to be admitted yet
-    awaits_grammar: bool = False  # its grammar is being compiled: not to be admitted yet
-    arrival: int = 0  # 0, 1, 2, ...: the order in which requests came
-    num_uncached: int = 0  # tokens that were not in the prefix cache when it came
-    turn: Turn = ()  # while it waits, or its prompt is computed
-    offered_tokens: int = 0  # how much of its beginning another worker offers; 0: nothing, or no longer wanted
-    phase: Phase = Phase.WAITING
-    # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
-    under_way: list[SequenceStep] = field(default_factory=list)
-    num_drawing: int = 0  # of those, the ones that draw a token
-    is_receiving: bool = False  # a transfer may be writing into its blocks
-    keeps_blocks: bool = False  # its class's share has brought it on: no higher class takes its blocks back
-    num_cached_tokens: int = 0  # found in the prefix cache on first admission, or pulled then
-    num_preemptions: int = 0
-
-    @property
-    def request(self) -> GenerateRequest:
-        return self.sequence.request
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase is Phase.ENDED
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has output tokens already: it was resumed, or gave way."""
-        return self.sequence.num_output_tokens > 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it may be admitted in its turn."""
-        return not (self.awaits_offer or self.awaits_grammar)
-
-    @property
-    def has_kv_coming(self) -> bool:
-        """Whether a transfer brings KV of it, which takes blocks but no place in a step."""
-        return self.offered_tokens > 0
-
-    @property
-    def num_indivisible(self) -> int:
-        """Tokens that it must be given at once, since their KV comes at once; 0 where chunks will do."""
-        return 0
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether its blocks may be read or written now, so that they must stay its own."""
-        return bool(self.under_way) or self.is_receiving
-
-    @property
-    def num_to_compute(self) -> int:
-        """Tokens whose KV is neither here nor on its way."""
-        if self.phase is Phase.TRANSFERRING:
-            return len(self.sequence.token_ids) - self.offered_tokens
-        return self.sequence.num_uncomputed
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens whose KV is computed, or will be by the steps under way."""
-        if not self.under_way:
-            return self.sequence.num_computed
-        last = self.under_way[-1]
-        return last.start + len(last.token_ids)
-
-    @property
-    def num_under_way(self) -> int:
-        """Tokens whose KV is being computed."""
-        return self.num_scheduled - self.sequence.num_computed
-
-    @property
-    def num_unscheduled(self) -> int:
-        """Tokens for steps to come, one that is being drawn included: 1 for a running decode."""
-        return len(self.sequence.token_ids) + self.num_drawing - self.num_scheduled
-
-    @property
-    def is_drawing_its_last(self) -> bool:
-        """Whether a step under way draws a token that ends the request whatever it is."""
-        num_drawing = self.num_drawing
-        return num_drawing > 0 and self.sequence.num_output_tokens + num_drawing >= self.request.max_tokens
-
-    def begin_step(self, step: SequenceStep) -> None:
-        """It has a part in the next step."""
-        self.under_way.append(step)
-        self.num_drawing += step.draw is not None
-
-    def end_step(self) -> None:
-        """The first of the steps under way has ended."""
-        self.num_drawing -= self.under_way.pop(0).draw is not None

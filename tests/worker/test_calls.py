@@ -13,14 +13,14 @@ from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import ScoringParams
 from twostroke.router.observe.log_format import JsonLines
-from twostroke.worker import call_log
+from twostroke.worker import calls
 
 CONTEXT = LogContext("a client's", "0af7651916cd43dd8448eb211c80319c", 0, 2, "prefill-0", "decode-0")
 
 
 def told(caplog: pytest.LogCaptureFixture) -> tuple[str, dict[str, object]]:
     """The message of the one line of a call, and all its fields."""
-    (line,) = [JsonLines({}).format(one) for one in caplog.records if one.name == call_log.__name__]
+    (line,) = [JsonLines({}).format(one) for one in caplog.records if one.name == calls.__name__]
     fields = json.loads(line)
     return fields["message"], fields
 
@@ -55,7 +55,9 @@ async def test_a_call_that_ends_otherwise_makes_one_line_too(
 ) -> None:
     caplog.set_level(logging.INFO, logger="twostroke")
     if how == "read":
-        await rig.worker.read(a_request(max_tokens=0, reading=ScoringParams(pooling="last"), log_context=CONTEXT))
+        await rig.worker.score_prompt(
+            a_request(max_tokens=0, reading=ScoringParams(pooling="last"), log_context=CONTEXT)
+        )
     else:
         call = begin(rig.ask(a_request(60, log_context=CONTEXT, grammar="none here" if how == "refused" else "")))
         await asyncio.sleep(0.0015)
@@ -94,7 +96,7 @@ def test_what_a_bug_or_a_wrong_request_says_is_not_told(
         raise error
 
     with pytest.raises(type(error), match="princess"):
-        asyncio.run(call_log.logged("decode", a_request(), lambda: 0.0, failing()))  # type: ignore[type-var]
+        asyncio.run(calls.logged("decode", a_request(), lambda: 0.0, failing()))  # type: ignore[type-var]
     message, fields = told(caplog)
     assert (message, fields["error"]) == (f"decode failed{words}", type(error).__name__)
 
@@ -103,7 +105,7 @@ def test_what_a_bug_or_a_wrong_request_says_is_not_told(
 def test_what_a_request_alone_has_failed_of_names_the_request(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call_log.failed_alone(a_request(log_context=CONTEXT), error)
+    calls.failed_alone(a_request(log_context=CONTEXT), error)
     message, fields = told(caplog)
     assert (fields["request_id"], fields["attempt"]) == ("a client's", 2)
     assert "of the prompt" not in message

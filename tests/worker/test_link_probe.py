@@ -14,8 +14,8 @@ from twostroke.kvtransfer.sides import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
 from twostroke.simulator.memory_transport import Parts
+from twostroke.worker.link_probe import LinkProbe, _links
 from twostroke.worker.pulls import Transfers
-from twostroke.worker.trials import LinkProbe, _links
 
 
 @dataclass
@@ -46,7 +46,7 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
 
     async def main(rig: Rig) -> None:
         parts = make_parts(DECODE, rig.fabric, rig.links)
-        transfers = Transfers(lambda: None)
+        transfers = Transfers()
         target = LinkProbe(
             pool=parts.pool,
             sender=parts.sender,
@@ -56,7 +56,7 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
         )
         await script(Scene(rig, parts, await parts.receiver.start("host"), target))
         await rig.worker.drain()
-        await transfers.ended()
+        await transfers.all_ended()
         assert rig.pool.owned_blocks == parts.pool.owned_blocks == 0
         await parts.close()
 

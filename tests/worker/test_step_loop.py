@@ -14,8 +14,8 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.simulator.virtual_loop import run_virtually
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
 
 
 class Scene:
@@ -25,21 +25,26 @@ class Scene:
         self.ended: list[float] = []
         self.told: list[str] = []
         self.failure: BaseException | None = None  # of the steps that end from now on
+        self.is_busy = True
         self._step_s = step_s
+        self._is_ahead = is_ahead
         clock = asyncio.get_running_loop().time
         self.life = StepLoop(
+            worker=self,
             worker_id="w",
             pools=(BlockPool(4, 4),),
             clock=clock,
             config=PrefillConfig(max_step_s=5.0, integrity_interval_s=1.0),
-            step=self._step,
-            is_busy=lambda: True,
-            is_ahead=lambda: is_ahead(len(self.ended)),
-            died=self.told.append,
-            hang_up=self._hang_up,
         )
 
-    async def _step(self) -> bool:
+    @property
+    def is_ahead(self) -> bool:
+        return self._is_ahead(len(self.ended))
+
+    def fail_all(self, reason: str) -> None:
+        self.told.append(reason)
+
+    async def step(self) -> bool:
         if not self._step_s:
             return False
         await asyncio.sleep(self._step_s)
@@ -48,7 +53,7 @@ class Scene:
             raise self.failure
         return True
 
-    async def _hang_up(self) -> None:
+    async def hang_up(self) -> None:
         """There is no token channel."""
 
 
