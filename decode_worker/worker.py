@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import DecodePolicy, StepBudget
-from twostroke.kvtransfer.sides import Incoming
+from twostroke.kvtransfer.ranks import Incoming
 from twostroke.protocol.errors import CallCancelled, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
@@ -214,13 +214,13 @@ class DecodeWorker(Worker[DecodeCall]):
     # --- KV from prefill workers ---
 
     def _await_offer(self, call: DecodeCall, ticket: Ticket) -> None:
-        self._offers.wait(ticket, came=lambda: self._offered(call))
+        self._offers.await_offer(ticket, on_offered=lambda: self._offered(call))
 
     def _offered(self, call: DecodeCall) -> None:
         self._scheduler.offered(call.job)
         self.admit_offered()
         if call.ticket is not None and call.incoming is None:
-            self._deps.receiver.keep(call.ticket)  # until there is room, or the request ends
+            self._deps.receiver.keep_offer(call.ticket)  # until there is room, or the request ends
 
     def _begin_transfer(self, call: DecodeCall) -> None:
         job, sequence = call.job, call.job.sequence
@@ -228,9 +228,9 @@ class DecodeWorker(Worker[DecodeCall]):
             return
         if call.ticket is None:
             call.ready_at = self._clock()
-            self._pulls.begin(job)
+            self._pulls.begin_pull(job)
             return
-        call.incoming = self._deps.receiver.expect(
+        call.incoming = self._deps.receiver.expect_transfer(
             call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
         )
         self._transfers.track(self._receive(call, call.incoming), f"receive {call.request.request_id}")
@@ -281,6 +281,6 @@ class DecodeWorker(Worker[DecodeCall]):
         if call.incoming is not None:
             call.incoming.abort(reason)
         elif call.ticket is not None:
-            self._offers.refuse(call.ticket)  # or the prefill worker would keep its blocks for nothing
+            self._offers.refuse_offer(call.ticket)  # or the prefill worker would keep its blocks for nothing
         if call.router_wait is not None:
             call.router_wait.cancel()

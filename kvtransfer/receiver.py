@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from twostroke.kvtransfer.link import PendingLink, ReceivingEnd, chunk_seal, pace_of
 from twostroke.kvtransfer.rules.layout import Cut, check_table, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
-from twostroke.kvtransfer.sides import RankSide
+from twostroke.kvtransfer.tickets import RankSide
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer
 from twostroke.kvtransfer.transports.choice import TransportChoice, choose_transport
@@ -105,7 +105,9 @@ class KVReceiver(RankSide):
         """End every connection and transfer, and wait until nothing can write into a block any more."""
         await finish(self._close())
 
-    def expect(self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_tokens: int) -> IncomingTransfer:
+    def expect_transfer(
+        self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_tokens: int
+    ) -> IncomingTransfer:
         """Let the KV of `num_tokens` tokens come into `block_ids`; never waits, and needs a running event loop.
 
         The first `skip_tokens` tokens are there already, whole blocks or all, and are not sent. The offer may have come
@@ -153,7 +155,7 @@ class KVReceiver(RankSide):
                 transfer.abort("the source has given the transfer up already")
         return transfer
 
-    def keep(self, ticket: Ticket) -> None:
+    def keep_offer(self, ticket: Ticket) -> None:
         """The ticket's request is here and waits for room: so do its offers, those still to come included.
 
         `expect` or `refuse` must follow. Without this an offer, and its source, wait for `progress_s` at most.
@@ -162,7 +164,7 @@ class KVReceiver(RankSide):
         for pending in self._offers.get(ticket.transfer_id, {}).values():
             self._keep(pending)
 
-    def refuse(self, ticket: Ticket) -> None:
+    def refuse_offer(self, ticket: Ticket) -> None:
         """The ticket's request will never be expected: an offer that waits for it, or is still to come, is aborted."""
         self._kept.discard(ticket.transfer_id)
         self._expected_tickets.use(ticket.transfer_id)

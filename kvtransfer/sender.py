@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from twostroke.kvtransfer.link import SendingEnd, chunk_seal, pace_of
 from twostroke.kvtransfer.rules.layout import Cut, RankPair, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
-from twostroke.kvtransfer.sides import LinkReport, RankSide
+from twostroke.kvtransfer.tickets import RankSide
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
 from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
@@ -42,6 +42,16 @@ SECOND_BEST_S = 300.0
 one transfer's prompt is computed at the target."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """How this rank sends to one rank of another worker."""
+
+    target: Peer
+    transport: str
+    why: str  # this transport, in words for people
+    missing: tuple[str, ...]  # for each better transport: what it would need
+
+
 @dataclass(kw_only=True, eq=False)
 class KVSender(RankSide):
     """Opens transfers, and keeps one connection for each rank of each worker that this rank sends to."""
@@ -53,7 +63,7 @@ class KVSender(RankSide):
         self._transfers: dict[OutgoingTransfer, None] = {}
         self._opened_tickets = self.new_tickets()
 
-    def open(
+    def begin_transfer(
         self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
     ) -> OutgoingTransfer:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
@@ -95,7 +105,7 @@ class KVSender(RankSide):
             connection.add(transfer.add_lane(lane.target_rank, lane.layers, connection))
         return transfer
 
-    def decline(self, ticket: Ticket, reason: str) -> None:
+    def decline_transfer(self, ticket: Ticket, reason: str) -> None:
         """Tell the ticket's target, where it can be reached, that nothing will come. Never waits.
 
         Raises ValueError for a ticket that names another source.

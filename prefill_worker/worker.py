@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import msgspec
 
-from twostroke.kvtransfer.sides import Outgoing
+from twostroke.kvtransfer.ranks import Outgoing
 from twostroke.model.step import OnLayer
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy
@@ -143,13 +143,15 @@ class PrefillWorker(Worker[PrefillCall]):
         job = call.job
         call.started_at = self._clock()
         if job.is_receiving:
-            self._pulls.begin(job)
+            self._pulls.begin_pull(job)
         if call.ticket is not None:
             sequence = job.sequence
             num_there = sequence.num_computed  # whole blocks, except for tokens that are still to be copied
             if sequence.awaits_copy:
                 num_there -= num_there % sequence.block_size
-            call.outgoing = self._deps.sender.open(call.ticket, len(sequence.token_ids), sequence.block_ids, num_there)
+            call.outgoing = self._deps.sender.begin_transfer(
+                call.ticket, len(sequence.token_ids), sequence.block_ids, num_there
+            )
             self._scheduler.begin_sending(job)
             self._transfers.track(self._await_send(call, call.outgoing), f"send {call.request.request_id}")
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ProbeTimes
@@ -61,7 +61,7 @@ class LinkProbe:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
                 began = self.clock()
-                transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
+                transfer = self.sender.begin_transfer(ticket, num_tokens, block_ids, num_tokens)
                 transfer.commit(None)
                 try:
                     await transfer.done()
@@ -75,7 +75,7 @@ class LinkProbe:
     async def _receive(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
-                incoming = self.receiver.expect(ticket, block_ids, num_tokens, 0)
+                incoming = self.receiver.expect_transfer(ticket, block_ids, num_tokens, 0)
                 try:
                     await incoming.verified()
                 except asyncio.CancelledError:

@@ -15,7 +15,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.ranks import Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.log_context import LogContext, about
@@ -83,33 +84,36 @@ class Pulls:
     _expected: dict[WorkerJob, Ticket] = field(default_factory=dict, init=False)  # offers neither taken nor refused
     _incoming: dict[WorkerJob, Incoming] = field(default_factory=dict, init=False)
 
-    def expect(self, job: WorkerJob, ticket: Ticket) -> None:
+    def await_offer(self, job: WorkerJob, ticket: Ticket) -> None:
         """Wait for the offer to a job that awaits one; it may be here already."""
         self._expected[job] = ticket
-        self.offers.wait(
-            ticket, self.wait_s, came=lambda: self._offered(job, ticket), missing=lambda: self._not_offered(job)
+        self.offers.await_offer(
+            ticket,
+            self.wait_s,
+            on_offered=lambda: self._offered(job, ticket),
+            on_missing=lambda: self._not_offered(job),
         )
 
-    def begin(self, job: WorkerJob) -> None:
+    def begin_pull(self, job: WorkerJob) -> None:
         """Let the offered KV into the blocks of a job that was admitted to pull."""
         sequence, num_tokens = job.sequence, job.offered_tokens
-        incoming = self._incoming[job] = self.receiver.expect(
+        incoming = self._incoming[job] = self.receiver.expect_transfer(
             self._expected.pop(job), sequence.block_ids, num_tokens, skip_tokens=sequence.num_computed
         )
         self.transfers.track(self._await_pull(job, incoming), f"pull {job.request.request_id}")
 
-    def refuse(self, job: WorkerJob) -> None:
+    def refuse_offer(self, job: WorkerJob) -> None:
         """Take no offer any more. Harmless where none is expected, or it is taken already."""
         ticket = self._expected.pop(job, None)
         if ticket is not None:
-            self.offers.refuse(ticket)
+            self.offers.refuse_offer(ticket)
 
-    def give_up(self, job: WorkerJob, reason: str) -> None:
+    def give_up_pull(self, job: WorkerJob, reason: str) -> None:
         """Nobody wants the job's prefix any more, wherever its pull stands. Its blocks may be written a little longer.
 
         Harmless where nothing is pulled.
         """
-        self.refuse(job)
+        self.refuse_offer(job)
         if job in self._incoming:
             self._incoming[job].abort(reason)
 
@@ -122,7 +126,7 @@ class Pulls:
         self.worker.admit_offered()
 
     def _not_offered(self, job: WorkerJob) -> None:
-        self.refuse(job)
+        self.refuse_offer(job)
         self.scheduler.no_prefix(job)
         self.worker.wake()
 
@@ -160,12 +164,12 @@ class PrefixExports:
             block_ids = []
         if not block_ids:
             try:
-                self.sender.decline(ticket, "nothing of the prefix is cached any more")
+                self.sender.decline_transfer(ticket, "nothing of the prefix is cached any more")
             except ValueError as error:
                 _log.warning("asked for a prefix with a ticket that can't be: %s", error, extra=about(log_context))
             return False
         num_tokens = len(block_ids) // self.pool.groups.count * self.pool.block_size
-        transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
+        transfer = self.sender.begin_transfer(ticket, num_tokens, block_ids, num_tokens)
         transfer.commit(None)
         self.transfers.track(
             self._await_send(transfer, block_ids, about(log_context, tokens=num_tokens)),

@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
-from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
 from twostroke.model.operations import MachineLimits
 from twostroke.model.step import Constraint, Engine, OnLayer
 from twostroke.model.step_work import StepWork
@@ -301,7 +302,7 @@ class Worker(ABC, Generic[CallT]):
             yield
         except RequestError:
             if pull is not None:
-                self._offers.refuse(pull)
+                self._offers.refuse_offer(pull)
             raise
 
     def _begin_call(self, call: CallT, pull: Ticket | None = None) -> None:
@@ -314,7 +315,7 @@ class Worker(ABC, Generic[CallT]):
             compiling.add_done_callback(self._compiling.discard)
             call.compiling = compiling
         if pull is not None:
-            self._pulls.expect(call.job, pull)
+            self._pulls.await_offer(call.job, pull)
 
     async def _reply_to(self, call: CallT, reply: "asyncio.Future[ReplyT]") -> ReplyT:
         """Wait for the reply to a call that has begun. Being cancelled aborts the call."""
@@ -361,7 +362,7 @@ class Worker(ABC, Generic[CallT]):
         `error` is raised to the call's awaiter, where there still is one.
         """
         self._give_up_transfers(call, reason)
-        self._pulls.give_up(call.job, reason)
+        self._pulls.give_up_pull(call.job, reason)
         if call.job.has_ended:
             return
         self._counters.aborted_requests += 1
@@ -429,7 +430,7 @@ class Worker(ABC, Generic[CallT]):
 
     def _begin_transfers(self, admitted: Admitted) -> None:
         for job in admitted.declined:
-            self._pulls.refuse(job)
+            self._pulls.refuse_offer(job)
         for job in admitted.jobs:
             self._begin_transfer(self._call_of(job))
 

@@ -22,7 +22,7 @@ from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
-    from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+    from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
     from twostroke.model.load import LoadedEngine
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary

@@ -295,14 +295,14 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
     num_tokens, is_whole = parts.receiver.offered_tokens(ticket.transfer_id), False
     if num_tokens and taken:
         block_ids = parts.pool.allocate(num_tokens // BLOCK)
-        assert await parts.receiver.expect(ticket, block_ids, num_tokens, 0).verified() is None
+        assert await parts.receiver.expect_transfer(ticket, block_ids, num_tokens, 0).verified() is None
         sequence = SequenceState(request, BLOCK)
         sequence.block_ids, sequence.num_computed = [*block_ids, *parts.pool.allocate(9)], num_tokens
         (token,) = await FakeEngine(parts.store).step([sequence.step(sequence.num_uncomputed)])
         is_whole = token is not None and token.token_id == expected_tokens(request, (0,) * LAYERS)[0]
         sequence.reset(parts.pool)
     else:
-        parts.receiver.refuse(ticket)
+        parts.receiver.refuse_offer(ticket)
     await a_moment()
     assert rig.pool.owned_blocks == 0, "references end with the transfer"
     await parts.close()

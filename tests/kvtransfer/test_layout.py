@@ -352,8 +352,10 @@ async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
-        outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
-        incomings = [receiver.expect(fleet.ticket, target_ids, num_tokens, num_skipped) for receiver in fleet.receivers]
+        outs = [sender.begin_transfer(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
+        incomings = [
+            receiver.expect_transfer(fleet.ticket, target_ids, num_tokens, num_skipped) for receiver in fleet.receivers
+        ]
         for tokens, (rank, out) in itertools.product((10, num_tokens), enumerate(outs)):
             for layer in source.layers_of(rank):
                 out.layer_ready(layer, tokens)
@@ -382,8 +384,10 @@ async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, blocks, num_tokens)
-        outs = [sender.open(fleet.ticket, num_tokens, blocks, num_tokens) for sender in fleet.senders]
-        incomings = [receiver.expect(fleet.ticket, blocks, num_tokens, block_size) for receiver in fleet.receivers]
+        outs = [sender.begin_transfer(fleet.ticket, num_tokens, blocks, num_tokens) for sender in fleet.senders]
+        incomings = [
+            receiver.expect_transfer(fleet.ticket, blocks, num_tokens, block_size) for receiver in fleet.receivers
+        ]
         for out in outs:
             out.commit(TOKEN)
         await asyncio.gather(*(end.end() for end in (*outs, *incomings)))
@@ -394,8 +398,8 @@ async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_
 
 async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(2, 2, 4), layout_of(1, 2, 4)) as fleet:
-        outs = [sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
-        incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        outs = [sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
+        incoming = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
         outs[0].commit(TOKEN)
         await outs[0].done()
         outs[1].abort("its engine died")
@@ -405,17 +409,17 @@ async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches
 
 async def test_a_lane_that_is_refused_takes_the_senders_other_lanes_with_it() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(1, 2, 4), layout_of(2, 2, 4)) as fleet:
-        (out,) = (sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
-        first = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
-        fleet.receivers[1].refuse(fleet.ticket)
+        (out,) = (sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
+        first = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
+        fleet.receivers[1].refuse_offer(fleet.ticket)
         await fails(out.done(), match="given the request up already")
         await fails(first.verified())
 
 
 async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(2, 2, 4), layout_of(1, 2, 4)) as fleet:
-        outs = [sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
-        incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        outs = [sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
+        incoming = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
         for token, out in enumerate(outs):
             out.commit(SampledToken(token))
         await fails(incoming.verified(), match="different first tokens")
@@ -425,19 +429,19 @@ async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
     async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
         odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_cut=RankCut(2))
         await fails(
-            fleet.senders[0].open(odd, 8, (0, 1), 8).done(),
+            fleet.senders[0].begin_transfer(odd, 8, (0, 1), 8).done(),
             match="counts 2 ranks in 1 stages, and this worker has 1 ranks in 1",
         )
 
 
 async def test_a_rank_whose_heads_copies_send_is_done_with_its_commit() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(3, 1, 4), layout_of(2, 1, 4)) as fleet:
-        idle = fleet.senders[2].open(fleet.ticket, 8, (0, 1), 8)
+        idle = fleet.senders[2].begin_transfer(fleet.ticket, 8, (0, 1), 8)
         assert not idle.lanes
         assert not idle.ended
         idle.commit(TOKEN)
         await idle.done()
         again = fleet.mint(fleet.ticket.target_addresses)
-        given_up = fleet.senders[2].open(again, 8, (0, 1), 8)
+        given_up = fleet.senders[2].begin_transfer(again, 8, (0, 1), 8)
         await fleet.senders[2].close()
         await fails(given_up.done(), match="the source is closing")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.rigs.played import played_by
 from tests.worker.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Rig, begin, make_parts, play
-from twostroke.kvtransfer.sides import LinkReport
+from twostroke.kvtransfer.sender import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
 from twostroke.simulator.memory_transport import Parts

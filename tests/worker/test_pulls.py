@@ -190,7 +190,7 @@ async def test_pulled_kv_comes_while_the_engine_is_busy_and_goes_on_to_the_decod
     target = make_parts(DECODE, rig.fabric, rig.links)
     (address,) = await target.receiver.start("elsewhere")
     ticket = rig.ticket(target_address=address) if role == "prefill" else None
-    incoming = target.receiver.expect(ticket, target.pool.allocate(11), 43, 0) if ticket else None
+    incoming = target.receiver.expect_transfer(ticket, target.pool.allocate(11), 43, 0) if ticket else None
     async with source_beside(rig, 40) as source:
         rig.engine.released.clear()
         busy = begin(rig.ask(a_request(9, "busy")))
@@ -240,7 +240,7 @@ async def test_a_draining_worker_waits_for_a_prefix_that_it_sends_and_tells_for_
     draining = begin(rig.worker.drain())
     await a_moment()
     assert not draining.done()
-    assert await target.receiver.expect(ticket, target.pool.allocate(10), 40, 0).verified() is None
+    assert await target.receiver.expect_transfer(ticket, target.pool.allocate(10), 40, 0).verified() is None
     await draining
     assert rig.pool.owned_blocks == 0
     await target.close()

@@ -14,7 +14,7 @@ from tests.simulation.fake_model import FakeEngine, expected_tokens
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.sides import Outgoing
+from twostroke.kvtransfer.ranks import Outgoing
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
@@ -275,7 +275,7 @@ class Source:
         num_tokens = sequence.num_uncomputed
         sequence.reserve(self.parts.pool, num_tokens)
         (token,) = await FakeEngine(self.parts.store).step([sequence.step(num_tokens)])
-        transfer = self.parts.sender.open(ticket, num_tokens, sequence.block_ids, num_tokens)
+        transfer = self.parts.sender.begin_transfer(ticket, num_tokens, sequence.block_ids, num_tokens)
 
         async def see_off() -> None:
             with suppress(TransferFailed):

@@ -87,8 +87,8 @@ def _keep_nothing(receiver: KVReceiver, ticket: Any) -> None:
 
 
 def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
-    worker._offers.wait(
-        call.ticket, 2.0, came=lambda: worker._offered(call), missing=lambda: worker._compute_prompt(call)
+    worker._offers.await_offer(
+        call.ticket, 2.0, on_offered=lambda: worker._offered(call), on_missing=lambda: worker._compute_prompt(call)
     )
 
 
@@ -96,7 +96,7 @@ def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
     ("target", "name", "replacement"),
     [
         pytest.param(OutgoingLane, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
-        pytest.param(KVReceiver, "keep", _keep_nothing, id="offers don't wait with their requests"),
+        pytest.param(KVReceiver, "keep_offer", _keep_nothing, id="offers don't wait with their requests"),
         pytest.param(DecodeWorker, "_await_offer", _wait_for_two_seconds, id="requests don't wait for long queues"),
     ],
 )

@@ -149,7 +149,7 @@ def _publish_what_is_not_computed(sequence: SequenceState, pool: BlockPool) -> N
     sequence.num_computed = computed
 
 
-@sabotage("offers are kept for requests that have ended", KVReceiver, "refuse", seen_by=81)
+@sabotage("offers are kept for requests that have ended", KVReceiver, "refuse_offer", seen_by=81)
 def _keep_offers_for_ever(receiver: KVReceiver, ticket: Ticket) -> None:
     is_kept = ticket.transfer_id in receiver._kept
     _refuse(receiver, ticket)
@@ -256,7 +256,7 @@ _failed = WorkerRecords.failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
-_refuse = KVReceiver.refuse
+_refuse = KVReceiver.refuse_offer
 _publish = SequenceState._publish_full_blocks
 _send_back = Scheduler.send_back
 _swap_in = Swapping.swap_in
