@@ -43,7 +43,7 @@ LEAST_GROWTH = 1.75
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """One worker's bounds of steps, by its settings and what its steps cost now."""
+    """One worker's bounds of steps, by its settings and its current step costs."""
 
     config: DecodeConfig
     costs: Callable[[], StepCosts | None]
@@ -53,7 +53,7 @@ class StepBudget:
         return Places(self.costs(), self.config.tpot_safety)
 
     def for_prompts(self, decodes: Iterable[WorkerJob]) -> PromptBudget:
-        """For a step in which these requests decode."""
+        """Return the prompt budget of a step in which these requests decode."""
         contexts, tightest_s = [], math.inf
         for job in decodes:
             contexts.append(len(job.sequence.token_ids))
@@ -72,9 +72,9 @@ class StepBudget:
         return PromptBudget(tokens, least=self.config.min_chunk_tokens, seconds=step_s - beside_s, costs=costs)
 
     def stall_s(self, costs: StepCosts, alone_s: float, beside_s: float) -> float:
-        """How long a step may take whose decodes were promised nothing.
+        """Return the longest time of a step whose decodes have no TPOT promise.
 
-        They take `alone_s`, and `beside_s` where a chunk of a prompt has all experts read.
+        The decodes take `alone_s`, and `beside_s` where a chunk of a prompt has all experts loaded.
         """
         bounds_s = []
         if self.config.max_stall_s is not None:
@@ -85,12 +85,12 @@ class StepBudget:
 
 
 def usual_stall_s(costs: StepCosts) -> float:
-    """How long a worker's step may take where nothing was promised, and nothing set."""
+    """Return the longest time of a step without promises and without settings."""
     return min(max(costs.weights_s + costs.prompt_s(LONGEST_CHUNK), LEAST_STALL_S), MOST_STALL_S)
 
 
 class Places:
-    """Who has a place in the batch so far, and whether one more still leaves everybody the promised time per token."""
+    """The requests with a place in the batch so far, and a check that one more keeps all promises per token."""
 
     def __init__(self, costs: StepCosts | None, safety: float):
         self._costs = costs
@@ -100,7 +100,7 @@ class Places:
         self._tightest_s = math.inf
 
     def allow(self, job: WorkerJob) -> bool:
-        """Whether the step would be short enough with the job in it; one alone is always allowed."""
+        """Return True where the step would be short enough with the job in it; one alone is always allowed."""
         tightest_s = min(self._tightest_s, _tpot_s(job))
         if self._costs is None or self._num_rows == 0 or tightest_s == math.inf:
             return True
@@ -111,7 +111,7 @@ class Places:
         return step_s <= max(tightest_s * self._safety, LEAST_STRETCH * lone_s)
 
     def take(self, job: WorkerJob) -> None:
-        """The job has a place."""
+        """Give the job a place."""
         self._num_rows += 1
         self._num_context_tokens += len(job.sequence.token_ids)
         self._tightest_s = min(self._tightest_s, _tpot_s(job))
@@ -163,7 +163,7 @@ class DecodePolicy(RolePolicy):
 
 
 class DecodeBatch:
-    """At most `max_batch` requests, and no more than leave each of them the time per token that it was promised."""
+    """The batch of decoding requests: at most `max_batch`, and no more than keep the TPOT promise of each."""
 
     def __init__(self, budget: StepBudget):
         self._max_batch = budget.config.max_batch
@@ -171,17 +171,17 @@ class DecodeBatch:
         self._shares = ClassShares()
 
     def choose(self, jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
-        """Those of `jobs` that are in the next step, in the order in which they are given."""
+        """Return the jobs that are in the next step, in the given order."""
         if len(jobs) <= self._max_batch and not _is_promised(jobs):
             return list(jobs)
         places = self._budget.places()
         chosen: set[WorkerJob] = set()
         has_newcomers = False
-        is_open = True  # to newcomers: none overtakes one for whom there is no room, though its own promise be looser
+        is_open = True  # to newcomers: none overtakes one without room, even with a looser promise
         for job in self._ranked(jobs):
             if len(chosen) == self._max_batch:
                 break
-            # Costs may have changed, or contexts grown: that stops nobody. A newcomer of a higher class does.
+            # Changed costs and longer contexts take no places away. A newcomer of a higher class does.
             if (job.has_place and not has_newcomers) or ((job.has_place or is_open) and places.allow(job)):
                 has_newcomers = has_newcomers or not job.has_place
                 chosen.add(job)
@@ -191,7 +191,7 @@ class DecodeBatch:
         return [job for job in jobs if job in chosen]
 
     def has_room(self, newcomer: WorkerJob, jobs: Iterable[WorkerJob]) -> bool:
-        """Whether a newcomer would have a place beside those of `jobs` that are not of a lower class."""
+        """Return True where a newcomer would have a place beside those of `jobs` that are not of a lower class."""
         priority = newcomer.request.promise.priority
         not_lower = [job for job in jobs if job.request.promise.priority >= priority]
         if len(not_lower) >= self._max_batch:
@@ -202,7 +202,7 @@ class DecodeBatch:
         return places.allow(newcomer)
 
     def settle(self, jobs: Sequence[WorkerJob], chosen: Sequence[WorkerJob]) -> None:
-        """A step with the `chosen` of `jobs` begins."""
+        """Account for a step with the `chosen` of `jobs`."""
         given: Counter[Promise] = Counter()
         waiting: list[Promise] = []
         if len(chosen) < len(jobs):

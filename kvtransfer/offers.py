@@ -9,12 +9,12 @@ from twostroke.protocol.requests import Ticket
 
 
 def _ignore() -> None:
-    """Without a limit nothing is on_missing."""
+    """Do nothing: an offer without a time limit is never missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """An offer that is waited for, perhaps not for ever."""
+    """A wait for an offer, perhaps with a time limit."""
 
     ticket: Ticket
     on_offered: Callable[[], None]
@@ -22,7 +22,7 @@ class _Awaited:
 
 
 class AwaitedOffers:
-    """Tells when a ticket's offer has come, or has not come in time. Takes the receiver's `on_offer` for itself."""
+    """Calls back when a ticket's offer arrives, or fails to in time. Takes the receiver's `on_offer` for itself."""
 
     def __init__(self, receiver: ReceivingSide):
         self._receiver = receiver
@@ -55,7 +55,7 @@ class AwaitedOffers:
         self._awaited[transfer_id] = _Awaited(ticket, on_offered, timer)
 
     def refuse_offer(self, ticket: Ticket) -> None:
-        """Wait no more, and take no offer that is here or still comes: its worker would keep its blocks for us."""
+        """Stop waiting, and refuse the offer that is here or still to come: its worker would keep its blocks for us."""
         self._take(ticket.transfer_id)
         self._receiver.refuse_offer(ticket)
 

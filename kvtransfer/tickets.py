@@ -18,11 +18,10 @@ from twostroke.protocol.stats import TransferStats
 
 
 class UsedTickets:
-    """Which tickets were used: each is good for one transfer, once on each of its lanes.
+    """The tickets that were used: each permits one transfer, once on each of its lanes.
 
-    Remembers transfer ids for `keep_s` seconds, `max_count` of them at most (the oldest go first).
-
-    A ticket that comes back after that is not harmful, only late: no request expects its transfer any more.
+    Remembers transfer ids for `keep_s` seconds, at most `max_count` of them (the oldest are forgotten first). A ticket
+    that is used again after that does no harm: no request expects its transfer any more.
     """
 
     def __init__(self, clock: Clock, keep_s: float, max_count: int):
@@ -32,15 +31,15 @@ class UsedTickets:
         self._used: dict[bytes, tuple[float, set[int]]] = {}  # transfer id -> first use, lanes; the oldest first
 
     def __contains__(self, transfer_id: bytes) -> bool:
-        """Whether it was used on any lane."""
+        """Return True where it was used on any lane."""
         return transfer_id in self._used
 
     def was_used(self, transfer_id: bytes, lane: int) -> bool:
-        """Whether it was used on this lane."""
+        """Return True where it was used on this lane."""
         return transfer_id in self._used and lane in self._used[transfer_id][1]
 
     def use(self, transfer_id: bytes, lane: int = 0) -> bool:
-        """Mark as used on this lane; False where it was used there before."""
+        """Mark it as used on this lane; return False where it was used there before."""
         now = self._clock()
         while self._used:
             oldest = next(iter(self._used))
@@ -56,7 +55,7 @@ class UsedTickets:
 
 @dataclass(kw_only=True, eq=False)
 class RankSide:
-    """What a KVSender and a KVReceiver are made of. Store and transports stay their maker's, and are closed by it."""
+    """The parts of a KVSender and a KVReceiver. Store and transports belong to their maker, which closes them."""
 
     peer: Peer
     store: KVStore
@@ -70,5 +69,5 @@ class RankSide:
         return UsedTickets(self.clock, self.config.used_ticket_s, self.config.max_used_tickets)
 
     def count(self, transfer: Transfer) -> None:
-        """It has ended."""
+        """Count a transfer that has ended."""
         self.stats.end(transfer.failure, self.clock() - transfer.started_s, is_given_up=transfer.is_given_up)

@@ -1,12 +1,10 @@
-"""KV that moves between a worker and others: transfers that outlive their requests, prefixes pulled and prefixes sent.
+"""KV between a worker and others: transfers that outlive their requests, prefixes pulled, and prefixes exported.
 
-A pulled prefix is the beginning of a prompt that comes from another worker's prefix cache: the offer, the transfer, and
-going on without. Nobody waits for a pull in vain for long, and none that fails is anybody's error: the prompt is
-computed here.
+A pulled prefix is the beginning of a prompt that arrives from another worker's prefix cache. Where its offer does not
+arrive soon, or its transfer fails, the prompt is computed here; no request fails for it.
 
-An exported prefix is what a worker's cache holds, sent to another that was told to expect it. The blocks are referenced
-from the match to the transfer's end, however it ends. A source waits for nobody to have something to send: its KV is
-there already.
+An exported prefix is a part of this worker's cache, sent to another worker that expects it. Its blocks are referenced
+from the match to the transfer's end. All its KV is there when the transfer begins.
 """
 
 import asyncio
@@ -95,7 +93,7 @@ class Pulls:
         )
 
     def begin_pull(self, job: WorkerJob) -> None:
-        """Let the offered KV into the blocks of a job that was admitted to pull."""
+        """Receive the offered KV into the blocks of a job that was admitted to pull."""
         sequence, num_tokens = job.sequence, job.offered_tokens
         incoming = self._incoming[job] = self.receiver.expect_transfer(
             self._expected.pop(job), sequence.block_ids, num_tokens, skip_tokens=sequence.num_computed
@@ -103,13 +101,13 @@ class Pulls:
         self.transfers.track(self._await_pull(job, incoming), f"pull {job.request.request_id}")
 
     def refuse_offer(self, job: WorkerJob) -> None:
-        """Take no offer any more. Harmless where none is expected, or it is taken already."""
+        """Refuse the job's offer. Harmless where none is expected, or it is taken already."""
         ticket = self._expected.pop(job, None)
         if ticket is not None:
             self.offers.refuse_offer(ticket)
 
     def give_up_pull(self, job: WorkerJob, reason: str) -> None:
-        """Nobody wants the job's prefix any more, wherever its pull stands. Its blocks may be written a little longer.
+        """Give up the job's pull, in whatever state it is. Its blocks may be written a little longer.
 
         Harmless where nothing is pulled.
         """
@@ -131,11 +129,11 @@ class Pulls:
         self.worker.wake()
 
     async def _await_pull(self, job: WorkerJob, incoming: Incoming) -> None:
-        """Until the transfer ends the blocks stay the job's, whatever becomes of the job."""
+        """Wait for the end of a pull. Until then the blocks stay the job's, whatever becomes of the job."""
         try:
             await incoming.verified()
         except TransferFailed as error:
-            _log.warning("the prefix did not come: %s", error, extra=about(job.request.log_context))
+            _log.warning("the prefix was not received: %s", error, extra=about(job.request.log_context))
             self.scheduler.pull_failed(job)
         else:
             if num_tokens := self.scheduler.pulled(job):
@@ -153,20 +151,20 @@ class PrefixExports:
     transfers: Transfers
 
     def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> bool:
-        """Begin to send the longest cached prefix of `token_ids`; whether there is one. Never waits.
+        """Begin to send the longest cached prefix of `token_ids`; return whether there is one. Never waits.
 
-        It stops short of the last token at least: the target must compute one, or it has nothing to draw from. Where
-        nothing is cached the target is told so. A ticket that can't be ours is ignored.
+        It ends before the last token: the target must compute one, or it has nothing to draw from. Where nothing is
+        cached, the transfer is declined. A ticket of another source is ignored.
         """
         block_ids = self.pool.match(_matchable_hashes(token_ids, self.pool.block_size, cache_salt))
-        if self.pool.free_blocks < 0:  # so much of windows can't be shared now
+        if self.pool.free_blocks < 0:  # too many blocks of windows to share now
             self.pool.release(block_ids)
             block_ids = []
         if not block_ids:
             try:
                 self.sender.decline_transfer(ticket, "nothing of the prefix is cached any more")
             except ValueError as error:
-                _log.warning("asked for a prefix with a ticket that can't be: %s", error, extra=about(log_context))
+                _log.warning("a prefix was requested with a wrong ticket: %s", error, extra=about(log_context))
             return False
         num_tokens = len(block_ids) // self.pool.groups.count * self.pool.block_size
         transfer = self.sender.begin_transfer(ticket, num_tokens, block_ids, num_tokens)
@@ -189,7 +187,7 @@ class PrefixExports:
 
 
 def _matchable_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[BlockHash]:
-    """Names of the full blocks that leave at least one token, computed as far as they are asked for."""
+    """Yield the names of the full blocks that leave at least one token."""
     parent = root_hash(salt)
     for end in range(block_size, len(token_ids), block_size):
         parent = next_hash(parent, token_ids[end - block_size : end])

@@ -1,7 +1,7 @@
 """The worker's end of the token channel: one connection per router, one frame per router and engine step.
 
-Lost routers are told to the worker, once, and never twice for one connection. The worker's StatsFrames are its proof
-of life; the router's are its Pings.
+The worker learns of a lost router once for each connection. The worker's StatsFrames are its proof of life; the
+router's are its Pings.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ class TokenServerConfig(Section):
     """Times and bounds of a worker's token channel."""
 
     stats_interval_s: Annotated[float, Ge(0.01)] = 0.5
-    """Between a worker's reports of its numbers, which are its sign of life; at most a third of `lease_s` beside it,
-    and half of `router.token_channel.silence_s`."""
+    """Seconds between a worker's reports of its numbers, which are its sign of life; at most a third of `lease_s`, and
+    half of `router.token_channel.silence_s`."""
     lease_s: Annotated[float, Ge(0.1)] = 10.0
-    """A router that is silent for longer is lost, and its requests end. At least three times `stats_interval_s`, and
-    three times `router.token_channel.ping_s`."""
+    """Seconds of silence after which a router is lost, and its requests end. At least three times `stats_interval_s`,
+    and three times `router.token_channel.ping_s`."""
     max_unsent_bytes: Count = 4 * 1024 * 1024
-    """A router that leaves more of its tokens unread is dropped."""
+    """Bytes of unread tokens after which a router is dropped."""
 
     @model_validator(mode="after")
     def _check(self) -> "TokenServerConfig":
@@ -115,7 +115,7 @@ class TokenServer:
         return self._listener.address
 
     async def close(self) -> None:
-        """Drop every router and stop listening; may be called again. No callback is made once this has returned."""
+        """Drop every router and stop listening; may be called again. No call of the worker follows this."""
         if self._stats_task is not None:
             self._stats_task.cancel()
             await asyncio.gather(self._stats_task, return_exceptions=True)
@@ -125,25 +125,25 @@ class TokenServer:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def is_connected(self, router_id: str) -> bool:
-        """Whether events for this router have a way to go."""
+        """Return True where this router has a token channel."""
         return router_id in self._routers
 
     def emit(self, router_id: str, events: Sequence[TokenEvent]) -> None:
-        """Send one frame. Events for a router that is not connected are dropped: it has been told lost already."""
+        """Send one frame. Events for a router that is not connected are dropped: the worker knows that it is lost."""
         self._tell(router_id, TokenFrame(tuple(events)))
 
     def kv_not_sent(self, router_id: str, request_id: str) -> None:
-        """Tell the request's router that its KV has not reached the decode worker. Dropped as events are."""
+        """Tell the request's router that its KV has not reached the decode worker, if the router is connected."""
         self._tell(router_id, KVNotSent(request_id))
 
     def send_stats(self) -> None:
-        """Send the worker's numbers to all routers now, ahead of their time."""
+        """Send the worker's numbers to all routers now."""
         frame = StatsFrame(self.worker.stats())
         for router_id in list(self._routers):
             self._tell(router_id, frame)
 
     async def _serve(self, connection: Connection) -> None:
-        """One router's connection, from its Hello to its end."""
+        """Serve one router's connection, from its Hello to its end."""
         router_id = await self._accept(connection)
         if router_id is None:
             return
@@ -159,7 +159,7 @@ class TokenServer:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _accept(self, connection: Connection) -> str | None:
-        """The id of the router that says hello; None where it is refused or gone."""
+        """Return the id of the router that connects; None where it is refused or gone."""
         try:
             async with asyncio.timeout(self.config.lease_s):
                 hello = await connection.receive()
@@ -177,7 +177,7 @@ class TokenServer:
         router_id = hello.sender.worker_id
         older = self._routers.get(router_id)
         if older is not None:
-            # What the older connection still carried may be lost, so the requests that relied on it are too.
+            # Messages on the older connection may be lost, so the requests that relied on it end.
             self._drop(router_id, older)
         try:
             connection.send(Welcome(self.peer))
@@ -208,7 +208,7 @@ class TokenServer:
         while True:
             message = await connection.receive()
             if self._routers.get(router_id) is not connection:
-                raise ConnectionLost("it was dropped, with all that it still carried")
+                raise ConnectionLost("it was dropped, with all its messages")
             silence.end()
             match message:
                 case Cancel(request_id):

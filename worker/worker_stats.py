@@ -39,7 +39,7 @@ class Utilization:
     """
 
     def __init__(self, work: StepWork | None, limits: MachineLimits | None, clock: Clock):
-        """Without `work` or `limits` the shares are unknown."""
+        """The shares are unknown without `work` or `limits`."""
         self._work = work
         self._limits = limits
         self._clock = clock

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_pair, rank_pairs
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout, RankCut, incompatibility
@@ -98,13 +98,13 @@ def assert_prompt(store: FakeStore, block_ids: tuple[int, ...], tokens: range) -
 def test_sizes_that_can_not_share_the_heads_raise(sizes: tuple[int, int, int]) -> None:
     source_tp, target_tp, heads = sizes
     with pytest.raises(ValueError, match="can't share"):
-        plan_lanes(layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4))
+        rank_pairs(layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4))
 
 
 @pytest.mark.parametrize("pp", [0, LAYERS + 1])
 def test_stages_that_can_not_share_the_layers_raise(pp: int) -> None:
     with pytest.raises(ValueError, match=f"{pp} stages can't share {LAYERS} layers"):
-        plan_lanes(layout_of(1, 1, 4), layout_of(1, 1, 4, pp=pp))
+        rank_pairs(layout_of(1, 1, 4), layout_of(1, 1, 4, pp=pp))
     with pytest.raises(ValueError, match="2 stages can't share 3 ranks"):
         layout_of(1, 1, 4).over(RankCut(3, 2))
 
@@ -126,7 +126,7 @@ def test_every_byte_arrives_once_where_it_belongs(
     max_units = data.draw(st.integers(1, 9))
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    lanes = plan_lanes(source_layout, target_layout)
+    lanes = rank_pairs(source_layout, target_layout)
     assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
     assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
     for stage in range(source_layout.pp_size):
@@ -172,7 +172,7 @@ def test_every_token_of_latents_goes_from_who_has_it_to_who_is_to_have_it(
     num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    lanes = plan_lanes(source_layout, target_layout)
+    lanes = rank_pairs(source_layout, target_layout)
     assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
     assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
     sources, targets = stores_of(source_layout), stores_of(target_layout)
@@ -236,8 +236,8 @@ def _move(
     """Everything over all lanes, each unit once: the KV of these tokens, of which there are `tokens.stop`."""
     source_layout, target_layout = sources[0].layout, targets[0].layout
     written: Counter[tuple[int, int, int, int]] = Counter()  # target rank, layer, unit, head
-    for lane in plan_lanes(source_layout, target_layout):
-        from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
+    for lane in rank_pairs(source_layout, target_layout):
+        from_cut, to_cut = cut_pair(lane, source_layout, target_layout, "raw")
         plan = ChunkPlan(
             groups=source_layout.groups, layers=lane.layers, num_tokens=tokens.stop, num_ready_tokens=tokens.stop
         )
@@ -368,7 +368,7 @@ async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
         for stats in (end.stats for ends in (fleet.senders, fleet.receivers) for end in ends):
             assert (stats.done, stats.failed, stats.in_flight) == (1, 0, 0)
         used = sum(len(sender.links()) for sender in fleet.senders)
-        assert used == len(plan_lanes(source, target))
+        assert used == len(rank_pairs(source, target))
 
 
 @pytest.mark.parametrize("pp", [1, 3])

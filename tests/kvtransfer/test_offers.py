@@ -231,17 +231,17 @@ async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_t
 
 @played_by(play)
 async def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept(ends: Ends) -> None:
-    stranger = await ends.connect_rank(1)
+    unknown = await ends.connect_rank(1)
     ticket = ends.ticket()
-    stranger.send(Offer(ticket, NUM_TOKENS))
+    unknown.send(Offer(ticket, NUM_TOKENS))
     out = await ends.offer(ticket)
     ends.target.receiver.keep_offer(ticket)
     await ends.assert_arrives(ticket, out)
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-    while not isinstance(message := await stranger.receive(), Abort):
+    while not isinstance(message := await unknown.receive(), Abort):
         pass
     assert message == Abort(ticket.transfer_id, "nothing is expected of this rank")
-    await stranger.close()
+    await unknown.close()
 
 
 @played_by(play)

@@ -239,10 +239,10 @@ async def test_a_rank_that_fails_tells_why() -> None:
 async def test_whoever_is_not_waited_for_is_turned_away(hello: RankHello | StepEnded) -> None:
     async with led(P, 2) as (ranks, _):
         assert ranks._listener is not None
-        stranger = await NETWORK.connect(ranks._listener.address)
-        stranger.send(hello)
-        await stranger.receive()  # a refusal
+        unknown = await NETWORK.connect(ranks._listener.address)
+        unknown.send(hello)
+        await unknown.receive()  # a refusal
         with pytest.raises(ConnectionLost):
-            await stranger.receive()
-        await stranger.close()
+            await unknown.receive()
+        await unknown.close()
         assert ranks.loss is None

@@ -1,24 +1,20 @@
-"""Whose turn it is, and who gives way: the order of requests, the same in both roles. Pure.
+"""The order of requests in a worker's queue, the same in both roles. Pure.
 
-Higher priorities go first. Within one, requests that have tokens already, resumed or preempted ones, go before those
-that have none: somebody reads along. Then the policy decides:
+Higher priorities go first. Within one priority, requests that have tokens already (resumed or preempted ones) go before
+those that have none: their clients are reading. Then the policy decides:
 
-    edf    by the deadline of the first token: least time left first; without a promise, as if it were a minute
-    sjf    by the tokens to be computed, fewest first: those of the prompt, and on a decode worker those of the answer,
-           as many as answers of its kind have had (worker/answer_lengths.py). They count as a later arrival, by
-           MOST_OVERTAKING_S at most: nobody goes before one who came so much earlier
+    edf    by the deadline of the first token: least time left first; without a promise, UNPROMISED_S are assumed
+    sjf    by the tokens to be computed, fewest first: those of the prompt, and on a decode worker those predicted for
+           the answer (`AnswerLengths`). They count as a later arrival, by MOST_OVERTAKING_S at most: no request
+           overtakes one that arrived that much earlier
     fcfs   by arrival
 
-A turn doesn't change while a request waits. So nobody overtakes one whose turn has come but by coming before it in this
-order, and each policy lets only so much come before it; across priorities it is ClassShares that sees to that.
+A turn doesn't change while a request waits. So a request is overtaken only by those that come before it in this order,
+and each policy bounds how many can. Across priorities, ClassShares bounds it.
 
 Classes of a lower priority get their share while higher ones keep a worker busy, so that none starves. A class that
-waits saves up its share of the tokens that go to higher classes. What it has saved it may spend before them; what it is
-given anyhow is paid from that, too. Where nobody of the class waits, nothing is kept: it has missed nothing.
-
-Where blocks are short, one of a higher class gets those of lower ones: the youngest of the lowest class gives way
-first. So the oldest of the highest always gets on, and everyone in turn. Whoever was admitted by its class's share
-while higher ones waited is spared: it would else be thrown out as often as it is let in.
+waits saves up its share of the tokens that go to higher classes, and may spend these savings before them. Tokens that
+it gets in its own turn are paid from the savings too. A class without waiting requests loses its savings.
 """
 
 import heapq
@@ -29,26 +25,28 @@ from typing import Literal
 from twostroke.protocol.requests import Promise
 from twostroke.worker.scheduling.job import Turn, WorkerJob
 
-LEAST_SHARE = 0.02  # of a class that has been promised less: it must get on, too
+LEAST_SHARE = 0.02
+"""Least share of a class, so that it progresses."""
 MOST_SHARE = 0.9
+"""Largest share of a class."""
 
 
 class ClassShares:
-    """Tokens saved by each class. They may stand for anything that is scheduled and counted: tokens, rows of steps."""
+    """The savings of each class, in tokens, or in rows of steps where those are scheduled."""
 
     def __init__(self) -> None:
         self._saved: dict[str, float] = {}
 
     def __bool__(self) -> bool:
-        """Whether any class has something saved."""
+        """Return True where any class has savings."""
         return bool(self._saved)
 
     def saved(self, class_name: str) -> int:
-        """Whole tokens that the class may have before any higher class."""
+        """Return the whole tokens that the class may have before any higher class."""
         return int(self._saved.get(class_name, 0.0))
 
     def settle(self, given: Mapping[Promise, int], waiting: Iterable[Promise]) -> None:
-        """A step gives so many tokens to requests with these promises, and leaves these classes waiting for more."""
+        """Account for a step: the tokens given by promise, and the classes that it leaves waiting for more."""
         highest = max((promise.priority for promise in given), default=None)
         if highest is None and not self._saved:
             return
@@ -57,7 +55,7 @@ class ClassShares:
             to_higher = sum(tokens for other, tokens in given.items() if other.priority > promise.priority)
             to_it = sum(tokens for other, tokens in given.items() if other.class_name == name)
             share = min(max(promise.share, LEAST_SHARE), MOST_SHARE)
-            # x of T tokens are its share of all once x / (T - x) of what others get are saved.
+            # x of T tokens are its share once it saves x / (T - x) of the tokens that others get.
             left = self._saved.get(name, 0.0) + to_higher * share / (1 - share) - to_it
             if left > 0:
                 saved[name] = left
@@ -65,16 +63,22 @@ class ClassShares:
 
 
 QueuePolicy = Literal["edf", "sjf", "fcfs"]
-UNPROMISED_S = 60.0  # the deadline of requests that were promised none: after all others, and yet not never
-PROMPT_TOKENS_PER_S = 512.0  # of a prompt, so many tokens count as a second of later arrival
-ANSWER_TOKENS_PER_S = 16.0  # of an answer, each of whose tokens takes a step
-MOST_OVERTAKING_S = 60.0  # nobody is overtaken by one who came so much later, however short
-LEAST_AHEAD = 64  # tokens: chunks that a class gets before higher ones are no smaller, unless they end a prompt
-NO_LIMIT = 1 << 62  # tokens
+UNPROMISED_S = 60.0
+"""Deadline of requests without a TTFT promise: after all others, and yet finite."""
+PROMPT_TOKENS_PER_S = 512.0
+"""Prompt tokens that count as a second of later arrival with `sjf`."""
+ANSWER_TOKENS_PER_S = 16.0
+"""Answer tokens that count as a second of later arrival with `sjf`: each takes a step."""
+MOST_OVERTAKING_S = 60.0
+"""Longest later arrival by which a shorter request still overtakes with `sjf`."""
+LEAST_AHEAD = 64
+"""Tokens of the smallest chunk that a class gets before higher ones, unless a smaller one ends a prompt."""
+NO_LIMIT = 1 << 62
+"""Tokens of a turn without a limit."""
 
 
 def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> Turn:
-    """The job's turn under a policy; so many tokens of its answer are expected to be computed here."""
+    """Return the job's turn under a policy; `answer_tokens` are expected to be computed here."""
     promise = job.request.promise
     urgency = 0.0
     match policy:
@@ -88,15 +92,15 @@ def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> 
 
 
 def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) -> float:
-    """Return when a request with so many tokens has its turn: the longer it is, the later it counts as arrived."""
+    """Return the time at which a request counts as arrived: the more tokens it has, the later."""
     later_s = prompt_tokens / PROMPT_TOKENS_PER_S + answer_tokens / ANSWER_TOKENS_PER_S
     return arrived_at + min(later_s, MOST_OVERTAKING_S)
 
 
 def turns(ready: Sequence[Sequence[WorkerJob]], shares: ClassShares) -> Iterator[tuple[WorkerJob, int]]:
-    """Everybody in order, each with the tokens that it may be given in this turn; `ready` are lists in that order.
+    """Yield all jobs in order, each with the tokens that it may get in this turn; `ready` are lists in that order.
 
-    First come those whose class has saved enough, each with what is saved: a job may come twice.
+    Jobs whose class has saved enough come first, with the savings as their limit; such a job comes twice.
     """
     if shares:
         firsts: dict[str, WorkerJob] = {}
@@ -117,15 +121,17 @@ def _turn(job: WorkerJob) -> Turn:
 
 # --- predicted lengths of answers, for sjf ---
 
-FIRST_GUESS = 100.0  # tokens, before any answer has ended
-WEIGHT = 0.05  # of an answer that has ended, in a mean of many
+FIRST_GUESS = 100.0
+"""Expected tokens of an answer before any answer has ended."""
+WEIGHT = 0.05
+"""Weight of an answer that has ended in a mean of many."""
 
 Group = tuple[str | int, ...]
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A mean in which the last answers count more than those long ago."""
+    """A mean in which recent answers count more than old ones."""
 
     tokens: float = 0.0
     num_answers: int = 0
@@ -137,25 +143,29 @@ class _Mean:
 
 @dataclass(slots=True)
 class AnswerLengths:
-    """Predicts the lengths of answers, and learns from each one that ends."""
+    """Predicts the lengths of answers, and learns from each one that ends.
+
+    A request's answer is expected to be as long as the mean of its SLO class and of prompts about as long as its own
+    (within a factor of two). Before one of these has ended, the mean of its class counts, then that of all answers.
+    """
 
     _means: dict[Group, _Mean] = field(default_factory=dict)
 
     def expected(self, class_name: str, num_prompt_tokens: int) -> float:
-        """Tokens of the answer to such a prompt."""
+        """Return the expected tokens of an answer."""
         return next(
             (self._means[group].tokens for group in _groups(class_name, num_prompt_tokens) if group in self._means),
             FIRST_GUESS,
         )
 
     def ended(self, class_name: str, num_prompt_tokens: int, num_tokens: int) -> None:
-        """An answer has ended after so many tokens."""
+        """Learn from an answer that has ended."""
         for group in _groups(class_name, num_prompt_tokens):
             self._means.setdefault(group, _Mean()).add(num_tokens)
 
 
 def _groups(class_name: str, num_prompt_tokens: int) -> Iterator[Group]:
-    """The groups that a request belongs to, the narrowest first."""
+    """Yield the groups that a request belongs to, the narrowest first."""
     yield (class_name, num_prompt_tokens.bit_length())
     yield (class_name,)
     yield ()
