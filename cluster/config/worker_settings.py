@@ -1,4 +1,4 @@
-"""What a worker is told of the configuration."""
+"""The part of the configuration that a worker gets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class PeerShape(NamedTuple):
-    """What lanes to a worker are told by."""
+    """Properties of peers that determine the lanes to a worker."""
 
     cut: RankCut
     block_size: int  # tokens
 
 
 def cut_of(resources: WorkerResources) -> RankCut:
-    """Of a worker's cache, among its ranks."""
+    """Return how a worker's cache is cut among its ranks."""
     stages = resources.pipeline_parallel
     return RankCut(resources.tensor_parallel * stages, stages, resources.context_ranks)
 
 
 def most_ranks(ours: WorkerResources, theirs: WorkerResources) -> int:
-    """With how many ranks of one of `theirs` stages any one of `ours` has KV in common, at most."""
+    """Return how many ranks of one stage of `theirs` any rank of `ours` has KV in common with, at most."""
     if ours.context_parallel != theirs.context_parallel:
         return theirs.tensor_parallel
     return max(1, theirs.tensor_parallel // ours.tensor_parallel)
 
 
 def most_overlapping(ours: int, theirs: int) -> int:
-    """With how many of `theirs` stages any one of `ours` has layers in common, at most."""
+    """Return how many stages of `theirs` any stage of `ours` has layers in common with, at most."""
     if theirs % ours == 0:
         return theirs // ours
     return 1 if ours % theirs == 0 else theirs // ours + 2
@@ -67,7 +67,7 @@ def check_parts(config: ClusterConfig) -> None:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker of either role is told. Travels from the process that deploys to the worker's ranks."""
+    """Settings of a worker of either role. They travel from the process that deploys to the worker's ranks."""
 
     model: ModelSection
     resources: WorkerResources
@@ -125,12 +125,12 @@ class WorkerSettings:
 
     @property
     def num_ranks(self) -> int:
-        """Of the worker."""
+        """Return the worker's number of ranks."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def staged(self) -> Staged:
-        """What links with staging memory take of each rank's GPU."""
+        """Return the memory that staging links take of each rank's GPU."""
         stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
         return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
@@ -147,7 +147,7 @@ class WorkerSettings:
         return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
-        """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
+        """Return the engine's configuration for a rank. `gpu` is the rank's number among the visible GPUs."""
         from twostroke.model.engine_config import EngineConfig
         from twostroke.model.sizes import StepBounds
 
