@@ -18,7 +18,8 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillRep
 from twostroke.worker.scheduling.job import Phase, WorkerJob
 from twostroke.worker.scheduling.step import DrawnToken
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("twostroke.worker.call_log")
+"""The name is documented (docs/observability.md): operators set its level."""
 
 ReplyT = TypeVar("ReplyT", PrefillReply, DecodeReply)
 

@@ -251,7 +251,7 @@ async def test_a_failure_told_of_kv_that_has_come_changes_nothing(rig: Rig, when
         count = incoming._on_ended
 
         def count_and_tell(ended: IncomingTransfer) -> None:
-            """Before the worker has looked at the end."""
+            """Act before the worker has noticed the end."""
             count(ended)
             rig.worker.prefill_failed("r")
 

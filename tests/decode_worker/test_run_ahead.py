@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.worker.scheduler_rig import STOP, Rig
+from tests.worker.scheduling.scheduler_rig import STOP, Rig
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.worker.scheduling.job import Phase
 from twostroke.worker.scheduling.step import ScheduledStep
 
 
 def arrivals(rig: Rig, step: ScheduledStep) -> list[int]:
-    """Whose tokens a step has drawn."""
+    """Arrivals of the jobs whose tokens a step has drawn."""
     return [one.job.arrival for one in rig.end(step)]
 
 

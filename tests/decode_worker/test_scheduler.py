@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.scheduler_rig import NOTHING, TOKEN, Rig, idle, jobs, parts, receiving
+from tests.worker.scheduling.scheduler_rig import NOTHING, TOKEN, Rig, idle, jobs, parts, receiving
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
@@ -127,8 +127,8 @@ def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lo
     assert rig.scheduler.preemptor.num_preemptions == 0
 
 
-def test_the_place_of_one_jobs_to_preempt_goes_to_who_stands_still() -> None:
-    """Or nobody would ever step again: no step ends that could wake the worker."""
+def test_the_place_of_a_preempted_job_goes_to_one_without_a_place() -> None:
+    """Otherwise no request would ever step again: no step ends that could wake the worker."""
     rig = Rig(num_blocks=6, max_batch=1)
     older, younger = rig.add(8, 4, promise=LOW, transfer=True), rig.add(8, 8, promise=LOW, transfer=True)
     rig.schedule()

@@ -1,4 +1,4 @@
-"""Who sends what to whom: every head of every token arrives once, where it belongs."""
+"""The layout of transfers: every head of every token arrives once, in its place."""
 
 import asyncio
 import itertools
@@ -213,7 +213,7 @@ def test_parts_that_can_not_be_are_refused(layout: KVLayout, fault: str) -> None
 def test_layers_with_windows_lie_in_other_groups_and_tensors_where_there_are_other_stages(
     source_pp: int, target_pp: int
 ) -> None:
-    """Of the whole model, layer 2 is in the second group's second tensor; of its first half alone, in a third group."""
+    """Layer 2 is in the second group's second tensor of the whole model, and in a third group of its first half."""
     whole = KVLayout("m", "bfloat16", 6, 2, HEAD_DIM, 4, windows=(0, 6, 6) * 2)
     source_layout, target_layout = (whole.over(RankCut(pp, pp)) for pp in (source_pp, target_pp))
     assert incompatibility(source_layout, target_layout) is None
@@ -376,8 +376,8 @@ async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
 async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_equally_much(
     source_tp: int, target_tp: int, pp: int
 ) -> None:
-    """What one end of every link counts, of a prompt of 13 blocks of which the target has the first, over as many
-    stages on both sides."""
+    """Each end counts what it moves of a prompt of 13 blocks of which the target has the first; both sides have as many
+    stages."""
     block_size, num_tokens = 4, 52
     source, target = (layout_of(tp, 1, block_size, kinds=1, pp=pp) for tp in (source_tp, target_tp))
     blocks = block_table(num_tokens, block_size, 1)

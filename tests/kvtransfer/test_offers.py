@@ -1,8 +1,6 @@
-"""Who is told of an offer, or of its absence, and who is not: on virtual time, beside a receiver that does nothing.
+"""Offers: callbacks of waiting requests, single use of tickets, and KV that is kept while its request waits for room.
 
-Single use, within bounds.
-
-KV whose request waits for room at the target: it is kept, for as long as somebody may still want it.
+Callbacks are tested on virtual time, beside a receiver that does nothing.
 """
 
 import asyncio
@@ -29,7 +27,7 @@ TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Addre
 
 
 class FakeReceiver:
-    """What AwaitedOffers uses of a KVReceiver."""
+    """The part of a KVReceiver that AwaitedOffers uses."""
 
     def __init__(self) -> None:
         self.offers: set[bytes] = set()
@@ -48,7 +46,7 @@ class FakeReceiver:
 
 
 Steps = list[tuple[float, str]]
-"""After so many seconds: what happens to the offer, or to who waits for it."""
+"""Events of the offer or of its waiting request, each with its time in seconds."""
 
 
 @pytest.mark.parametrize(

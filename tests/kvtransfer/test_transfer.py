@@ -221,7 +221,7 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
 
 @pytest.mark.parametrize("side", ["source", "target"])
 async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
-    """So that the wire has work while the event loop turns from one to the next; more would be unfair to others."""
+    """The wire has work while the event loop turns from one to the next; more would be unfair to others."""
     source, target = BytesStore(1, 64), BytesStore(1, 64)
     under_way, most = 0, 0
 

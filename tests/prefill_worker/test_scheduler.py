@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.scheduler_rig import Rig, parts
+from tests.worker.scheduling.scheduler_rig import Rig, parts
 from twostroke.protocol.requests import Promise
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)

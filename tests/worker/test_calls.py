@@ -20,7 +20,7 @@ CONTEXT = LogContext("a client's", "0af7651916cd43dd8448eb211c80319c", 0, 2, "pr
 
 def told(caplog: pytest.LogCaptureFixture) -> tuple[str, dict[str, object]]:
     """The message of the one line of a call, and all its fields."""
-    (line,) = [JsonLines({}).format(one) for one in caplog.records if one.name == calls.__name__]
+    (line,) = [JsonLines({}).format(one) for one in caplog.records if one.name == "twostroke.worker.call_log"]
     fields = json.loads(line)
     return fields["message"], fields
 

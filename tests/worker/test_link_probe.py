@@ -34,7 +34,7 @@ class Scene:
         return source, begin(self.target.target(tickets, num_tokens))
 
     async def both_of_many(self) -> tuple["asyncio.Task[Any]", "asyncio.Task[Any]"]:
-        """Of more transfers than ever end, some of which have."""
+        """Begin both ends of more transfers than ever end; some have ended when this returns."""
         calls = self.both(500)
         while self.parts.receiver.stats.done < 8:  # noqa: ASYNC110  (virtual time)
             await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ MEAN = ScoringParams(pooling="mean")
 
 
 def assert_read(reply: PrefillReply, num_tokens: int) -> None:
-    """As a step over the whole prompt would have: its tokens are 0, 1, 2, ..."""
+    """Compare with a step over the whole prompt, whose tokens are 0, 1, 2, ..."""
     kv = [b""]
     for token_id in range(num_tokens):
         kv.append(position_kv(kv[-1], token_id, 0))

@@ -1,6 +1,6 @@
-"""A worker's life: what it waits for where steps hang, end late or never begin.
+"""The step loop where steps hang, end late or never begin.
 
-How it steps, drains, stops and dies is tested with the workers themselves (test_workers.py).
+Steps, drains, stops and deaths are tested with the workers themselves (test_workers.py).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS, LogitHealth, StepLo
 
 
 class Scene:
-    """A life whose steps take `step_s` each, and what it told. `is_ahead` is asked after each."""
+    """A step loop whose steps take `step_s` each, and what it reported. `is_ahead` is called after each step."""
 
     def __init__(self, step_s: float, is_ahead: Callable[[int], bool] = lambda _: False):
         self.ended: list[float] = []
@@ -161,7 +161,7 @@ def test_a_model_is_broken_once_many_requests_in_a_row_have_no_sound_logits():
 
 def test_a_step_loop_that_a_panic_ends_has_died_and_says_so():
     class Panic(BaseException):
-        """As Rust's, which is no Exception."""
+        """A panic like Rust's, which is no Exception."""
 
     async def script() -> None:
         scene = Scene(1.0)

@@ -1,4 +1,4 @@
-"""What share of its machine's limits a worker gets, over the last seconds."""
+"""The shares of its machine's limits that a worker uses, over the last seconds."""
 
 import pytest
 

@@ -272,7 +272,7 @@ async def test_workers_learn_what_their_own_steps_cost(rig: Rig) -> None:
 
 @of_both_roles(max_step_tokens=16)
 async def test_behind_prompts_the_next_step_is_scheduled_shortly_before_the_expected_end(rig: Rig) -> None:
-    """So that those who come meanwhile are in it: not while costs are not known, nor where the step ends before."""
+    """Requests that arrive meanwhile are in it. Nothing runs ahead of unknown costs, or of a step that ends before."""
     rig.engine.slowness = 10.0  # a step of 16 tokens takes 26 ms
     under_way = rig.worker._steps
     call = begin(rig.ask(a_request(32, "unknown costs", max_tokens=1)))

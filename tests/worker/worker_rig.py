@@ -115,7 +115,7 @@ class Rig:
         return getattr(self.worker, self.info.role)(request, ticket, pull)
 
     async def is_right(self, request: GenerateRequest, reply: Any) -> bool:
-        """Whether the request has got its answer: the first token with the reply, or all by the token channel."""
+        """True where the request has its answer: the first token with the reply, or all by the token channel."""
         if self.info.role == "prefill":
             return list(enumerate(token.token_id for token in reply.event.tokens)) == expected(request)[:1]
         await a_moment()
@@ -143,7 +143,7 @@ class Rig:
         return ticket
 
     async def silent_peer(self, worker_id: str) -> Address:
-        """Where somebody listens who never says a word: transfers to it end by their lease."""
+        """Start a listener that never sends a message: transfers to it end by their lease. Return its address."""
 
         async def say_nothing(connection: Connection) -> None:
             with suppress(ConnectionLost):
@@ -226,7 +226,7 @@ def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
 
 
 async def a_moment() -> None:
-    """Until frames under way have arrived."""
+    """Wait until frames under way have arrived."""
     await asyncio.sleep(0.1)
 
 
@@ -260,7 +260,7 @@ class Source:
         return mint_ticket(secret, name, self.peer, target or info.peer, info.transfer_addresses)
 
     def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
-        """As PrefixExports.send."""
+        """Send a prefix, like PrefixExports.send_prefix."""
         return self.exports.send_prefix(ticket, request.token_ids, request.cache_salt, request.log_context)
 
     def offer(self, request: GenerateRequest) -> Ticket:

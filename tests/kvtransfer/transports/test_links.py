@@ -1,4 +1,4 @@
-"""What links of all transports have in common, and the choice of transports."""
+"""The common behaviour of links of all transports, and the choice of transports."""
 
 import asyncio
 import contextlib
@@ -191,7 +191,7 @@ async def test_parameters_of_another_transport_are_refused(name: str) -> None:
 
 
 def _address(name: str, params: Mapping[str, Any]) -> Any:
-    """Where the listener with these `params` listens."""
+    """Address of the listener with these `params`."""
     return f"\0twostroke-kv-{params['name']}" if name == "shm" else (params["host"], params["port"])
 
 

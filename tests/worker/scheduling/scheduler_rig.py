@@ -26,14 +26,14 @@ ROLES = ("prefill", "decode")
 
 
 def a_step_budget(max_step_tokens: int = 512, costs: StepCosts | None = None, **settings: Any) -> StepBudget:
-    """Without costs only `max_step_tokens` counts, up to 64 tokens."""
+    """A step budget; without costs only `max_step_tokens` counts, up to 64 tokens."""
     values = {"max_batch": 1, "tpot_safety": 1.0, "stall_factor": 2.0, "min_chunk_tokens": 1} | settings
     return StepBudget(DecodeConfig(max_step_tokens=max_step_tokens, **values), lambda: costs)
 
 
 @dataclass
 class HostMemory:
-    """As much of a swap space as schedulers see."""
+    """The part of a swap space that schedulers see."""
 
     num_blocks: int
     block_bytes: int = 1
@@ -137,7 +137,7 @@ class Rig:
         return parts(step)
 
     def num_tokens_to_compute(self) -> int:
-        """Before those who wait for it decode."""
+        """Tokens to compute before the requests decode."""
         return sum(num_tokens for _, num_tokens in self.scheduler.waiting_work())
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class Rig:
             self.swapping.pool.check_integrity()
 
     def owned_blocks(self) -> tuple[int, int]:
-        """Of the cache, and of host memory."""
+        """Owned blocks of the cache, and of host memory."""
         return self.pool.owned_blocks, 0 if self.swapping.pool is None else self.swapping.pool.owned_blocks
 
 
@@ -157,15 +157,15 @@ def parts(step: ScheduledStep) -> list[tuple[Any, int]]:
 
 
 def jobs(step: ScheduledStep | Sequence[tuple[Any, int]]) -> list[Any]:
-    """Who is in a step."""
+    """The jobs of a step."""
     return [job for job, _ in (parts(step) if isinstance(step, ScheduledStep) else step)]
 
 
 def receiving(admitted: Admitted) -> tuple[Any, ...]:
-    """Whose transfer is to begin now."""
+    """The jobs whose transfer is to begin now."""
     return tuple(job for job in admitted.jobs if job.is_receiving)
 
 
 def idle(scheduler: Scheduler) -> bool:
-    """Whether nobody is left."""
+    """True where no request is left."""
     return scheduler.num_waiting == scheduler.num_running == 0 == len(list(scheduler.waiting_work()))

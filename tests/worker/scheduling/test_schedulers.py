@@ -1,4 +1,4 @@
-"""What the schedulers of both roles decide alike: who steps, who waits, and blocks that come back on every path."""
+"""Decisions of the scheduler in both roles: steps, queues, and blocks that are released on every path."""
 
 import random
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle, jobs, parts, receiving
+from tests.worker.scheduling.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle, jobs, parts, receiving
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
@@ -305,7 +305,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
     swap_blocks: int,
     costs: StepCosts | None,
 ) -> None:
-    """With classes, transfers both ways, pulls, swapping and steps that run ahead or fail; some stop or are aborted."""
+    """Requests have classes, transfers both ways, pulls, swaps and steps ahead; steps fail, requests stop or abort."""
     draw, is_decode = random.Random(seed), role == "decode"
     rig = Rig(
         role,

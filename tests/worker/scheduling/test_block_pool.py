@@ -70,7 +70,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return Counter(block for table in self.tables for block in table)
 
     def drop(self, table: list[int]) -> None:
-        """What a release does, in the model."""
+        """Release a table in the model."""
         counts = self.counts()
         for block in reversed(table):
             if counts[block] == 0 and block in self.names.values():

@@ -1,4 +1,4 @@
-"""Whose turn it is by each policy, what lower classes save meanwhile, and whose blocks go to higher ones."""
+"""Turns by each policy, the savings of lower classes, the choice of jobs to preempt, and predicted answer lengths."""
 
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ NOTHING = Promise()
 
 @dataclass(eq=False)
 class Waiting:
-    """As much of a job as the order sees."""
+    """The part of a job that the order sees."""
 
     arrival: int
     arrived_at: float = 0.0

@@ -1,9 +1,9 @@
-"""How many decode together, and how much of prompts is computed beside them: numbers worked out by hand."""
+"""The size of the batch, and of the prompt chunks beside it: numbers worked out by hand."""
 
 import msgspec
 import pytest
 
-from tests.worker.scheduler_rig import a_step_budget as step_budget
+from tests.worker.scheduling.scheduler_rig import a_step_budget as step_budget
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import CAUTIOUS_CHUNK, LEAST_STALL_S, MOST_STALL_S, usual_stall_s
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
@@ -24,7 +24,7 @@ def job(tpot_s: float | None = None, context: int = 100) -> WorkerJob:
 
 
 def fitting(tpot_s: float | None, newcomer_tpot_s: float | None = None, *, safety: float = 1.0) -> int:
-    """How many requests with one promise, and a newcomer with another, have places together."""
+    """Number of requests with one promise, and a newcomer with another, that have places together."""
     places = step_budget(costs=COSTS, tpot_safety=safety).places()
     for number in range(100):
         if not places.allow(job(newcomer_tpot_s)):

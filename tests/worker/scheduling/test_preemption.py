@@ -1,12 +1,11 @@
-"""What becomes of the KV of requests that give way: by setting, by room, by cost; what is copied when, and blocks that
-go back on every path."""
+"""KV of preempted requests: dropped or swapped by setting, room and cost; copies, and blocks released on every path."""
 
 import asyncio
 
 import pytest
 
 from tests.rigs.played import played_by
-from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
+from tests.worker.scheduling.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
 from tests.worker.worker_rig import Rig as WorkerRig
 from tests.worker.worker_rig import a_request, begin, play
 from twostroke.decode_worker.config import DecodeConfig

@@ -36,7 +36,7 @@ def request(
 
 
 def compute(sequence: SequenceState, pool: BlockPool, num_tokens: int) -> None:
-    """What a scheduler does around a step."""
+    """Reserve blocks and account for a step, like a scheduler."""
     sequence.reserve(pool, num_tokens)
     sequence.step(num_tokens)
     sequence.computed(pool, sequence.num_computed + num_tokens)
