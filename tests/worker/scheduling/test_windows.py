@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.worker.test_sequence import request
+from tests.worker.scheduling.test_sequence import request
 
 from tests.worker.scheduling.scheduler_rig import Rig
 from twostroke.kvtransfer.rules.layout import ChunkPlan
