@@ -24,7 +24,8 @@ from twostroke.protocol.errors import CallCancelled, TicketRefused, TransferFail
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
-from twostroke.worker.calls import WorkerCall, failed_alone, logged, prompt_reply
+from twostroke.worker.call_log import failed_alone, logged
+from twostroke.worker.calls import WorkerCall, prompt_reply
 from twostroke.worker.scheduling.job import Phase, WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.step import DrawnToken, ScheduledStep

@@ -18,7 +18,8 @@ from twostroke.protocol.errors import CallCancelled, TransferFailed
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
 from twostroke.protocol.stats import Role
-from twostroke.worker.calls import WorkerCall, failed_alone, logged, prompt_reply
+from twostroke.worker.call_log import failed_alone, logged
+from twostroke.worker.calls import WorkerCall, prompt_reply
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import Swapping
 from twostroke.worker.scheduling.step import DrawnToken, ScheduledStep

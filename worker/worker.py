@@ -43,7 +43,8 @@ from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, ScoringParams, Ticket, check_request
 from twostroke.protocol.stats import GpuUse, Role, WorkerInfo, WorkerStats
-from twostroke.worker.calls import WorkerCall, failed_alone
+from twostroke.worker.call_log import failed_alone
+from twostroke.worker.calls import WorkerCall
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.experts.expert_balance import ExpertBalance
 from twostroke.worker.experts.expert_load import ExpertLoad, ReadHits

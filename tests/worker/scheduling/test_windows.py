@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.worker.scheduling.test_sequence import request
 
 from tests.worker.scheduling.scheduler_rig import Rig
+from tests.worker.scheduling.test_sequence import request
 from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.protocol.blocks import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups, group_layers, group_table
