@@ -23,7 +23,7 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.benchmarks.transfers.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.step_budget import StepBudget
+from twostroke.decode_worker.policy import StepBudget
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise

@@ -28,7 +28,7 @@ from twostroke.simulator.sim_fleet import FleetPlan, SimFleet, SimProcess
 from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
-from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7

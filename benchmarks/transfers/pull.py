@@ -146,7 +146,9 @@ class Source(Hosted):
     async def _send(self, order: PromptOrder) -> float:
         ready = order.num_tokens if order.layer_s is None else 0
         began = time.monotonic()
-        sending = [self._sender.open(ticket, order.num_tokens, blocks, ready) for ticket, blocks in order.prompts]
+        sending = [
+            self._sender.begin_transfer(ticket, order.num_tokens, blocks, ready) for ticket, blocks in order.prompts
+        ]
         if order.layer_s is not None:
             for layer in range(self._num_layers):
                 await asyncio.sleep(order.layer_s)
@@ -193,7 +195,7 @@ class PullTarget:
         peers = self._source, self._receiver.peer
         tickets = [mint_ticket(SECRET, "bench", *peers, (self._address,)) for _ in range(at_once)]
         incoming = [
-            self._receiver.expect(ticket, table, num_tokens, 0)
+            self._receiver.expect_transfer(ticket, table, num_tokens, 0)
             for ticket, table in zip(tickets, tables[1], strict=True)
         ]
         order = PromptOrder(list(zip(tickets, tables[0], strict=True)), num_tokens, layer_s)

@@ -181,11 +181,9 @@ class HostedWorker(Hosted):
             secret,
             host=HOST,
         )
-        self._engine = NotingEngine(self._parts.equipment.engine)
-        equipment = replace(self._parts.equipment, engine=self._engine)
-        self._worker = (
-            PrefillWorker(config, equipment) if isinstance(config, PrefillConfig) else DecodeWorker(config, equipment)
-        )
+        self._engine = NotingEngine(self._parts.deps.engine)
+        deps = replace(self._parts.deps, engine=self._engine)
+        self._worker = PrefillWorker(config, deps) if isinstance(config, PrefillConfig) else DecodeWorker(config, deps)
         self._info = await self._worker.start(HOST)
         freeze_start_up()
 

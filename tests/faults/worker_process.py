@@ -122,7 +122,7 @@ class WorkerProcess:
         """Compute (fill in) a prompt's KV, layer by layer, send it, and free its blocks."""
         block_ids = self._store.take(num_blocks_of(num_tokens))
         self._store.fill(seed, block_ids)
-        out = self._sender.open(decoded(ticket), num_tokens, block_ids, 0)
+        out = self._sender.begin_transfer(decoded(ticket), num_tokens, block_ids, 0)
         for num_ready in (num_tokens // 2, num_tokens):
             for layer in range(LAYOUT.num_layers):
                 out.layer_ready(layer, num_ready)
@@ -138,7 +138,7 @@ class WorkerProcess:
     async def receive(self, ticket: str, seed: int, num_tokens: int, hold: bool) -> Report:
         """Let a prompt's KV come, look at every byte of it, and free its blocks; where `hold`, `recheck` frees them."""
         block_ids = self._store.take(num_blocks_of(num_tokens))
-        incoming = self._receiver.expect(decoded(ticket), block_ids, num_tokens, 0)
+        incoming = self._receiver.expect_transfer(decoded(ticket), block_ids, num_tokens, 0)
         failure, wrong_bytes = None, 0
         try:
             token = await incoming.verified()

@@ -85,7 +85,7 @@ class LocalFleet:
         return await called.prefill(request, ticket, pull)
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        return await self.by_peer[worker].read(request)
+        return await self.by_peer[worker].score_prompt(request)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -208,7 +208,7 @@ async def _add_worker(
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(config, parts.equipment)
+        worker = PrefillWorker(config, parts.deps)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
@@ -216,7 +216,7 @@ async def _add_worker(
             router_wait_s=shape.router_wait_s,
             **shape.decode,
         )
-        worker = DecodeWorker(decode_config, parts.equipment, parts.rank.loaded.swap_space)
+        worker = DecodeWorker(decode_config, parts.deps, parts.rank.loaded.swap_space)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

@@ -49,7 +49,7 @@ def often_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(served: Served) -> TensorParallelEngine:
-    engine = served.fleet.worker("decode")._equipment.engine
+    engine = served.fleet.worker("decode")._deps.engine
     assert isinstance(engine, TensorParallelEngine)
     return engine
 

@@ -19,7 +19,7 @@ from twostroke.protocol.requests import GenerateRequest, SamplingParams, Scoring
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.worker.life import MOST_BROKEN_REQUESTS
+from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
 
 PADDED = 4160
 """Tokens of the model below; its tokenizer has 4096."""
@@ -199,7 +199,7 @@ async def test_a_worker_with_broken_logits_answers_nothing_and_is_unhealthy(fold
     async with serve(folder, Shape(None, num_blocks=256, num_decode=2)) as served:
         alone = [await answer(served, a_request(prompt)) for prompt in PROMPTS]
         worker = served.fleet.worker("decode", 1)
-        sampler = worker._equipment.engine._runner._sampler  # type: ignore[attr-defined]
+        sampler = worker._deps.engine._runner._sampler  # type: ignore[attr-defined]
         sample = sampler.sample
         sampler.sample = lambda logits, *rest: sample(logits.fill_(float("nan")), *rest)
         for _ in range(8):

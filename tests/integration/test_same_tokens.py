@@ -228,7 +228,7 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
         (parts,) = [parts for parts in served.fleet.parts.values() if parts.led is not None]
         assert parts.led is not None
         (process,) = parts.led.own.processes
-        step, num_steps = worker._equipment.engine.step, 0
+        step, num_steps = worker._deps.engine.step, 0
 
         async def kill_and_step(*args: Any) -> Any:
             nonlocal num_steps
@@ -237,7 +237,7 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
                 process.kill()
             return await step(*args)
 
-        worker._equipment.engine.step = kill_and_step  # type: ignore[method-assign]
+        worker._deps.engine.step = kill_and_step  # type: ignore[method-assign]
         assert await served.generate(PROMPTS[-1], MORE_TOKENS, GREEDY) == of_one_rank[-1]
         with pytest.raises(WorkerLost, match="rank 1"):
             worker.check_health()

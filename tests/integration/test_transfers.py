@@ -98,7 +98,7 @@ def pull_from(served: Served, source: WorkerInfo) -> None:
     ):
         assert ticket is None
         pull = mint_ticket(SECRET, request.request_id, source.peer, target, served.fleet.infos[0].transfer_addresses)
-        worker._send_prefix(pull, request.token_ids, request.cache_salt, request.log_context)
+        worker.send_prefix(pull, request.token_ids, request.cache_salt, request.log_context)
         return await decode(target, request, None, pull)
 
     served.fleet.decode = decode_and_pull  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.exact import VOCABULARY, simulate_plan
 from twostroke.planning.layouts import Layout
 from twostroke.worker.profile import WorkerProfile
-from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.scheduling.queue_order import QueuePolicy
 
 TIGHT: WorkerProfile = replace(SMALL, kv_tokens=14_000)
 

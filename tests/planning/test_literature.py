@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from twostroke.cluster.cli import main
-from twostroke.kvtransfer.rules.layout import cut_lane, first_units, plan_lanes
+from twostroke.kvtransfer.rules.layout import cut_pair, first_units, rank_pairs
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -146,8 +146,8 @@ def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: 
         for block, size in zip((64, 16), ranks, strict=True)
     )
     carried = 0
-    for lane in plan_lanes(source, target):
-        cut, _ = cut_lane(lane, source, target, "raw")
+    for lane in rank_pairs(source, target):
+        cut, _ = cut_pair(lane, source, target, "raw")
         first = first_units(source.groups, lane.layers, tokens, cut.unit_tokens, 0, lane.share)
         carried += (
             sum(cut.share.below(tokens // cut.unit_tokens) - first[layer] for layer in lane.layers) * cut.unit_bytes

@@ -153,8 +153,8 @@ def begin(
     pair: Pair, request_id: str = "r", blocks: tuple[int, int] = (4, 5)
 ) -> tuple[OutgoingTransfer, IncomingTransfer]:
     ticket = pair.ticket(request_id)
-    incoming = pair.receiver.expect(ticket, list(blocks), NUM_TOKENS, 0)
-    return pair.sender.open(ticket, NUM_TOKENS, [0, 1], 0), incoming
+    incoming = pair.receiver.expect_transfer(ticket, list(blocks), NUM_TOKENS, 0)
+    return pair.sender.begin_transfer(ticket, NUM_TOKENS, [0, 1], 0), incoming
 
 
 def finish(out: OutgoingTransfer, num_layers: int = 3, *, commits: bool = True) -> None:

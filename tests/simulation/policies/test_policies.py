@@ -87,15 +87,17 @@ def _keep_nothing(receiver: KVReceiver, ticket: Any) -> None:
 
 
 def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
-    worker._offers.wait(call.ticket, 2.0, came=lambda: worker._offered(call), missing=lambda: worker._do_without(call))
+    worker._offers.await_offer(
+        call.ticket, 2.0, on_offered=lambda: worker._offered(call), on_missing=lambda: worker._compute_prompt(call)
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "name", "replacement"),
     [
         pytest.param(OutgoingLane, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
-        pytest.param(KVReceiver, "keep", _keep_nothing, id="offers don't wait with their requests"),
-        pytest.param(DecodeWorker, "_expect", _wait_for_two_seconds, id="requests don't wait for long queues"),
+        pytest.param(KVReceiver, "keep_offer", _keep_nothing, id="offers don't wait with their requests"),
+        pytest.param(DecodeWorker, "_await_offer", _wait_for_two_seconds, id="requests don't wait for long queues"),
     ],
 )
 def test_prompts_are_computed_twice_where(

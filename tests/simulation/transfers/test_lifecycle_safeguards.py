@@ -20,7 +20,7 @@ from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
 from twostroke.kvtransfer.rules import lifecycle
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState, TransferEvent
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.sides import UsedTickets
+from twostroke.kvtransfer.tickets import UsedTickets
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
 from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane
 from twostroke.protocol.errors import ConnectionLost

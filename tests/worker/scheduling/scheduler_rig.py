@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.preemption import Preemption, Swapping
-from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.step_budget import StepBudget
+from twostroke.decode_worker.policy import DecodePolicy, StepBudget
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import QueuePolicy
-from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
+from twostroke.worker.scheduling.queue_order import QueuePolicy
+from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.step import Admitted, DrawnToken, ScheduledStep
 
 BLOCK = 4
 MAX_CONTEXT = 200
@@ -26,14 +26,14 @@ ROLES = ("prefill", "decode")
 
 
 def a_step_budget(max_step_tokens: int = 512, costs: StepCosts | None = None, **settings: Any) -> StepBudget:
-    """Without costs only `max_step_tokens` counts, up to 64 tokens."""
+    """A step budget; without costs only `max_step_tokens` counts, up to 64 tokens."""
     values = {"max_batch": 1, "tpot_safety": 1.0, "stall_factor": 2.0, "min_chunk_tokens": 1} | settings
     return StepBudget(DecodeConfig(max_step_tokens=max_step_tokens, **values), lambda: costs)
 
 
 @dataclass
 class HostMemory:
-    """As much of a swap space as schedulers see."""
+    """The part of a swap space that schedulers see."""
 
     num_blocks: int
     block_bytes: int = 1
@@ -56,12 +56,13 @@ class Rig:
         queue: QueuePolicy = "edf",
         watermark_blocks: int = 0,
         swap_blocks: int = 0,
-        preemption: Preemption = "swap",
+        preemption: PreemptionMode = "swap",
         costs: StepCosts | None = None,
         groups: KVGroups = ONE_GROUP,
     ):
         self.pool = BlockPool(num_blocks, BLOCK, groups)
-        self.swapping = Swapping(HostMemory(swap_blocks) if swap_blocks else None, preemption, BLOCK)
+        memory = HostMemory(swap_blocks) if swap_blocks and role == "decode" else None
+        self.swapping = Swapping(memory, preemption, BLOCK)
         self.scheduler: Any
         common: dict[str, Any] = {
             "max_batch": max_batch,
@@ -73,10 +74,11 @@ class Rig:
         if self._is_decode:
             watermark = watermark_blocks and (watermark_blocks + 0.5) / num_blocks
             budget = a_step_budget(max_step_tokens, costs, watermark=watermark, **common)
-            self.scheduler = DecodeScheduler(self.pool, budget.config, MAX_CONTEXT, budget, self.swapping)
+            policy = DecodePolicy(budget, self.pool)
+            self.scheduler = Scheduler(self.pool, budget.config, MAX_CONTEXT, policy, self.swapping)
         else:
             config = PrefillConfig(max_step_tokens=max_step_tokens, **common)
-            self.scheduler = PrefillScheduler(self.pool, config, MAX_CONTEXT)
+            self.scheduler = Scheduler(self.pool, config, MAX_CONTEXT, PrefillPolicy(config), self.swapping)
         self._num_requests = 0
 
     def add(
@@ -119,10 +121,10 @@ class Rig:
         while self.run():
             pass
 
-    def schedule(self) -> ScheduledStep[Any]:
+    def schedule(self) -> ScheduledStep:
         return self.scheduler.schedule()  # type: ignore[no-any-return]
 
-    def end(self, step: ScheduledStep[Any], token: SampledToken = TOKEN) -> list[DrawnToken[Any]]:
+    def end(self, step: ScheduledStep, token: SampledToken = TOKEN) -> list[DrawnToken]:
         """The step has run, and has drawn `token` for all who draw."""
         drawn = self.scheduler.complete(step, [token if one.step.draw is not None else None for one in step.entries])
         self.check()
@@ -135,7 +137,7 @@ class Rig:
         return parts(step)
 
     def num_tokens_to_compute(self) -> int:
-        """Before those who wait for it decode."""
+        """Tokens to compute before the requests decode."""
         return sum(num_tokens for _, num_tokens in self.scheduler.waiting_work())
 
     def check(self) -> None:
@@ -145,25 +147,25 @@ class Rig:
             self.swapping.pool.check_integrity()
 
     def owned_blocks(self) -> tuple[int, int]:
-        """Of the cache, and of host memory."""
+        """Owned blocks of the cache, and of host memory."""
         return self.pool.owned_blocks, 0 if self.swapping.pool is None else self.swapping.pool.owned_blocks
 
 
-def parts(step: ScheduledStep[Any]) -> list[tuple[Any, int]]:
+def parts(step: ScheduledStep) -> list[tuple[Any, int]]:
     """Each job of a step with its tokens."""
     return [(entry.job, len(entry.step.token_ids)) for entry in step.entries]
 
 
-def jobs(step: ScheduledStep[Any] | Sequence[tuple[Any, int]]) -> list[Any]:
-    """Who is in a step."""
+def jobs(step: ScheduledStep | Sequence[tuple[Any, int]]) -> list[Any]:
+    """The jobs of a step."""
     return [job for job, _ in (parts(step) if isinstance(step, ScheduledStep) else step)]
 
 
-def receiving(admitted: Admitted[Any]) -> tuple[Any, ...]:
-    """Whose transfer is to begin now."""
+def receiving(admitted: Admitted) -> tuple[Any, ...]:
+    """The jobs whose transfer is to begin now."""
     return tuple(job for job in admitted.jobs if job.is_receiving)
 
 
-def idle(scheduler: Scheduler[Any]) -> bool:
-    """Whether nobody is left."""
+def idle(scheduler: Scheduler) -> bool:
+    """True where no request is left."""
     return scheduler.num_waiting == scheduler.num_running == 0 == len(list(scheduler.waiting_work()))

@@ -1,16 +1,13 @@
-"""What a worker keeps of one request: its tokens, its blocks, how far its KV is computed, and where it stands.
+"""The state of one request's sequence on a worker: its tokens, its blocks, and how far its KV is computed.
 
-Both roles build on this. No torch, no I/O; the owner of a sequence ends it with `reset`, on every path.
+Both roles use it. No torch, no I/O; the owner of a sequence ends it with `reset`, on every path.
 """
-
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from twostroke.model.step import Constraint, Draw, PromptReading, RowFault, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
-from twostroke.worker.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 
 
 class SequenceState:
@@ -18,7 +15,7 @@ class SequenceState:
 
     `token_ids` grows by `append`, also beyond what is computed. `block_ids` is a table of rows with a block for each
     group of layers (protocol/kv_layout.py), and holds one pool reference on each. The KV of the first `num_computed`
-    tokens is in those blocks, of a window's group what the next token attends to; who ran a step calls `computed`.
+    tokens is in those blocks; a window's group keeps only what the next token attends to. `computed` follows each step.
 
     A window's group has blocks for no more rows than its window and a step of `step_tokens` can touch. It gives the
     first ones back as it takes further ones, so a prompt that has begun never waits for blocks.
@@ -45,7 +42,7 @@ class SequenceState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens after the prompt, those of earlier attempts included."""
+        """Tokens after the prompt, including those of earlier attempts."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
@@ -66,7 +63,7 @@ class SequenceState:
     def matchable_hashes(self) -> list[BlockHash]:
         """The names worth looking up.
 
-        At least one token must be computed, or there is nothing to draw from; of a prompt that is read all may have to.
+        At least one token must be computed, or there is nothing to draw from; for some scores all must be.
         """
         if self.request.reading is not None and self.request.reading.needs_all:
             return []
@@ -74,16 +71,16 @@ class SequenceState:
 
     @property
     def num_rows(self) -> int:
-        """Of the block table."""
+        """Rows of the block table."""
         return len(self.block_ids) // self.groups.count
 
     @property
     def num_held(self) -> int:
-        """Number of tokens, from the first on, that have blocks; of windows' groups, those that they have come to."""
+        """Number of tokens, from the first on, that have blocks in every group."""
         return min([self.num_rows, *[end for _, end in self._held.values()]]) * self.block_size
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks to allocate before the next `num_tokens` uncomputed tokens fit; 0 where they fit already."""
+        """Return the blocks to allocate for the next `num_tokens` uncomputed tokens; 0 where they fit already."""
         rows = -(-(self.num_computed + num_tokens) // self.block_size)
         missing = max(0, rows - self.num_rows) * (self.groups.count - len(self._held))
         for group, (_, end) in self._held.items():
@@ -91,7 +88,7 @@ class SequenceState:
         return missing
 
     def match_prefix(self, pool: BlockPool) -> int:
-        """Take over the blocks of the longest cached prefix; returns how many tokens they hold.
+        """Take the blocks of the longest cached prefix; return their number of tokens.
 
         Raises ValueError for a sequence that has blocks already.
         """
@@ -105,9 +102,9 @@ class SequenceState:
         return self.num_computed
 
     def match_tail(self, pool: BlockPool) -> int:
-        """Have the end of the prompt, but for its last token, copied from another sequence's block by the next step.
+        """Have the end of the prompt, except its last token, copied from another sequence's block by the next step.
 
-        To be called once blocks are reserved, where the cached prefix is whole. Returns how many tokens that spares.
+        Called once blocks are reserved, where the cached prefix is whole. Returns the number of tokens that it spares.
         """
         num_tokens = self.request.num_prompt_tokens - 1 - self.num_computed
         if not 0 < num_tokens < self.block_size or (name := self._tail_name()) is None:
@@ -125,7 +122,7 @@ class SequenceState:
         return self._copied_from is not None
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> None:
-        """Allocate what `blocks_needed(num_tokens)` says. Raises OutOfBlocks with nothing changed."""
+        """Allocate `blocks_needed(num_tokens)` blocks. Raises OutOfBlocks with nothing changed."""
         missing = self.blocks_needed(num_tokens)
         if not missing:  # a decode needs one every `block_size` steps
             return
@@ -144,7 +141,7 @@ class SequenceState:
             self._fill(group, range(begin, end), blocks)
 
     def computed(self, pool: BlockPool, num_tokens: int) -> None:
-        """Steps have computed the KV of the first `num_tokens` tokens: full blocks get names, and windows move on."""
+        """Account for steps that computed the KV of the first `num_tokens` tokens: name blocks, move windows on."""
         self._end_copy(pool)
         self.num_computed = num_tokens
         self._publish_full_blocks(pool)
@@ -152,22 +149,22 @@ class SequenceState:
             self._move_windows(pool)
 
     def received(self, pool: BlockPool, num_tokens: int) -> None:
-        """As `computed`, for KV that was expected: of windows it is only what the next token attends to."""
+        """Account for expected KV that has arrived, of which windows have only what the next token attends to."""
         self.receives(pool, num_tokens)
         self._publish_full_blocks(pool)
 
     def receives(self, pool: BlockPool, num_tokens: int) -> None:
-        """As `received`, before the KV is there, which it will be before anything reads it: no block gets its name."""
+        """Account for expected KV that will arrive before anything reads it: no block gets its name yet."""
         self.num_computed = num_tokens
         if self._held:
             self._move_windows(pool)
 
     def expect(self, pool: BlockPool, num_tokens: int, *, keeps_prefix: bool) -> None:
-        """KV of the first `num_tokens` tokens comes from elsewhere: have windows' blocks where it will lie.
+        """Prepare the windows' blocks for KV of the first `num_tokens` tokens that arrives from elsewhere.
 
-        With `keeps_prefix` what is computed stays, so that `expect_nothing` can go on from there if nothing comes,
-        which may take more blocks than a step does: raises OutOfBlocks with nothing changed. Without, the sequence must
-        be reset then.
+        With `keeps_prefix` the computed part stays, so that `expect_nothing` can go on from there if no KV arrives.
+        That may take more blocks than a step does: raises OutOfBlocks with nothing changed. Without it, the sequence
+        must be reset if no KV arrives.
         """
         computed, end = self.num_computed // self.block_size, -(-num_tokens // self.block_size)
         moving: dict[int, tuple[int, int]] = {}  # groups with blocks elsewhere: the first row to keep, and rows to come
@@ -187,7 +184,7 @@ class SequenceState:
             self._lay(pool, group, range(max(computed, end - count), end))
 
     def expect_nothing(self, pool: BlockPool) -> None:
-        """No KV comes after all, and the rest is to be computed from where it is."""
+        """Prepare the windows' blocks for computing the rest here: no KV arrives after all."""
         computed = self.num_computed // self.block_size
         for group in self._held:
             self._lay(pool, group, range(computed, self._window_end(group, self.num_rows)))
@@ -197,9 +194,9 @@ class SequenceState:
         self.token_ids.append(token_id)
 
     def reset(self, pool: BlockPool) -> None:
-        """Give all blocks back: for preemption (to be computed again, prompt and outputs) and for every ending.
+        """Release all blocks: for preemption (prompt and outputs are computed again) and for every ending.
 
-        Harmless when repeated. Only once no step or transfer that writes into the blocks is under way.
+        Harmless when repeated. Only while no step or transfer that writes into the blocks is under way.
         """
         # A new list, since a step's record may still hold the old one.
         self._end_copy(pool)
@@ -211,18 +208,18 @@ class SequenceState:
         pool.release(released)
 
     def step(self, num_tokens: int, *, start: int | None = None, follows: int | None = None) -> SequenceStep:
-        """The next `num_tokens` uncomputed tokens as part of an engine step, with a draw if they are the last.
+        """Return the next `num_tokens` uncomputed tokens as part of an engine step, with a draw if they are the last.
 
         While earlier steps of this sequence are under way, `start` is where the last of them ends; and if it draws,
-        `follows` is its index in its batch: what it draws is then the one token of this step.
-        The step refers to this sequence's own lists: until the engine is done with it, they may only grow.
+        `follows` is its index in its batch: the token that it draws is then the one token of this step.
+        The step refers to this sequence's own lists: until the engine is done with the step, they may only grow.
         Raises ValueError where there are fewer tokens, or blocks for fewer.
         """
         start = self.num_computed if start is None else start
         num_drawn = 0 if follows is None else 1  # by the step before
         end, last = start + num_tokens, len(self.token_ids) + num_drawn
         if not 1 <= num_tokens <= last - start or num_drawn * num_tokens > 1:
-            raise ValueError(f"{num_tokens} tokens asked for, {last - start} left to compute")
+            raise ValueError(f"{num_tokens} tokens wanted, {last - start} left to compute")
         if end > self.num_held:
             raise ValueError(f"{len(self.block_ids)} blocks don't hold {end} tokens")
         draw = None
@@ -243,7 +240,7 @@ class SequenceState:
     def _tail_name(self) -> BlockHash | None:
         """Return the name of the prompt's tokens behind its last full block, the last token aside; None without any.
 
-        Where windows move on, blocks are given back before anybody else could copy them.
+        Where windows move on, blocks are released before another sequence could copy them.
         """
         last = self.request.num_prompt_tokens - 1
         row = last // self.block_size
@@ -259,7 +256,7 @@ class SequenceState:
             pool.publish_tail(self.block_ids[(self.request.num_prompt_tokens - 1) // self.block_size], name)
 
     def _end_copy(self, pool: BlockPool) -> None:
-        """The block that was copied from is needed no more."""
+        """Release the block that was copied from."""
         if self._copied_from is not None:
             pool.release([self._copied_from])
             self._copied_from = None
@@ -277,16 +274,16 @@ class SequenceState:
             self._num_published = row + 1
 
     def _first_row(self, group: int, num_tokens: int | None = None) -> int:
-        """Of those that the token after so many attends to; None: after those that are computed."""
+        """Return the first row that the token after `num_tokens` attends to; None: after those that are computed."""
         num_tokens = self.num_computed if num_tokens is None else num_tokens
         return self.groups.first_kept(group, num_tokens) // self.block_size
 
     def _window_end(self, group: int, rows: int) -> int:
-        """Of a table of so many rows, how many a window's group may have come to."""
+        """Return how many rows of a table a window's group may have reached."""
         return min(rows, self._first_row(group) + self._most_rows[group])
 
     def _move_windows(self, pool: BlockPool) -> None:
-        """Give back what no further token attends to, and take as many blocks for rows to come."""
+        """Release blocks that no further token attends to, and allocate as many for rows to come."""
         for group, (first, end) in self._held.items():
             kept, last = self._first_row(group), self._window_end(group, self.num_rows)
             if kept > first:
@@ -296,7 +293,7 @@ class SequenceState:
             self._held[group] = kept, max(end, last)
 
     def _lay(self, pool: BlockPool, group: int, rows: range) -> None:
-        """Of the rows that hold no KV yet, a window's group has blocks for these alone."""
+        """Give a window's group blocks for exactly these of the rows without KV."""
         computed, (first, end) = self.num_computed // self.block_size, self._held[group]
         blocks = [block_id for block_id in self._take(group, range(computed, end)) if block_id != NO_BLOCK]
         pool.release(blocks[len(rows) :])
@@ -305,7 +302,7 @@ class SequenceState:
         self._held[group] = first, rows.stop
 
     def _take(self, group: int, rows: range) -> list[int]:
-        """The group's blocks of these rows, which are its no more."""
+        """Remove and return the group's blocks of these rows."""
         places = slice(rows.start * self.groups.count + group, rows.stop * self.groups.count, self.groups.count)
         blocks = self.block_ids[places]
         self.block_ids[places] = [NO_BLOCK] * len(blocks)
@@ -320,111 +317,3 @@ class SequenceState:
         if self._token_counts is None and is_penalised(self.request.sampling):
             self._token_counts = TokenCounts(self.token_ids, self.request.num_prompt_tokens)
         return self._token_counts
-
-
-class Phase(Enum):
-    """Where a request stands on a worker."""
-
-    WAITING = auto()  # holds no blocks
-    TRANSFERRING = auto()  # holds the prompt's blocks; their KV, or that of the first of them, is on its way
-    RUNNING = auto()  # in every step that has a place for it, with a chunk of tokens not computed yet or its last token
-    ENDED = auto()  # finished, failed or aborted
-
-
-Turn = tuple[float, ...]
-"""A place in the queue: the smallest goes first (worker/queue_order.py)."""
-
-
-@dataclass(eq=False, slots=True)
-class WorkerJob:
-    """One request between its arrival and the release of its blocks. Only the scheduler changes it."""
-
-    sequence: SequenceState
-    arrived_at: float  # in seconds of the worker's clock
-    awaits_offer: bool = False  # another worker may offer its beginning: not to be admitted yet
-    awaits_grammar: bool = False  # its grammar is being compiled: not to be admitted yet
-    arrival: int = 0  # 0, 1, 2, ...: the order in which requests came
-    num_uncached: int = 0  # tokens that were not in the prefix cache when it came
-    turn: Turn = ()  # while it waits, or its prompt is computed
-    offered_tokens: int = 0  # how much of its beginning another worker offers; 0: nothing, or no longer wanted
-    phase: Phase = Phase.WAITING
-    # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
-    under_way: list[SequenceStep] = field(default_factory=list)
-    num_drawing: int = 0  # of those, the ones that draw a token
-    is_receiving: bool = False  # a transfer may be writing into its blocks
-    keeps_blocks: bool = False  # its class's share has brought it on: no higher class takes its blocks back
-    num_cached_tokens: int = 0  # found in the prefix cache on first admission, or pulled then
-    num_preemptions: int = 0
-
-    @property
-    def request(self) -> GenerateRequest:
-        return self.sequence.request
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase is Phase.ENDED
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has output tokens already: it was resumed, or gave way."""
-        return self.sequence.num_output_tokens > 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it may be admitted in its turn."""
-        return not (self.awaits_offer or self.awaits_grammar)
-
-    @property
-    def has_kv_coming(self) -> bool:
-        """Whether a transfer brings KV of it, which takes blocks but no place in a step."""
-        return self.offered_tokens > 0
-
-    @property
-    def num_indivisible(self) -> int:
-        """Tokens that it must be given at once, since their KV comes at once; 0 where chunks will do."""
-        return 0
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether its blocks may be read or written now, so that they must stay its own."""
-        return bool(self.under_way) or self.is_receiving
-
-    @property
-    def num_to_compute(self) -> int:
-        """Tokens whose KV is neither here nor on its way."""
-        if self.phase is Phase.TRANSFERRING:
-            return len(self.sequence.token_ids) - self.offered_tokens
-        return self.sequence.num_uncomputed
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens whose KV is computed, or will be by the steps under way."""
-        if not self.under_way:
-            return self.sequence.num_computed
-        last = self.under_way[-1]
-        return last.start + len(last.token_ids)
-
-    @property
-    def num_under_way(self) -> int:
-        """Tokens whose KV is being computed."""
-        return self.num_scheduled - self.sequence.num_computed
-
-    @property
-    def num_unscheduled(self) -> int:
-        """Tokens for steps to come, one that is being drawn included: 1 for a running decode."""
-        return len(self.sequence.token_ids) + self.num_drawing - self.num_scheduled
-
-    @property
-    def is_drawing_its_last(self) -> bool:
-        """Whether a step under way draws a token that ends the request whatever it is."""
-        num_drawing = self.num_drawing
-        return num_drawing > 0 and self.sequence.num_output_tokens + num_drawing >= self.request.max_tokens
-
-    def begin_step(self, step: SequenceStep) -> None:
-        """It has a part in the next step."""
-        self.under_way.append(step)
-        self.num_drawing += step.draw is not None
-
-    def end_step(self) -> None:
-        """The first of the steps under way has ended."""
-        self.num_drawing -= self.under_way.pop(0).draw is not None

@@ -1,4 +1,4 @@
-"""What the schedulers of both roles decide alike: who steps, who waits, and blocks that come back on every path."""
+"""Decisions of the scheduler in both roles: steps, queues, and blocks that are released on every path."""
 
 import random
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle, jobs, parts, receiving
+from tests.worker.scheduling.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle, jobs, parts, receiving
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, DrawnToken, ScheduledStep
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
 
@@ -305,7 +305,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
     swap_blocks: int,
     costs: StepCosts | None,
 ) -> None:
-    """With classes, transfers both ways, pulls, swapping and steps that run ahead or fail; some stop or are aborted."""
+    """Requests have classes, transfers both ways, pulls, swaps and steps ahead; steps fail, requests stop or abort."""
     draw, is_decode = random.Random(seed), role == "decode"
     rig = Rig(
         role,
@@ -336,7 +336,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
         )
         outputs[job] = []
 
-    def admit(admitted: Admitted[Any]) -> None:
+    def admit(admitted: Admitted) -> None:
         assert not any(job.awaits_offer for job in admitted.jobs)
         coming.extend(receiving(admitted))
         for job in admitted.jobs:
@@ -344,8 +344,8 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
                 scheduler.begin_sending(job)
                 leaving.append(job)
 
-    def schedule(*behind: ScheduledStep[Any]) -> ScheduledStep[Any]:
-        step: ScheduledStep[Any] = scheduler.schedule(*behind)
+    def schedule(*behind: ScheduledStep) -> ScheduledStep:
+        step: ScheduledStep = scheduler.schedule(*behind)
         assert len(set(jobs(step))) == len(step.entries) <= max_batch
         assert sum(num_tokens for _, num_tokens in parts(step)) <= max_batch + more_tokens
         assert not any(job.is_receiving or job.awaits_offer for job in jobs(step))
@@ -371,13 +371,13 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
         elif (first := scheduler.verified(job, TOKEN)) is not None:
             note([first])
 
-    def note(drawn: list[DrawnToken[Any]]) -> None:
+    def note(drawn: list[DrawnToken]) -> None:
         for one in drawn:
             assert one.index == len(outputs[one.job])
             outputs[one.job].append(one.token.token_id)
 
     num_steps = 0
-    under_way: list[ScheduledStep[Any]] = []
+    under_way: list[ScheduledStep] = []
     while num_requests or not all(job.has_ended for job in outputs):
         num_steps += 1
         assert num_steps < 5000, "somebody starves"

@@ -10,12 +10,12 @@ import pytest
 
 from tests.rigs.played import played_by
 from tests.worker.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Rig, begin, make_parts, play
-from twostroke.kvtransfer.sides import LinkReport
+from twostroke.kvtransfer.sender import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
 from twostroke.simulator.memory_transport import Parts
+from twostroke.worker.link_probe import LinkProbe, _links
 from twostroke.worker.pulls import Transfers
-from twostroke.worker.trials import LinkProbe, _links
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Scene:
         return source, begin(self.target.target(tickets, num_tokens))
 
     async def both_of_many(self) -> tuple["asyncio.Task[Any]", "asyncio.Task[Any]"]:
-        """Of more transfers than ever end, some of which have."""
+        """Begin both ends of more transfers than ever end; some have ended when this returns."""
         calls = self.both(500)
         while self.parts.receiver.stats.done < 8:  # noqa: ASYNC110  (virtual time)
             await asyncio.sleep(0.01)
@@ -46,7 +46,7 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
 
     async def main(rig: Rig) -> None:
         parts = make_parts(DECODE, rig.fabric, rig.links)
-        transfers = Transfers(lambda: None)
+        transfers = Transfers()
         target = LinkProbe(
             pool=parts.pool,
             sender=parts.sender,
@@ -56,7 +56,7 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
         )
         await script(Scene(rig, parts, await parts.receiver.start("host"), target))
         await rig.worker.drain()
-        await transfers.ended()
+        await transfers.all_ended()
         assert rig.pool.owned_blocks == parts.pool.owned_blocks == 0
         await parts.close()
 

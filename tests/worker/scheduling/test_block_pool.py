@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from twostroke.protocol.blocks import BlockHash, NameChanges
 from twostroke.protocol.kv_layout import NO_BLOCK
-from twostroke.worker.block_pool import BlockChanges, BlockPool, BlockPoolCorrupted, OutOfBlocks
+from twostroke.worker.scheduling.block_pool import BlockChanges, BlockPool, BlockPoolCorrupted, OutOfBlocks
 
 
 def name(number: int) -> BlockHash:
@@ -70,7 +70,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return Counter(block for table in self.tables for block in table)
 
     def drop(self, table: list[int]) -> None:
-        """What a release does, in the model."""
+        """Release a table in the model."""
         counts = self.counts()
         for block in reversed(table):
             if counts[block] == 0 and block in self.names.values():
@@ -246,7 +246,7 @@ def test_the_beginning_of_each_window_is_announced_once() -> None:
 
 
 def test_too_many_changes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.worker.block_pool.MOST_CHANGES", 3)
+    monkeypatch.setattr("twostroke.worker.scheduling.block_pool.MOST_CHANGES", 3)
     changes = BlockChanges(lambda: None)
     for number in range(3):
         changes.published(name(number))

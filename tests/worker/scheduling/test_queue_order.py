@@ -1,32 +1,35 @@
-"""Whose turn it is by each policy, what lower classes save meanwhile, and whose blocks go to higher ones."""
+"""Turns by each policy, the savings of lower classes, the choice of jobs to preempt, and predicted answer lengths."""
 
 from dataclasses import dataclass, field
 
 import pytest
 
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import (
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.job import Turn
+from twostroke.worker.scheduling.preemption import jobs_to_preempt
+from twostroke.worker.scheduling.queue_order import (
     ANSWER_TOKENS_PER_S,
+    FIRST_GUESS,
     LEAST_AHEAD,
     LEAST_SHARE,
     MOST_OVERTAKING_S,
     NO_LIMIT,
     PROMPT_TOKENS_PER_S,
+    AnswerLengths,
     ClassShares,
     QueuePolicy,
     turn_of,
     turns,
-    who_gives_way,
 )
-from twostroke.worker.sequence import SequenceState, Turn
+from twostroke.worker.scheduling.sequence import SequenceState
 
 NOTHING = Promise()
 
 
 @dataclass(eq=False)
 class Waiting:
-    """As much of a job as the order sees."""
+    """The part of a job that the order sees."""
 
     arrival: int
     arrived_at: float = 0.0
@@ -197,7 +200,7 @@ def holder(pool: BlockPool, num_blocks: int) -> Holder:
 def test_no_more_give_way_than_it_takes_and_nobody_where_it_helps_nobody(missing: int, chosen: list[int]) -> None:
     pool = BlockPool(20, 1)
     holders = [holder(pool, 2), holder(pool, 3), holder(pool, 8)]
-    assert who_gives_way(holders, missing, pool) == [holders[i] for i in chosen]
+    assert jobs_to_preempt(holders, missing, pool) == [holders[i] for i in chosen]
 
 
 def test_blocks_that_others_hold_too_would_not_come_free() -> None:
@@ -206,5 +209,32 @@ def test_blocks_that_others_hold_too_would_not_come_free() -> None:
     for number, block_id in enumerate(one.sequence.block_ids[:2]):
         pool.publish(block_id, bytes([number]))
     pool.match([b"\0", b"\1"])
-    assert who_gives_way([one], 1, pool) == [one]
-    assert who_gives_way([one], 2, pool) == []
+    assert jobs_to_preempt([one], 1, pool) == [one]
+    assert jobs_to_preempt([one], 2, pool) == []
+
+
+def test_an_answer_is_expected_to_be_as_long_as_those_of_its_class_to_prompts_as_long() -> None:
+    lengths = AnswerLengths()
+    for _ in range(200):
+        lengths.ended("chat", 10, 500)
+        lengths.ended("chat", 900, 20)
+        lengths.ended("code", 10, 5)
+    assert lengths.expected("chat", 11) == pytest.approx(500)
+    assert lengths.expected("chat", 1000) == pytest.approx(20)
+    assert lengths.expected("code", 10) == pytest.approx(5)
+
+
+def test_without_such_prompts_its_class_counts_then_all_answers_then_a_guess() -> None:
+    lengths = AnswerLengths()
+    assert lengths.expected("chat", 10) == FIRST_GUESS
+    lengths.ended("code", 10, 40)
+    assert lengths.expected("chat", 10) == 40
+    lengths.ended("chat", 10, 20)
+    assert lengths.expected("chat", 5000) == 20
+
+
+def test_answers_of_late_count_most() -> None:
+    lengths = AnswerLengths()
+    for num_tokens in [10] * 1000 + [100] * 100:
+        lengths.ended("chat", 10, num_tokens)
+    assert lengths.expected("chat", 10) > 99

@@ -1,6 +1,6 @@
-"""A worker's life: what it waits for where steps hang, end late or never begin.
+"""The step loop where steps hang, end late or never begin.
 
-How it steps, drains, stops and dies is tested with the workers themselves (test_workers.py).
+Steps, drains, stops and deaths are tested with the workers themselves (test_workers.py).
 """
 
 import asyncio
@@ -14,32 +14,37 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.simulator.virtual_loop import run_virtually
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import MOST_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
 
 
 class Scene:
-    """A life whose steps take `step_s` each, and what it told. `is_ahead` is asked after each."""
+    """A step loop whose steps take `step_s` each, and what it reported. `is_ahead` is called after each step."""
 
     def __init__(self, step_s: float, is_ahead: Callable[[int], bool] = lambda _: False):
         self.ended: list[float] = []
         self.told: list[str] = []
         self.failure: BaseException | None = None  # of the steps that end from now on
+        self.is_busy = True
         self._step_s = step_s
+        self._is_ahead = is_ahead
         clock = asyncio.get_running_loop().time
         self.life = StepLoop(
+            worker=self,
             worker_id="w",
             pools=(BlockPool(4, 4),),
             clock=clock,
             config=PrefillConfig(max_step_s=5.0, integrity_interval_s=1.0),
-            step=self._step,
-            is_busy=lambda: True,
-            is_ahead=lambda: is_ahead(len(self.ended)),
-            died=self.told.append,
-            hang_up=self._hang_up,
         )
 
-    async def _step(self) -> bool:
+    @property
+    def is_ahead(self) -> bool:
+        return self._is_ahead(len(self.ended))
+
+    def fail_all(self, reason: str) -> None:
+        self.told.append(reason)
+
+    async def step(self) -> bool:
         if not self._step_s:
             return False
         await asyncio.sleep(self._step_s)
@@ -48,7 +53,7 @@ class Scene:
             raise self.failure
         return True
 
-    async def _hang_up(self) -> None:
+    async def hang_up(self) -> None:
         """There is no token channel."""
 
 
@@ -156,7 +161,7 @@ def test_a_model_is_broken_once_many_requests_in_a_row_have_no_sound_logits():
 
 def test_a_step_loop_that_a_panic_ends_has_died_and_says_so():
     class Panic(BaseException):
-        """As Rust's, which is no Exception."""
+        """A panic like Rust's, which is no Exception."""
 
     async def script() -> None:
         scene = Scene(1.0)

@@ -1,30 +1,30 @@
-"""How many decode together, and how much of prompts is computed beside them: numbers worked out by hand."""
+"""The size of the batch, and of the prompt chunks beside it: numbers worked out by hand."""
 
 import msgspec
 import pytest
 
-from tests.worker.scheduler_rig import a_step_budget as step_budget
+from tests.worker.scheduling.scheduler_rig import a_step_budget as step_budget
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.decode_worker.step_budget import CAUTIOUS_CHUNK, LEAST_STALL_S, MOST_STALL_S, usual_stall_s
+from twostroke.decode_worker.policy import CAUTIOUS_CHUNK, LEAST_STALL_S, MOST_STALL_S, usual_stall_s
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduler import tokens_in
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.job import WorkerJob
+from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.step import tokens_in
 
 # 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.00001, row_s=0.002, context_s=0.00001)
 
 
-def job(tpot_s: float | None = None, context: int = 100) -> DecodeJob:
+def job(tpot_s: float | None = None, context: int = 100) -> WorkerJob:
     request = GenerateRequest(
         "", "", tuple(range(context)), context, SamplingParams(), 1, promise=Promise(tpot_s=tpot_s)
     )
-    return DecodeJob(SequenceState(request, 16), 0.0)
+    return WorkerJob(SequenceState(request, 16), 0.0)
 
 
 def fitting(tpot_s: float | None, newcomer_tpot_s: float | None = None, *, safety: float = 1.0) -> int:
-    """How many requests with one promise, and a newcomer with another, have places together."""
+    """Number of requests with one promise, and a newcomer with another, that have places together."""
     places = step_budget(costs=COSTS, tpot_safety=safety).places()
     for number in range(100):
         if not places.allow(job(newcomer_tpot_s)):

@@ -1,25 +1,23 @@
-"""What becomes of the KV of requests that give way: by setting, by room, by cost; what is copied when, and blocks that
-go back on every path."""
+"""KV of preempted requests: dropped or swapped by setting, room and cost; copies, and blocks released on every path."""
 
 import asyncio
 
 import pytest
 
 from tests.rigs.played import played_by
-from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
+from tests.worker.scheduling.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
 from tests.worker.worker_rig import Rig as WorkerRig
 from tests.worker.worker_rig import a_request, begin, play
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.decode_worker.preemption import Preemption, Swapping
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import WorkerLost
-from twostroke.worker.scheduler import ScheduledStep
-from twostroke.worker.sequence import Phase
+from twostroke.worker.scheduling.job import Phase, WorkerJob
+from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
+from twostroke.worker.scheduling.step import ScheduledStep
 
 
-def a_job(rig: Rig, num_computed: int) -> DecodeJob:
-    job: DecodeJob = rig.add(41, 5)
+def a_job(rig: Rig, num_computed: int) -> WorkerJob:
+    job: WorkerJob = rig.add(41, 5)
     job.sequence.reserve(rig.pool, 41)
     job.sequence.num_computed = num_computed
     return job
@@ -37,7 +35,7 @@ def a_job(rig: Rig, num_computed: int) -> DecodeJob:
     ],
 )
 def test_a_request_is_swapped_where_that_is_wanted_and_host_memory_has_room(
-    mode: Preemption, num_tokens: int, host_blocks: int, expected: bool
+    mode: PreemptionMode, num_tokens: int, host_blocks: int, expected: bool
 ):
     swapping = Swapping(HostMemory(host_blocks), mode, BLOCK)
     assert (swapping.swap_out(a_job(Rig(), num_tokens)) is not None) is expected
@@ -68,7 +66,7 @@ def test_settings_that_can_not_be_are_refused(settings):
         DecodeConfig(**settings)
 
 
-def swap_out(rig: Rig) -> tuple[DecodeJob, DecodeJob, ScheduledStep[DecodeJob]]:
+def swap_out(rig: Rig) -> tuple[WorkerJob, WorkerJob, ScheduledStep]:
     """An old and a young job, and the step that takes the young one's blocks."""
     old, young = rig.add(7, 5), rig.add(7, 8)
     rig.run()
@@ -87,7 +85,7 @@ def test_where_blocks_run_out_the_youngest_is_copied_out_before_anything_else():
     rig.end(step)
     assert young.sequence.block_ids == []
     assert rig.run() == [(old, 1)]
-    assert (rig.scheduler.preemptions, rig.scheduler.swaps) == (1, 1)
+    assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 1)
 
 
 def test_only_what_is_not_cached_comes_back_and_the_request_goes_on_where_it_was():
@@ -127,7 +125,7 @@ def test_without_room_in_host_memory_it_is_computed_again():
     old, young, step = swap_out(rig)
     assert [entry.job for entry in step.entries] == [old]
     assert young.swapped is None
-    assert (rig.scheduler.preemptions, rig.scheduler.swaps) == (1, 0)
+    assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 0)
 
 
 @pytest.mark.parametrize("when", ["while it is copied out", "while it waits", "while it is copied in"])

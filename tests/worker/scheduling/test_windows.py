@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.scheduler_rig import Rig
-from tests.worker.test_sequence import request
+from tests.worker.scheduling.scheduler_rig import Rig
+from tests.worker.scheduling.test_sequence import request
 from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.protocol.blocks import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups, group_layers, group_table
-from twostroke.worker.block_pool import BlockPool, OutOfBlocks
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.scheduling.sequence import SequenceState
 
 SIZE, STEP = 4, 8
 GEMMA = group_layers((1024, 1024, 1024, 1024, 1024, 0) * 4 + (1024, 1024))
-"""Of the 1B's 26 layers; that one's window is 512."""
+"""Groups like those of the 1B's 26 layers, whose window is 512."""
 
 
 def test_layers_are_cut_into_groups_as_large_as_the_smaller_kind() -> None:
@@ -77,7 +77,7 @@ def test_a_window_holds_no_more_than_itself_and_a_step() -> None:
 def test_a_chunk_behind_one_under_way_keeps_to_the_blocks_that_windows_have_come_to(
     role: str, windows: tuple[int, ...]
 ) -> None:
-    """And the first token is drawn from right behind the last chunk, which has come as far as a step can."""
+    """The first token is drawn right behind the last chunk, which has reached as far as a step can."""
     rig = Rig(role, max_step_tokens=STEP, groups=group_layers(windows))
     job = rig.add(50, max_tokens=2)
     steps = [rig.schedule()]

@@ -1,11 +1,11 @@
-"""What share of its machine's limits a worker gets, over the last seconds."""
+"""The shares of its machine's limits that a worker uses, over the last seconds."""
 
 import pytest
 
 from twostroke.model.operations import MachineLimits
 from twostroke.model.step_work import StepWork
 from twostroke.worker.step_costs import StepContent
-from twostroke.worker.utilization import WINDOW_S, Utilization
+from twostroke.worker.worker_stats import WINDOW_S, Utilization
 
 WORK = StepWork(100.0, 0.0, 50.0, 0.0, 1000.0, 0.0, 0.0, 0.0)
 STEP = StepContent(prompt_tokens=4, pairs=0.0, rows=2, context_tokens=0)  # 500 FLOPs and 1000 bytes

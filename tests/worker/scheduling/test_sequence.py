@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.sequence import SequenceState
 
 BLOCK_SIZE = 4
 STOP = (2, 3)
@@ -36,7 +36,7 @@ def request(
 
 
 def compute(sequence: SequenceState, pool: BlockPool, num_tokens: int) -> None:
-    """What a scheduler does around a step."""
+    """Reserve blocks and account for a step, like a scheduler."""
     sequence.reserve(pool, num_tokens)
     sequence.step(num_tokens)
     sequence.computed(pool, sequence.num_computed + num_tokens)

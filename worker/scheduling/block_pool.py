@@ -1,13 +1,13 @@
-"""Who holds which KV block, and which unheld blocks still name a known prefix.
+"""The KV blocks of a worker: references, and a prefix cache of blocks without references.
 
 A block is in one of three states, and every operation is O(1) per block:
 
-    free      no reference, no name: its contents mean nothing
+    free      no reference, no name: its contents have no meaning
     owned     one reference for each holder; it has a name once it is full and published
     cached    no reference, but a name: `match` can revive it, `allocate` may evict it
 
-The end of a prompt within a block may have a name of its own, a tail. Whoever has the same prompt copies the block, and
-computes nothing but its last token: so choices of one request share their prompt up to where they diverge.
+The end of a prompt within a block may have a name of its own, a tail. A request with the same prompt copies the block,
+and computes only its last token: so choices of one request share their prompt up to where they diverge.
 
 A prefix is cached where every group of layers (protocol/kv_layout.py) has what the tokens after it attend to: all of
 it, or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
@@ -23,35 +23,35 @@ from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 MOST_CHANGES = 65_536
-"""Names of one window. Telling more would take longer than to tell all names anew, at leisure."""
+"""Most names of one window. Reporting more would take longer than reporting all names anew."""
 
 
 class BlockChanges:
-    """Which names got into a prefix cache, and which left it, within one window of time.
+    """The names that entered a prefix cache, and those that left it, within one window of time.
 
-    A name that came and went within the window is not told at all. One that went and came back is told as stored: it
-    lies in another block now, and whoever reads the cache piece by piece may have passed that one by. `began` is called
+    A name that entered and left within the window is not reported. One that left and returned is reported as stored: it
+    is in another block now, which a reader of the cache, block by block, may have passed already. `began` is called
     with the first change of every window.
     """
 
     def __init__(self, began: Callable[[], None]):
         self._began = began
-        self._was_there: dict[BlockHash, bool] = {}  # names that were touched: whether they were there at the beginning
-        self._stored: set[BlockHash] = set()  # those of them that are there now, though they came within the window
+        self._was_there: dict[BlockHash, bool] = {}  # by changed name: whether it was there at the beginning
+        self._stored: set[BlockHash] = set()  # those of them that are there now, and entered within the window
         self._are_too_many = False
 
     def published(self, name: BlockHash) -> None:
-        """A block has got this name, which no other had."""
+        """Record that a block has this name now, which no other had."""
         self._touch(name, was_there=False)
         self._stored.add(name)
 
     def evicted(self, name: BlockHash) -> None:
-        """No block has this name any more."""
+        """Record that no block has this name any more."""
         self._touch(name, was_there=True)
         self._stored.discard(name)
 
     def take(self) -> NameChanges | None:
-        """End the window, and begin another. None where too much has changed to be told."""
+        """End the window, and begin another. Return None where too much has changed to be reported."""
         was_there, stored, are_too_many = self._was_there, self._stored, self._are_too_many
         self._was_there, self._stored, self._are_too_many = {}, set(), False
         if are_too_many:
@@ -69,7 +69,7 @@ class BlockChanges:
 
 
 class OutOfBlocks(TwostrokeError):
-    """Fewer blocks can be allocated than were asked for. Nothing was taken."""
+    """Fewer blocks can be allocated than were requested. None was taken."""
 
 
 class BlockPoolCorrupted(TwostrokeError):
@@ -79,8 +79,8 @@ class BlockPoolCorrupted(TwostrokeError):
 class BlockPool:
     """Reference counts over `num_blocks` block ids, with a prefix cache keyed by block hashes.
 
-    Whoever goes on gives a window's first block back for each that it takes at the window's end, and counts on that.
-    So a window's block that several hold counts once for each of them: each will want another in its place.
+    A sequence releases a window's first block for each that it takes at the window's end. So a window's block that
+    several sequences share counts once for each of them: each will need another in its place.
     """
 
     def __init__(self, num_blocks: int, block_size: int, groups: KVGroups = ONE_GROUP):
@@ -99,7 +99,7 @@ class BlockPool:
         self._by_tail: dict[BlockHash, int] = {}
         self._tails: dict[int, BlockHash] = {}  # by block
         self._num_shared = 0  # references to windows' blocks, beyond the first one of each
-        self._changes: BlockChanges | None = None  # while somebody wants to know
+        self._changes: BlockChanges | None = None  # while changes are recorded
 
     @property
     def free_blocks(self) -> int:
@@ -108,28 +108,28 @@ class BlockPool:
 
     @property
     def owned_blocks(self) -> int:
-        """Blocks that somebody references: 0 on an idle worker."""
+        """Blocks with references: 0 on an idle worker."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def references(self, block_id: int) -> int:
-        """How many holders a block has."""
+        """Return the number of a block's references."""
         return self._references[block_id]
 
     def num_freed(self, block_ids: Iterable[int]) -> int:
-        """How many more could be allocated once a table's holder has released it."""
+        """Return how many more blocks could be allocated once a table's holder has released it."""
         return sum(
             block_id != NO_BLOCK and (self._references[block_id] == 1 or self._is_of_window(block_id))
             for block_id in block_ids
         )
 
     def lookup(self, hashes: Iterable[BlockHash]) -> int:
-        """Length of the longest cached prefix of `hashes`, in rows. Takes no reference and touches no order."""
+        """Return the length of the longest cached prefix of `hashes`, in rows. Changes nothing."""
         return len(self._find(hashes)) // self.groups.count
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The table of the longest cached prefix of `hashes`; each of its blocks has one more reference.
+        """Return the table of the longest cached prefix of `hashes`, with one more reference on each of its blocks.
 
-        Where `free_blocks` is negative then, the caller must release it at once, and do without.
+        Where `free_blocks` is negative then, the caller must release the table at once.
         """
         matched = self._find(hashes)
         for block_id in matched:
@@ -143,9 +143,9 @@ class BlockPool:
         return matched
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; evicts the least recently released cached blocks where it must.
+        """Return `count` blocks with one reference each; evict the least recently released cached blocks if needed.
 
-        Raises OutOfBlocks, with nothing changed, where fewer can be had.
+        Raises OutOfBlocks, with nothing changed, where fewer are free.
         """
         if count > self.free_blocks:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free_blocks} of {self.num_blocks} free")
@@ -155,14 +155,12 @@ class BlockPool:
         return allocated
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less on each of a table's blocks, which are given in the order of their tokens.
-
-        What is NO_BLOCK is passed by.
+        """Remove one reference from each block of a table, given in the order of their tokens. NO_BLOCK is skipped.
 
         A published block without references stays cached; an unpublished one is free at once. The table's last
         block goes first in the order of eviction: a prefix without its end is of use, an end without its prefix is not.
-        A block that has a tail alone goes before all others.
-        Raises ValueError, with nothing changed, for a block that nobody owns or that is listed twice.
+        A block that has only a tail goes before all others.
+        Raises ValueError, with nothing changed, for a block without references or that is listed twice.
         """
         block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
         self._require_owned(block_ids)
@@ -182,7 +180,7 @@ class BlockPool:
     def publish(self, block_id: int, name: BlockHash, group: int = 0) -> None:
         """Name a full, owned block. A name that another block has stays there: the caller's block remains unnamed.
 
-        Raises ValueError for a block that nobody owns, or that already has another name.
+        Raises ValueError for a block without references, or that already has another name.
         """
         self._require_owned((block_id,))
         current = self._names[block_id]
@@ -197,7 +195,7 @@ class BlockPool:
                 self._changes.published(name)
 
     def publish_tail(self, block_id: int, name: BlockHash) -> None:
-        """Name the tokens of a prompt with which an owned block begins; its holder only writes behind them.
+        """Name the prompt tokens at the beginning of an owned block, whose holder only writes behind them.
 
         A tail that has a block already stays there, and a block keeps the tail that it has.
         """
@@ -207,7 +205,7 @@ class BlockPool:
             self._tails[block_id] = name
 
     def take_tail(self, name: BlockHash) -> int | None:
-        """The block that begins with these tokens, with one more reference; None: there is none."""
+        """Return the block that begins with these tokens, with one more reference; None: there is none."""
         block_id = self._by_tail.get(name)
         if block_id is not None:
             self._cached.pop(block_id, None)
@@ -215,19 +213,19 @@ class BlockPool:
         return block_id
 
     def names(self, first: int, end: int) -> list[BlockHash]:
-        """Names in the prefix cache that blocks `first` up to `end` have, of the first group.
+        """Return the names in the prefix cache of blocks `first` up to `end`, of the first group.
 
-        The others' follow from these, but for windows of which blocks were evicted.
+        The other groups' names follow from these, except for windows of which blocks were evicted.
         """
         named = zip(self._names[first:end], self._groups[first:end], strict=True)
         return [name for name, group in named if name is not None and group == 0]
 
     def record_changes(self, began: Callable[[], None] | None) -> None:
-        """Record names that come and go from now on; `began` is called as BlockChanges does. With None, end that."""
+        """Record names that enter and leave from now on; `began` is that of BlockChanges. None: stop recording."""
         self._changes = None if began is None else BlockChanges(began)
 
     def take_changes(self) -> NameChanges | None:
-        """As BlockChanges.take. Raises ValueError where nothing is recorded."""
+        """End the window of changes, like BlockChanges.take. Raises ValueError where nothing is recorded."""
         if self._changes is None:
             raise ValueError("no changes of names are recorded")
         return self._changes.take()

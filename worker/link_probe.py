@@ -1,7 +1,7 @@
-"""Trial transfers between two workers: real ones, of blocks that nobody uses.
+"""Link probes: trial transfers between two workers, of blocks that no request uses.
 
-So they take the very way that a request's KV takes, and need no message of their own. The router mints their tickets
-(`router/http/doctor.py`), as it does for requests.
+They are real transfers, so they take the way of a request's KV, and need no messages of their own. The router mints
+their tickets (`router/http/doctor.py`), as it does for requests.
 """
 
 import asyncio
@@ -10,23 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, Ticket
-from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.pulls import Transfers
+from twostroke.worker.scheduling.block_pool import BlockPool
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LinkProbe:
-    """One worker's part in trial transfers. It takes at most half of the free blocks, and waits for none.
+    """One worker's end of link probes. It takes at most half of the free blocks, and waits for none.
 
-    Cached blocks count as free, so that a trial may cost the prefix cache some. A cancelled call returns at once; its
-    blocks go back as soon as nothing reads or writes them any more.
+    Cached blocks count as free, so a probe may evict some of the prefix cache. A cancelled call returns at once; its
+    blocks are released once nothing reads or writes them any more.
     """
 
     pool: BlockPool
@@ -36,7 +36,7 @@ class LinkProbe:
     clock: Clock
 
     async def source(self, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
-        """Send as many tokens' KV once for each ticket, one after the other. All go to one target.
+        """Send KV of `num_tokens` tokens once for each ticket, one after the other. All go to one target.
 
         The first transfer may also have to wait for the connection, the link and the target's own call. Raises
         RequestError (this worker has too few free blocks) and TransferFailed.
@@ -48,8 +48,8 @@ class LinkProbe:
         await self._owned(self._receive(tickets, num_tokens))
 
     async def _owned(self, trial: Coroutine[Any, Any, T]) -> T:
-        """Run the trial in a task of ours, which sees its transfer to the end even where the caller is cancelled."""
-        task = self.transfers.see(trial, "probe")
+        """Run the probe in a tracked task, which waits for its transfer's end even where the caller is cancelled."""
+        task = self.transfers.track(trial, "probe")
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -61,7 +61,7 @@ class LinkProbe:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
                 began = self.clock()
-                transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
+                transfer = self.sender.begin_transfer(ticket, num_tokens, block_ids, num_tokens)
                 transfer.commit(None)
                 try:
                     await transfer.done()
@@ -75,7 +75,7 @@ class LinkProbe:
     async def _receive(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
-                incoming = self.receiver.expect(ticket, block_ids, num_tokens, 0)
+                incoming = self.receiver.expect_transfer(ticket, block_ids, num_tokens, 0)
                 try:
                     await incoming.verified()
                 except asyncio.CancelledError:
@@ -84,11 +84,11 @@ class LinkProbe:
 
     @contextmanager
     def _blocks(self, num_tokens: int) -> Iterator[list[int]]:
-        """Unpublished blocks for so many tokens. Raises RequestError where that is more than half of the free ones."""
-        count = -(-num_tokens // self.pool.block_size) * self.pool.groups.count  # a trial's tables have no gaps
+        """Allocate unpublished blocks for the tokens. Raises RequestError for more than half of the free blocks."""
+        count = -(-num_tokens // self.pool.block_size) * self.pool.groups.count  # a probe's tables have no gaps
         most = self.pool.free_blocks // 2
         if not 1 <= count <= most:
-            raise RequestError(f"a trial of {count} blocks: it may take 1 to {most} here now", code="too_few_blocks")
+            raise RequestError(f"a probe of {count} blocks: it may take 1 to {most} here now", code="too_few_blocks")
         block_ids = self.pool.allocate(count)
         try:
             yield block_ids
@@ -97,7 +97,7 @@ class LinkProbe:
 
 
 def _links(sender: SendingSide, target: Peer) -> tuple[str, str, tuple[str, ...]]:
-    """(transport, why, missing) of the links to `target`; what several ranks have in common is said once."""
+    """Return (transport, why, missing) of the links to `target`, with each value of several ranks once."""
     reports = [report for report in sender.links() if report.target == target]
     return (
         ", ".join(dict.fromkeys(report.transport for report in reports)),

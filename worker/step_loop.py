@@ -1,73 +1,82 @@
-"""A worker's life, the same in both roles: it steps, falls quiet, drains, dies of its engine, is stopped.
+"""The step loop of a worker, the same in both roles: it steps, idles, drains, dies of its engine, or is stopped.
 
 One task keeps a worker stepping: it runs while there is work, sleeps until woken, and dies visibly. A step under way is
-not cancelled: an engine goes on writing into blocks until its step ends. One that takes longer than any step may is
-wedged: its worker is unhealthy, and is waited for no longer. `StepsUnderWay` holds the steps that the engine has been
-given and has not finished: one that runs, and perhaps the next behind it.
+not cancelled, since an engine writes into blocks until its step ends. A step that takes longer than `max_step_s` is
+stuck: its worker is unhealthy, and nothing waits for the step any longer. `StepsUnderWay` holds the steps that the
+engine has been given and has not finished: one that runs, and perhaps the next behind it.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.step_costs import StepContent
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, eq=False)
+class SteppingWorker(Protocol):
+    """The worker as its step loop sees it. Only `step` and `hang_up` wait."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def is_ahead(self) -> bool: ...
+
+    async def step(self) -> bool: ...
+
+    def fail_all(self, reason: str) -> None: ...
+
+    async def hang_up(self) -> None: ...
+
+
+@dataclass(eq=False)
 class StepLoop:
-    """Calls `step` again and again. The first exception ends that for good: the worker has died.
+    """Calls the worker's `step` again and again. The first exception ends that for good: the worker has died."""
 
-    Of what it calls, only `step` and `hang_up` wait.
-    """
-
+    worker: SteppingWorker
     worker_id: str  # for messages
     pools: Sequence[BlockPool]  # checked where the worker is idle
     clock: Clock
     config: WorkerConfig
-    step: Callable[[], Awaitable[bool]]  # run one step; whether there was anything to do
-    is_busy: Callable[[], bool]  # whether any call, transfer or trial is under way
-    is_ahead: Callable[[], bool]  # whether `step` has begun another step than the one it saw end
-    died: Callable[[str], None]  # the engine died, for this reason: fail every request
-    hang_up: Callable[[], Coroutine[Any, Any, None]]  # close the token channel
     is_draining: bool = field(default=False, init=False)
-    """Whether the worker takes no new requests, since it is to end, or a router has said so."""
+    """True while the worker takes no new requests, since it is to end, or a router has said so."""
     _is_ending: bool = field(default=False, init=False)  # draining, and for good
     _is_stopping: bool = field(default=False, init=False)
     _task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    # Set where nothing is found to be under way, and at the end.
+    # Set where nothing is under way, and at the end.
     _quiet: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _step_began: float | None = field(default=None, init=False)  # None between steps
     _checked_at: float = field(default=-math.inf, init=False)
-    _engine_loss: WorkerLost | None = field(default=None, init=False)  # to die of
-    _failure: BaseException | None = field(default=None, init=False)  # what it died of
+    _engine_loss: WorkerLost | None = field(default=None, init=False)  # the error to die of
+    _failure: BaseException | None = field(default=None, init=False)  # the error it died of
     _hanging_up: "asyncio.Task[None] | None" = field(default=None, init=False)
 
     def start(self) -> None:
-        """Begin to step. Must be called on the event loop that serves the worker."""
+        """Begin to step, on the event loop that serves the worker."""
         self._task = asyncio.create_task(self._run(), name="step-loop")
 
     def wake(self) -> None:
-        """There may be something to do now: a request, free blocks, or nothing left at all."""
+        """Look for work: there may be a request, free blocks, or nothing left at all."""
         self._work.set()
 
     def engine_lost(self, reason: str) -> None:
-        """The engine can't go on, though perhaps no step is under way that would tell: the worker dies of it.
+        """Let the worker die of an engine that can't go on, though perhaps no step is under way that would fail.
 
-        Or of the error of a step under way, which fails of the same.
+        Where a step is under way, the worker dies of that step's error, which has the same cause.
         """
         self._engine_loss = WorkerLost(reason)
         self._work.set()
@@ -87,24 +96,24 @@ class StepLoop:
         if self.is_draining:
             raise WorkerLeaving(f"worker {self.worker_id} is draining")
 
-    def take_no_more(self) -> None:
-        """Let no new request in, unless the worker is to `stay`."""
+    def stop_taking_requests(self) -> None:
+        """Refuse new requests, until `resume`."""
         self.is_draining = True
 
-    def stay(self) -> None:
-        """Let requests in again: whoever has said that the worker is taken down was wrong. Not once it is to end."""
+    def resume(self) -> None:
+        """Take requests again, unless the worker is to end."""
         self.is_draining = self._is_ending
 
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
         self._is_ending = self.is_draining = True
-        if self._task is not None and not self._task.done() and self.is_busy():
+        if self._task is not None and not self._task.done() and self.worker.is_busy:
             self._quiet.clear()
             self._work.set()
             await self._quiet.wait()
 
     async def stop(self) -> None:
-        """Step no more; steps under way finish first. May be called more than once.
+        """Stop stepping; steps under way finish first. May be called more than once.
 
         A step that is stuck is left alone, with the blocks that it may write into: only the process's end ends it.
         """
@@ -122,18 +131,18 @@ class StepLoop:
         self._quiet.set()
 
     def _step_time_left(self) -> float:
-        """Seconds until the step under way, or one that began now, is stuck."""
+        """Return the seconds until the step under way, or one that began now, is stuck."""
         began = self._step_began
         return self.config.max_step_s - (0.0 if began is None else self.clock() - began)
 
     async def _run(self) -> None:
         try:
-            while not self._is_stopping or self.is_ahead():
+            while not self._is_stopping or self.worker.is_ahead:
                 self._work.clear()
-                if self._engine_loss is not None and not self.is_ahead():
+                if self._engine_loss is not None and not self.worker.is_ahead:
                     raise self._engine_loss
                 self._step_began = self.clock()
-                has_stepped = await self.step()
+                has_stepped = await self.worker.step()
                 self._step_began = None
                 if not has_stepped:
                     self._idle()
@@ -143,13 +152,13 @@ class StepLoop:
         except BaseException as error:  # a panic in Rust is no Exception, and must not end the loop in silence
             _log.exception("the step loop has died")
             self._failure = error
-            self.died(f"the engine of worker {self.worker_id} died: {error!r}")
+            self.worker.fail_all(f"the engine of worker {self.worker_id} died: {error!r}")
             self._quiet.set()
-            # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
-            self._hanging_up = asyncio.create_task(self.hang_up(), name="hang up")
+            # Routers see the channel go and turn elsewhere, long before the next health check.
+            self._hanging_up = asyncio.create_task(self.worker.hang_up(), name="hang up")
 
     def _idle(self) -> None:
-        if self.is_busy():
+        if self.worker.is_busy:
             return
         self._quiet.set()
         now = self.clock()
@@ -162,21 +171,23 @@ class StepLoop:
 
 
 MOST_BROKEN_REQUESTS = 16
-"""A model of whom so many requests in a row have got no sound logits is broken. One request alone may have caused its
-own, by a prompt whose activations overflow."""
+"""Requests in a row without sound logits after which the model counts as broken. One request alone may cause its own
+broken logits, by a prompt whose activations overflow."""
 
 
 class LogitHealth:
-    """Watches whether a worker's steps still give logits that are numbers."""
+    """Notices a worker whose steps give no logits that are numbers."""
 
     def __init__(self) -> None:
         self._num_broken_rows = 0
-        self._ahead = 0  # broken rows that the engine has counted of a step that is still to end
+        self._ahead = 0  # broken rows that the engine has counted for a step that is still to end
         self._requests: set[str] = set()  # without a sound row since the last sound one
 
     def step_ended(self, num_broken_rows: int, drawing: Collection[str]) -> str | None:
-        """A step has drawn for the requests `drawing`; `num_broken_rows` is the engine's count. Why it is broken, if it
-        is."""
+        """Account for a step that drew for the requests `drawing`; `num_broken_rows` is the engine's count.
+
+        Return why the model is broken; None: it is not.
+        """
         num_new, self._num_broken_rows = num_broken_rows - self._num_broken_rows, num_broken_rows
         ahead = self._ahead + num_new - len(drawing)
         self._ahead = max(0, min(ahead, len(drawing)))
@@ -194,8 +205,10 @@ class LogitHealth:
 
 
 AHEAD_S = 0.003
-"""How long before its expected end a step with prompts has the next one scheduled behind it. Enough for the event loop
-and for the launch of a GPU's first kernels; more would keep requests that have just come out of the next step."""
+"""Seconds before the expected end of a step with prompts at which the next one is scheduled behind it.
+
+This is enough for the event loop and for the launch of a GPU's first kernels. Requests that arrive later are not in the
+next step."""
 
 StepT = TypeVar("StepT")
 
@@ -207,7 +220,7 @@ class EndedStep(Generic[StepT]):
     step: StepT
     content: StepContent
     sampled: list[SampledToken | None]  # one for each entry
-    seconds: float  # how long it ran; time behind another step isn't counted
+    seconds: float  # that it ran; time behind another step isn't counted
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,7 @@ class _GivenStep(Generic[StepT]):
 
     @cached_property
     def content(self) -> StepContent:
-        """What the step's costs depend on."""
+        """The content that the step's costs depend on."""
         return StepContent.of(self.batch)
 
 
@@ -238,7 +251,7 @@ class StepsUnderWay(Generic[StepT]):
 
     @property
     def last(self) -> StepT | None:
-        """The one that another step would have to wait for."""
+        """The step that another one would have to wait for."""
         return self._steps[-1].step if self._steps else None
 
     async def begin(
@@ -248,17 +261,18 @@ class StepsUnderWay(Generic[StepT]):
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> None:
-        """Have it run after those under way. Returns once the engine has it."""
+        """Have the engine run a step after those under way. Returns once the engine has it."""
         if not self._steps:
             self._began = self._clock()
         result = asyncio.create_task(self._engine.step(batch, on_layer, copies), name="engine step")
         self._steps.append(_GivenStep(step, batch, result))
-        await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on thinking
+        await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on
 
     async def nears_its_end(self, costs: StepCosts | None) -> bool:
-        """Wait until it is time to schedule behind the step that runs; False where that ends before. There must be one.
+        """Wait until it is time to schedule behind the step that runs; return False where that ends before.
 
-        A step of decodes is short: it is time at once. Prompts take long, and so do steps of unknown costs.
+        A step must run. A step of decodes is short, so it is time at once. Prompts take long, and so may steps of
+        unknown costs.
         """
         running = self._steps[0]
         if not running.content.prompt_tokens:
@@ -271,7 +285,7 @@ class StepsUnderWay(Generic[StepT]):
         return not running.result.done()
 
     async def first_ended(self) -> EndedStep[StepT]:
-        """Wait for the step that runs. Raises what the engine raises, which then does nothing more."""
+        """Wait for the step that runs. Raises the engine's error; the engine then does nothing more."""
         try:
             sampled = await self._steps[0].result
         except BaseException:
@@ -284,6 +298,6 @@ class StepsUnderWay(Generic[StepT]):
         return EndedStep(ended.step, ended.content, sampled, self._began - began)
 
     def give_up(self) -> list[StepT]:
-        """Forget all steps, of an engine that has died; returns them."""
+        """Forget all steps of an engine that has died; return them."""
         given_up, self._steps = self._steps, []
         return [given.step for given in given_up]
