@@ -5,7 +5,7 @@ from typing import Any
 
 from twostroke.benchmarks.engine import SWEPT, decodes, in_turns, medians
 from twostroke.model.load import LoadedEngine
-from twostroke.model.this_machine import LimitsMeter
+from twostroke.model.machine_limits import LimitsMeter
 from twostroke.planning.pictures import batch_sweep
 from twostroke.planning.roofline import knee
 from twostroke.protocol.errors import ConfigError

@@ -9,8 +9,8 @@ import torch
 
 from twostroke.model.cache.memory import available_bytes, cache_bytes_on_host
 from twostroke.model.config import KVCacheDtype, ModelShape, PrefillKernel, Quantization
+from twostroke.model.costs.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
 from twostroke.model.served import Way
-from twostroke.model.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
 from twostroke.protocol.errors import ConfigError
 
 

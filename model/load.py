@@ -23,6 +23,8 @@ from twostroke.model.cache.memory import (
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.config import ModelShape
+from twostroke.model.costs.operations import Held, MachineLimits, StepWork, step_work
+from twostroke.model.costs.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
 from twostroke.model.engine import ThreadEngine
@@ -37,23 +39,14 @@ from twostroke.model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
-from twostroke.model.limits import machine_limits
-from twostroke.model.operations import Held, MachineLimits
+from twostroke.model.machine_limits import machine_limits
 from twostroke.model.parallel.expert_slots import ExpertSlots
-from twostroke.model.parallel.stages import Stage
-from twostroke.model.parallel.tensor_parallel import (
-    GroupRanks,
-    RankPlace,
-    Shard,
-    SingleRank,
-    TensorParallel,
-)
+from twostroke.model.parallel.form import Shard, Stage
+from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
-from twostroke.model.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.step_work import StepWork, step_work
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 

@@ -25,14 +25,14 @@ from twostroke.model.batch import (
     place,
     take_drawn,
 )
-from twostroke.model.cache.kv_cache import KVCache, StepAnnouncements, layer_announcer
+from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.cache.layer_announcer import LaunchedWork, StepAnnouncements, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.parallel.expert_slots import ExpertSlots
+from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
-from twostroke.model.pipeline import PipelinedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
 from twostroke.model.step import (

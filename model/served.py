@@ -14,9 +14,7 @@ from twostroke.model.checkpoint.config_file import is_native, load_model_config,
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint, has_weights
 from twostroke.model.config import ModelShape, Quantization, WeightForm
-from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.tensor_parallel import TensorParallel
-from twostroke.model.sizes import (
+from twostroke.model.costs.sizes import (
     check_size,
     check_stages,
     num_active_parameters,
@@ -25,6 +23,8 @@ from twostroke.model.sizes import (
     weight_bytes,
     weights_as,
 )
+from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 Way = Literal["native", "transformers"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from twostroke.model.config import ModelConfig
-from twostroke.model.operations import Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.planning.layouts import Layout
 from twostroke.planning.roofline import WorkerHardware

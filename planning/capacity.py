@@ -18,10 +18,9 @@ from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report.estimates import duration
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.config import ModelConfig
-from twostroke.model.fit import Fit
-from twostroke.model.operations import decode_operations, prefill_operations
+from twostroke.model.costs.operations import decode_operations, prefill_operations
+from twostroke.model.costs.sizes import Fit, num_active_parameters, num_parameters, weight_bytes
 from twostroke.model.published.hardware import GIB, Hardware
-from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.baselines import WAYS, BaselineResult, Tokens, Way, serve_way
 from twostroke.planning.roofline import (
     Interference,

@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.operations import Operation, decode_operations, prefill_operations, product_intensity
+from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations, product_intensity
+from twostroke.model.costs.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.model.published.hardware import HARDWARE, Hardware
 from twostroke.model.published.models import published_model
-from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.baselines import BaselineResult
 from twostroke.planning.capacity import CapacityCase, border, continuous_gain, model_of_numbers, serve_ways
 from twostroke.planning.profiles import SMALL

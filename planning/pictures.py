@@ -18,7 +18,7 @@ from twostroke.loadtests.report.chart import (
     series_colour,
 )
 from twostroke.model.config import ModelShape
-from twostroke.model.operations import Held, Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import Held, Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB
 from twostroke.planning.capacity import SWEEP, CapacityCase, sweep
 from twostroke.planning.roofline import WorkerHardware, as_mha, kv_bytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
 from twostroke.protocol.stats import StepCosts
 

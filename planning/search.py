@@ -10,10 +10,9 @@ from functools import cache
 from itertools import product
 
 from twostroke.model.config import ModelConfig, Quantization
-from twostroke.model.fit import Fit, fit
-from twostroke.model.operations import Held
+from twostroke.model.costs.operations import Held
+from twostroke.model.costs.sizes import Fit, StepBounds, check_size, fit, weight_bytes
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
-from twostroke.model.sizes import StepBounds, check_size, weight_bytes
 from twostroke.planning.layouts import Layout, Pools, Work
 from twostroke.planning.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.workload import SLOTargets, Workload

@@ -7,8 +7,7 @@ computed in that time, idle time included. MBU is the same of the bytes of weigh
 from collections import deque
 from typing import Any
 
-from twostroke.model.operations import MachineLimits
-from twostroke.model.step_work import StepWork
+from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.worker.step_costs import StepContent
 

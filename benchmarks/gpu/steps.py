@@ -20,14 +20,14 @@ from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.costs.operations import MachineLimits, decode_work, prefill_work
+from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.operations import MachineLimits, decode_work, prefill_work
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 

@@ -20,7 +20,7 @@ from twostroke.protocol.kv_layout import FP8
 from twostroke.protocol.stats import Role
 
 if TYPE_CHECKING:
-    from twostroke.model.fit import Fit
+    from twostroke.model.costs.sizes import Fit
     from twostroke.model.served import ServedModel
 
 CAN_T_BE_SERVED = 2
@@ -122,9 +122,8 @@ def _of_worker(
 
     from twostroke.model.cache.memory import available_bytes
     from twostroke.model.checkpoint.weights import has_weights
+    from twostroke.model.costs.sizes import StepBounds, check_context_parts, fit
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
-    from twostroke.model.fit import fit
-    from twostroke.model.sizes import StepBounds, check_context_parts
 
     section = config.roles[role]
     held = config.model_of(section)

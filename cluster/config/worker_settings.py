@@ -141,15 +141,15 @@ class WorkerSettings:
         Where the transport is `auto` only those between hosts do, and of these the settings know nothing: what
         `gpu_memory_utilization` leaves is there for them.
         """
-        from twostroke.model.sizes import COMMUNICATOR_BYTES
+        from twostroke.model.costs.sizes import COMMUNICATOR_BYTES
 
         goes_over_nccl = self.device == "cuda" and self.transport == "torch_distributed"
         return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
+        from twostroke.model.costs.sizes import StepBounds
         from twostroke.model.engine_config import EngineConfig
-        from twostroke.model.sizes import StepBounds
 
         gibibytes = self.resources.kv_cache_gib
         return EngineConfig(

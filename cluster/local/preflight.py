@@ -34,6 +34,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     import torch
 
     from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, gibibytes
+    from twostroke.model.costs.sizes import WORKER_BYTES, check_context_parts, step_bytes_on_cpu
     from twostroke.model.engine_config import (
         block_bytes,
         check_cores,
@@ -44,7 +45,6 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_num_blocks,
     )
     from twostroke.model.served import open_model
-    from twostroke.model.sizes import WORKER_BYTES, check_context_parts, step_bytes_on_cpu
     from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import ModelConfig, Routing
+from twostroke.model.costs.sizes import num_active_parameters
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.tensor_parallel import TensorParallel
-from twostroke.model.sizes import num_active_parameters
 from twostroke.model.step import OnLayer
 
 
@@ -95,7 +95,7 @@ class DecoderWeights:
 class Decoder:
     """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder.
 
-    Of several stages each has a decoder, and they compute a step together: model/pipeline.py.
+    Of several stages each has a decoder, and they compute a step together: model/parallel/pipeline.py.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):

@@ -9,9 +9,6 @@ On a CPU the cache is a memfd, mapped MAP_SHARED, so that other processes of thi
 memfd has no name, so a killed process leaves nothing behind, and no mount limits it: the 64 MB that containers get for
 /dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
 meet a SIGBUS, and nobody but its maker ever writes into it.
-
-A LayerAnnouncer tells of layers whose KV is in a GPU's cache, while the GPU computes on: the thread that launches steps
-waits for none of them.
 """
 
 import contextlib
@@ -21,10 +18,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -33,7 +27,6 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelShape
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -42,13 +35,6 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 64 * 1024 * 1024  # allocated at a time: a signal undoes the piece under way
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1, not among fcntl's names
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
-
-
-class Waited(Protocol):
-    """Work of a device: LaunchedWork."""
-
-    def synchronize(self) -> None:
-        """Return once it is done."""
 
 
 class KVCache:
@@ -211,62 +197,3 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         undo.pop_all()
     return fd, memory
-
-
-class LayerAnnouncer:
-    """Tells of layers whose KV a GPU has written, on a thread of its own that lives from step to step.
-
-    So the thread that launches a step waits for none of its layers. For the use of that one thread.
-    """
-
-    def __init__(self, begin: Callable[[], None], record: Callable[[], Waited]):
-        """`begin` is called first on the announcer's thread. `record` gives what is launched so far."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
-        self._begun = self._thread.submit(begin)
-        self._record = record
-
-    def step(self, on_layer: Callable[[int], None]) -> "StepAnnouncements":
-        """Return the announcements of the step that is about to be launched."""
-        return StepAnnouncements(self._thread, self._begun, self._record, on_layer)
-
-    def close(self) -> None:
-        """End the thread, once what was announced so far has been told."""
-        self._thread.shutdown(wait=True)
-
-
-class StepAnnouncements:
-    """Calls `on_layer(i)` for the layers of one step, in order, each once what writes its KV has run."""
-
-    def __init__(
-        self,
-        thread: ThreadPoolExecutor,
-        begun: "Future[None]",
-        record: Callable[[], Waited],
-        on_layer: Callable[[int], None],
-    ):
-        self._thread = thread
-        self._record = record
-        self._on_layer = on_layer
-        self._last = begun
-
-    def announce(self, layer: int) -> None:
-        """Have the layer told once what is launched so far has run, its KV's write last. Never waits."""
-        self._last = self._thread.submit(self._tell, self._last, layer, self._record())
-
-    def result(self) -> None:
-        """Wait until all that was announced has been told. Raises the first error of a call, or of the device, after
-        which no further layer of the step is told."""
-        self._last.result()
-
-    def _tell(self, before: "Future[None]", layer: int, event: Waited) -> None:
-        before.result()  # its error is this one's, too
-        event.synchronize()
-        self._on_layer(layer)
-
-
-def layer_announcer(device: torch.device) -> LayerAnnouncer | None:
-    """Return an announcer for `device`; None on CPUs, where a layer's KV is written when its call returns."""
-    if device.type != "cuda":
-        return None
-
-    return LayerAnnouncer(partial(torch.cuda.set_device, device), partial(LaunchedWork, device))

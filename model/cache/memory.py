@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from twostroke.model.sizes import CUDA_CONTEXT_BYTES
+from twostroke.model.costs.sizes import CUDA_CONTEXT_BYTES
 from twostroke.protocol.errors import ConfigError
 
 

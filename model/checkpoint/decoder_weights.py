@@ -38,11 +38,10 @@ from twostroke.model.config import (
     Projection,
     Quantization,
 )
+from twostroke.model.costs.sizes import head_name, of_expert, of_lm_head
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
-from twostroke.model.parallel.stages import ONLY_STAGE, Stage
-from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
-from twostroke.model.sizes import head_name, of_expert, of_lm_head
+from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 
 _Weight = Tensor | QuantizedWeight
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.sizes import INT4_GROUP
+from twostroke.model.costs.sizes import INT4_GROUP
 
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of e2m1's codes 0 to 7; 8 more are the negative ones (Rouhani et al. 2023)."""

@@ -39,8 +39,9 @@ from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
 from twostroke.model.checkpoint.weights import has_weights
 from twostroke.model.config import ModelShape, Quantization
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
-from twostroke.model.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
+from twostroke.model.costs.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
 

@@ -28,7 +28,7 @@ from twostroke.model.checkpoint.tensor_file import (
     equal_tensors,
 )
 from twostroke.model.config import ModelConfig, WeightForm
-from twostroke.model.sizes import expected_shapes, num_parameters
+from twostroke.model.costs.sizes import expected_shapes, num_parameters
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
+from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.device_sampling import (
     DrawParameters,
@@ -21,7 +22,6 @@ from twostroke.model.cuda.kernels.device_sampling import (
     draw_on_device,
     mask_on_device,
 )
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
 from twostroke.model.sampling.token_masks import TokenMasks

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from twostroke.model.backend import ExpertPlaces, Experts
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from twostroke.model.backend import ExpertPlaces
 from twostroke.model.parallel.expert_slots import ranks_of
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 LEAST_SAVED_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
 """Of each rank's, in one sum, for which the price is paid: about 0.07 ms at 200 GB/s, and 0.5 ms over loopback."""

@@ -22,57 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 from twostroke.model.parallel.nccl_log import NCCL_LOG
-from twostroke.model.parallel.stages import ONLY_STAGE, Stage, StageLink
+from twostroke.model.parallel.pipeline import StageLink
 from twostroke.protocol.requests import Address
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
     from twostroke.model.cuda.kernels.peer_sums import PeerSums
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of the weights a rank holds."""
-
-    rank: int = 0
-    size: int = 1
-    has_whole_experts: bool = False  # a part of a layer's experts, and not a part of each
-
-    def part(self, length: int) -> slice:
-        """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
-        step = length // self.size
-        return slice(self.rank * step, (self.rank + 1) * step)
-
-    def experts(self, number: int) -> slice:
-        """Those of a layer that this rank holds something of: whole ones are as many as of any other rank, or one less
-        or more."""
-        if not self.has_whole_experts:
-            return slice(0, number)
-        return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
-
-    def inside_experts(self, size: int) -> slice:
-        """The features between projections that it holds of each of them."""
-        return slice(0, size) if self.has_whole_experts else self.part(size)
-
-    def kv_heads(self, num_kv_heads: int) -> slice:
-        """The KV heads of this rank; ranks beyond their number hold copies. As `KVLayout.first_head`."""
-        first = self.rank * num_kv_heads // self.size
-        return slice(first, first + max(1, num_kv_heads // self.size))
-
-    def vocabulary(self, vocab_size: int) -> slice:
-        """This rank's tokens; all parts have one size but the last, which may be shorter or empty."""
-        step = -(-vocab_size // self.size)
-        return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
-
-    def vocabulary_size(self, vocab_size: int) -> int:
-        """Of this rank's tokens."""
-        part = self.vocabulary(vocab_size)
-        return int(part.stop - part.start)
-
-
-WHOLE_MODEL = Shard()
 
 
 class TensorParallel(Protocol):

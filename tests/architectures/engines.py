@@ -13,13 +13,8 @@ from tests.rigs.kv_pair import Pair, make_pair
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.parallel.tensor_parallel import (
-    GroupRanks,
-    Rendezvous,
-    Shard,
-    SingleRank,
-    TensorParallel,
-)
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import Way, open_model

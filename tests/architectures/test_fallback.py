@@ -19,7 +19,8 @@ from twostroke.model.backend import LoadOptions
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
-from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.served import open_model
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError

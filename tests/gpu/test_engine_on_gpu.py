@@ -186,7 +186,7 @@ def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made:
 
 
 def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
-    from tests.kernels.test_device_sampling import parameters_of
+    from tests.kernels.steps.test_device_sampling import parameters_of
     from twostroke.model.cuda.kernels.device_sampling import draw_on_device
 
     cases = [
@@ -216,7 +216,7 @@ def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_draws_are_captured_in_a_graph_and_follow_its_inputs(rows: int) -> None:
-    from tests.kernels.test_device_sampling import parameters_of
+    from tests.kernels.steps.test_device_sampling import parameters_of
     from twostroke.model.cuda.kernels.device_sampling import draw_on_device
 
     logits = torch.randn((2, rows, 128256), generator=torch.Generator().manual_seed(rows)).to("cuda") * 3

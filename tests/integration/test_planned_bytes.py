@@ -7,12 +7,11 @@ import pytest
 from safetensors import safe_open
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
-from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import ModelConfig
-from twostroke.model.fit import fit
-from twostroke.model.sizes import num_parameters, weight_bytes
+from twostroke.model.costs.sizes import fit, num_parameters, weight_bytes
 
 BLOCK = 16
 LENGTHS = (BLOCK, 3 * BLOCK, 8 * BLOCK)  # whole blocks, since no less is sent

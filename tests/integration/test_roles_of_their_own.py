@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integration.local_fleet import GREEDY, VOCAB, Served, Shape, serve
+from tests.model.architectures.test_conformance import random_prompts
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import random_prompts
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner

@@ -14,8 +14,8 @@ from numba import carray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layouts
 from twostroke.model.cache.kv_cache import KVCache

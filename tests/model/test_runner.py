@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.model.conftest import make_decoder
 from twostroke.model.batch import CheckedTables, check_batch, make_layout
-from twostroke.model.cache.kv_cache import LayerAnnouncer
+from twostroke.model.cache.layer_announcer import LayerAnnouncer
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler

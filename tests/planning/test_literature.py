@@ -15,9 +15,9 @@ from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.costs.sizes import weight_bytes
 from twostroke.model.published.hardware import HARDWARE, read_hardware
 from twostroke.model.published.models import published_model, read_models
-from twostroke.model.sizes import weight_bytes
 from twostroke.planning import literature
 from twostroke.planning.literature import checked, read_rows
 from twostroke.planning.tables import BEGIN, END, tables

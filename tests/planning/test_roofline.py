@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.model.operations import MachineLimits, decode_work, prefill_operations, prefill_work
+from twostroke.model.costs.operations import MachineLimits, decode_work, prefill_operations, prefill_work
+from twostroke.model.costs.sizes import weight_bytes
 from twostroke.model.published.hardware import HARDWARE, Efficiency
 from twostroke.model.published.models import published_model
-from twostroke.model.sizes import weight_bytes
 from twostroke.planning.queueing import HANDOVER_S, late_s
 from twostroke.planning.roofline import (
     Interference,

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import beside_cache, of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
     GpuTarget,
+    await_inputs,
+    dependent_launch,
     dot_precision,
     padded_head,
     power_of_two,

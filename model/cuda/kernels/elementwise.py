@@ -16,10 +16,9 @@ from torch import Tensor
 
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import LEAST, rounded, size_of, token_scale
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, CudaPackedWeight, activate
-from twostroke.model.cuda.kernels.launch import power_of_two
+from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
 _ROW_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))

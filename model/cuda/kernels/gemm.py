@@ -45,10 +45,9 @@ from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
+from twostroke.model.costs.sizes import INT4_GROUP
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
-from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, dot_precision
-from twostroke.model.sizes import INT4_GROUP
+from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, await_inputs, dependent_launch, dot_precision
 
 Bits = Literal[16, 8, 4]
 """Of a weight: 16 for any float type, fp32 too."""

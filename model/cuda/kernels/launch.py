@@ -3,8 +3,14 @@
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = math.log2(math.e)
 """What natural exponents are multiplied with where 2 is raised to their power."""
@@ -70,3 +76,22 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 compiles_only = False
 """Launches compile and run nothing (model/cuda/compile_ahead.py): what kernels would have written is of any value."""
+
+
+@triton.jit
+def await_inputs(DEPENDENT: tl.constexpr):
+    """Let the next kernel be set up, and wait until the one before has ended and its results can be read."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Tell whether kernels on this device can be launched so."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent_launch(x: Tensor) -> dict[str, Any]:
+    """Return the launch arguments of a kernel that awaits its inputs, for tensors on x's device."""
+    return {"DEPENDENT": True, "launch_pdl": True} if has_dependent_launch(x.device) else {"DEPENDENT": False}

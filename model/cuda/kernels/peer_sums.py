@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 
 from twostroke.model.cuda.kernels.launch import power_of_two
-from twostroke.model.parallel.tensor_parallel import Shard
+from twostroke.model.parallel.form import Shard
 
 MOST_ROWS = 64
 """Of a sum: fewer than a GPU has multiprocessors, since programs that wait for peers must all be resident."""

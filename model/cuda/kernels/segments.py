@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
-from twostroke.model.cuda.kernels.launch import LOG2_E, GpuTarget, padded_head
+from twostroke.model.cuda.kernels.launch import LOG2_E, GpuTarget, await_inputs, dependent_launch, padded_head
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_WAVES = 4  # of programs; more would even out little more, and each starts with a wait for memory

@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
-from twostroke.model.parallel.tensor_parallel import Shard, listening_store, process_group
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 
 HIDDEN = 4096
 

@@ -17,7 +17,7 @@ from tests.model.conftest import TINY
 from twostroke.kvtransfer.link import DeviceStore, HostStore, SharedStore
 from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.sizes import kv_block_bytes
+from twostroke.model.costs.sizes import kv_block_bytes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 

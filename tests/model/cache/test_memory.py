@@ -17,8 +17,8 @@ from twostroke.model.cache.memory import (
     check_memory_of_all,
     describe_cache,
 )
+from twostroke.model.costs.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, communicator_bytes
 from twostroke.model.load import largest_batch
-from twostroke.model.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, communicator_bytes
 from twostroke.protocol.errors import ConfigError
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import pytest
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.config import RopeConfig
-from twostroke.model.sizes import num_parameters
+from twostroke.model.costs.sizes import num_parameters
 from twostroke.protocol.errors import ConfigError
 
 LLAMA: dict[str, Any] = {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.model.test_conformance import make_runner, random_prompts
+from tests.model.architectures.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks

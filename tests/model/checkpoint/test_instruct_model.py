@@ -14,8 +14,8 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.model.architectures.test_conformance import NEW_TOKENS, lengths_before_near_ties, make_runner, reference
 from tests.model.conftest import Generate, make_decoder
-from tests.model.test_conformance import NEW_TOKENS, lengths_before_near_ties, make_runner, reference
 from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.model.architectures.families.family import INTERLEAVED
 from twostroke.model.checkpoint.gguf.file import NAMES

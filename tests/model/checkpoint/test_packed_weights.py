@@ -15,25 +15,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, random_prompts, reference
+from tests.model.architectures.test_experts import choices
 from tests.model.conftest import make_decoder
 from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
-from tests.model.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, random_prompts, reference
-from tests.model.test_experts import choices
 from twostroke.model.backend import Experts, LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
+from twostroke.model.costs.sizes import stored_forms
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.cpu.experts import CpuExperts
 from twostroke.model.cpu.linears import CpuQuantizedLinear
-from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.sizes import stored_forms
 from twostroke.protocol.errors import ConfigError
 
 Packed = tuple[dict[str, Tensor], Tensor]

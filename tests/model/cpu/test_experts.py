@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model.architectures.test_experts import choices, close, expert_weights
 from tests.model.cpu.test_linears import FORMS, PoisonedLauncher, needs_avx512_bf16
-from tests.model.test_experts import choices, close, expert_weights
 from twostroke.model import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.config import Routing

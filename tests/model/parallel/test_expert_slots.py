@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
+from tests.model.architectures.test_experts import choices, close, expert_weights
 from tests.model.conftest import make_decoder
 from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, NUM_BLOCKS, Ranks, runner
-from tests.model.test_conformance import FAMILY_SHAPES
-from tests.model.test_experts import choices, close, expert_weights
 from twostroke.model import reference
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Experts, ExpertWeights
@@ -25,7 +25,8 @@ from twostroke.model.cpu.kernels import experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.expert_slots import ExpertSlots, make_places, use_copies
-from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, Shard, SingleRank
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import SequenceStep

@@ -19,15 +19,15 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.costs.sizes import check_stages, weight_bytes
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.parallel.form import Stage
+from twostroke.model.parallel.pipeline import micro_batches
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
-from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import RankPlace, Rendezvous, SingleRank
-from twostroke.model.pipeline import micro_batches
 from twostroke.model.served import open_model
-from twostroke.model.sizes import check_stages, weight_bytes
 from twostroke.model.step import BlockCopy, Draw, PromptReading, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams, ScoringParams

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.backend import LoadOptions
@@ -25,25 +25,18 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.costs.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, check_size
 from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.form import Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
-from twostroke.model.parallel.stages import Stage
-from twostroke.model.parallel.tensor_parallel import (
-    GroupRanks,
-    RankPlace,
-    Rendezvous,
-    Shard,
-    SingleRank,
-    TensorParallel,
-)
+from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, check_size
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import FP4_MAGNITUDES, QuantizedWeight, fp4_codes, two_byte_scales
+from twostroke.model.costs.sizes import INT4_GROUP
 from twostroke.model.cpu.kernels.floats import largest, store, widen
 from twostroke.model.cpu.kernels.launch import Kernel, as_bytes, as_floats, as_halves, taken
 from twostroke.model.cpu.kernels.projections.gemm import PANEL_COLUMNS, STEP_BYTES, zeros_on_huge_pages
-from twostroke.model.sizes import INT4_GROUP
 
 CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpacked at a time
 LEAST_GROUP = 16  # input columns

@@ -3,11 +3,10 @@
 import pytest
 
 from twostroke.model.config import ModelShape
-from twostroke.model.limits import published_gpu
-from twostroke.model.operations import Held
+from twostroke.model.costs.operations import Held, StepWork, step_work
+from twostroke.model.machine_limits import published_gpu
 from twostroke.model.published.hardware import GIB
 from twostroke.model.published.models import published_model
-from twostroke.model.step_work import StepWork, step_work
 
 TINY = ModelShape(
     vocab_size=32,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepInput

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.model.conftest import draw_batch, make_decoder
 from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model import load
+from twostroke.model.costs.sizes import StepBounds
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cuda.kernels import device_sampling
 from twostroke.model.cuda.kernels.device_sampling import (
@@ -28,7 +29,6 @@ from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.sizes import StepBounds
 from twostroke.model.step import BrokenLogits, Constraint, Draw, RowFault, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 

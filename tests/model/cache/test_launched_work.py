@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from twostroke.kvtransfer.transports.device_units import DeviceQueue
+from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.runner import SilentStep
 
 GPU = torch.device("cuda", 3)

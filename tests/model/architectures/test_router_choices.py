@@ -1,6 +1,6 @@
 """How often a token takes another expert than in transformers, in fp32 and in bf16, and why.
 
-`python -m tests.model.test_router_choices` counts over larger shapes, for docs/engine.md.
+`python -m tests.model.architectures.test_router_choices` counts over larger shapes, for docs/engine.md.
 """
 
 from collections.abc import Callable

@@ -1,22 +1,79 @@
-"""A step over the stages of a pipeline (Huang et al. 2019): prompts are cut into micro-batches, which all stages take
-in order, so that one computes the next while the following one computes what it has been sent.
+"""A step over the stages of a pipeline (Huang et al. 2019).
 
-With n stages and m micro-batches of equal length, (n - 1) / (n - 1 + m) of a step each stage waits. Micro-batches read
-the weights once each; steps of decodes alone, which wait for nothing else, stay whole.
+Prompts are cut into micro-batches, which all stages take in order: one stage computes the next micro-batch while the
+following stage computes the one before. With n stages and m micro-batches of equal length, each stage waits for
+(n - 1) / (n - 1 + m) of a step. Micro-batches read the weights once each; steps of decodes alone stay whole.
+
+Stage 0 has the embedding, the first layers, and what stands behind the last layer: final norm, LM head, sampling. The
+stages are therefore a ring. Each rank sends its rows to the rank of its number in the next stage, since all ranks of a
+stage have the same rows. The last stage sends back to stage 0 only the rows that draw or are scored. Nothing as wide
+as a vocabulary travels.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, make_layouts, place
-from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.parallel.stages import StageLink
+from twostroke.model.parallel.form import Stage
 from twostroke.model.step import OnLayer, SequenceStep
+
+if TYPE_CHECKING:  # both import this module's neighbours
+    from twostroke.model.architectures.decoder import Decoder
+    from twostroke.model.cache.kv_cache import KVCache
+
+
+class StageLink:
+    """A rank's connections with the ranks of its number in the stage before and in the next one.
+
+    Sends don't wait for the receiver, nor do receives begin only when they are waited for. Each pair's come in order.
+    """
+
+    def __init__(self, group: Any, stage: Stage):
+        """`group` is a process group of torch of one rank a stage, in their order."""
+        self.stage = stage
+        self._group = group
+        self._next = (stage.index + 1) % stage.count
+        self._before = (stage.index - 1) % stage.count
+        self._sent: list[tuple[Any, Tensor]] = []  # with what has to stay as it is
+
+    def send(self, rows: Tensor) -> None:
+        """[N, hidden], contiguous, to the next stage, or from the last one to the first. Must not be written into."""
+        self._sent.append((self._group.send([rows], self._next, 0), rows))
+
+    def receive(self, count: int, width: int, dtype: torch.dtype, device: torch.device) -> "ComingRows":
+        """[count, width] that the stage before sends."""
+        rows = torch.empty((count, width), dtype=dtype, device=device)
+        return ComingRows(self._group.recv([rows], self._before, 0), rows)
+
+    def settle(self) -> None:
+        """Wait until all that was sent is received; on GPUs the stream does, and not the host."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def abort(self) -> None:
+        """End the group of GPUs, though others may wait in it."""
+        self._group.abort()
+
+
+@dataclass(frozen=True)
+class ComingRows:
+    """Rows that are under way."""
+
+    work: Any
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        """Them, once they are here. Raises RuntimeError, as torch does, where the other rank is gone."""
+        self.work.wait()
+        return self.rows
+
 
 LEAST_TOKENS = 256
 """Of prompts, in a micro-batch: of fewer, products take as long for reading the weights as for multiplying."""
@@ -108,7 +165,7 @@ class ReadRows:
 class PipelinedSteps:
     """One rank's part of each step. Used on the engine's thread."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, link: StageLink):
+    def __init__(self, decoder: "Decoder", kv_cache: "KVCache", link: StageLink):
         """All ranks of the decoder's stage have one, and all other stages' ranks."""
         self._decoder = decoder
         self._kv_cache = kv_cache

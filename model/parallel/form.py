@@ -1,0 +1,118 @@
+"""The division of a model among an engine's ranks: the one place that knows the parallel settings. No torch here.
+
+An engine has stages x tensor-parallel ranks. Rank r is shard r % tensor_ranks of stage r // tensor_ranks. Settings make
+one ParallelForm; everybody else asks it, or is handed a rank's Shard and Stage.
+"""
+
+from dataclasses import dataclass
+
+from twostroke.protocol.kv_layout import RankCut, stage_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which part of the layers a rank holds."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Of the model's, those of this stage."""
+        return stage_layers(num_layers, self.count, self.index)
+
+
+ONLY_STAGE = Stage()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of the weights a rank holds."""
+
+    rank: int = 0
+    size: int = 1
+    has_whole_experts: bool = False  # a part of a layer's experts, and not a part of each
+
+    def part(self, length: int) -> slice:
+        """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
+        step = length // self.size
+        return slice(self.rank * step, (self.rank + 1) * step)
+
+    def experts(self, number: int) -> slice:
+        """Those of a layer that this rank holds something of: whole ones are as many as of any other rank, or one less
+        or more."""
+        if not self.has_whole_experts:
+            return slice(0, number)
+        return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
+
+    def inside_experts(self, size: int) -> slice:
+        """The features between projections that it holds of each of them."""
+        return slice(0, size) if self.has_whole_experts else self.part(size)
+
+    def kv_heads(self, num_kv_heads: int) -> slice:
+        """The KV heads of this rank; ranks beyond their number hold copies. As `KVLayout.first_head`."""
+        first = self.rank * num_kv_heads // self.size
+        return slice(first, first + max(1, num_kv_heads // self.size))
+
+    def vocabulary(self, vocab_size: int) -> slice:
+        """This rank's tokens; all parts have one size but the last, which may be shorter or empty."""
+        step = -(-vocab_size // self.size)
+        return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
+
+    def vocabulary_size(self, vocab_size: int) -> int:
+        """Of this rank's tokens."""
+        part = self.vocabulary(vocab_size)
+        return int(part.stop - part.start)
+
+
+WHOLE_MODEL = Shard()
+
+
+@dataclass(frozen=True)
+class ParallelForm:
+    """How the ranks of one engine divide its model."""
+
+    tensor_ranks: int = 1
+    """Ranks that share each stage."""
+    stages: int = 1
+    """Stages that share the layers."""
+    has_whole_experts: bool = False
+    """Each rank of a stage has some experts whole, instead of a part of each."""
+    shares_contexts: bool = False
+    """Each rank of a stage has its part of the cached tokens of each block, instead of all of them."""
+    spare_experts: int = 0
+    """Slots of each rank, in each layer, for copies of other ranks' experts."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages together."""
+        return self.tensor_ranks * self.stages
+
+    @property
+    def context_ranks(self) -> int:
+        """Ranks that share the tokens of each block, as KVLayout.context_ranks."""
+        return self.tensor_ranks if self.shares_contexts else 1
+
+    @property
+    def has_stages(self) -> bool:
+        return self.stages > 1
+
+    @property
+    def cut(self) -> RankCut:
+        """The division of the KV cache among the ranks."""
+        return RankCut(self.num_ranks, self.stages, self.context_ranks)
+
+    def place(self, rank: int) -> tuple[Stage, Shard]:
+        """Return what `rank` holds: its part of the layers, and its part of each of them."""
+        stage, index = divmod(rank, self.tensor_ranks)
+        return Stage(stage, self.stages), Shard(index, self.tensor_ranks, self.has_whole_experts)
+
+
+ONE_RANK = ParallelForm()
