@@ -28,8 +28,8 @@ class LoadOptions:
     max_context: int  # tokens
     quantization: Quantization = "auto"
     kv_dtype: torch.dtype | None = None  # of the cache; None: that of activations
-    redundant_experts: int = 0  # a layer, for whose copies the rank has slots
-    context_parallel: bool = False  # of latents it has its part of each block's tokens
+    spare_experts: int = 0  # slots of the rank, in each layer, for copies of other ranks' experts
+    shares_contexts: bool = False  # the rank caches its part of each block's tokens
 
 
 class Linear(Protocol):

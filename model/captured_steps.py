@@ -5,9 +5,10 @@ recording is a Program (model/cpu/captured_steps.py), on CUDA a graph (model/cud
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,34 @@ class CapturedSteps(Protocol):
         All of `batch` bring one token each, and draw. `earlier` int64: the tokens of the step before by its entries,
         on the device, which those of `batch` have that `follows` one; None where all are in the batch.
         """
+
+
+class CapturedPrompts(Protocol):
+    """Whole small steps with prompts without the host's cost."""
+
+    def logits(self, steps: Sequence[SequenceStep], drawing: Sequence[int], earlier: Tensor | None) -> Tensor | None:
+        """As CapturedSteps.logits, of the entries `drawing` of a step whose single tokens come first."""
+
+
+class NothingCaptured:
+    """Implements CapturedSteps and CapturedPrompts where every step runs eagerly."""
+
+    def logits(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+NOTHING_CAPTURED = NothingCaptured()
+
+
+@dataclass(frozen=True)
+class StepReplays:
+    """The captured steps of an engine, over its decoder and cache."""
+
+    decodes: CapturedSteps = NOTHING_CAPTURED
+    prompts: CapturedPrompts = NOTHING_CAPTURED
+
+
+ALL_EAGER = StepReplays()
 
 
 class DecodeInputs:

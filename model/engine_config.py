@@ -10,6 +10,7 @@ import torch
 from twostroke.model.cache.memory import available_bytes, cache_bytes_on_host
 from twostroke.model.config import KVCacheDtype, ModelShape, PrefillKernel, Quantization
 from twostroke.model.costs.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.served import Way
 from twostroke.protocol.errors import ConfigError
 
@@ -32,11 +33,7 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     quantization: Quantization = "auto"  # of the projections' weights
-    tensor_parallel: int = 1  # ranks that share each stage of the model
-    pipeline_parallel: int = 1  # stages that share its layers
-    expert_parallel: bool = False  # each has some experts whole, and not a part of each
-    context_parallel: bool = False  # each has a part of the latents of each block's tokens
-    redundant_experts: int = 0  # copies of others' experts that each has slots for, in each layer
+    parallel: ParallelForm = ONE_RANK
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
@@ -50,11 +47,6 @@ class EngineConfig:
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
     max_context: int | None = None  # tokens; None: what the model and the cache allow
-
-    @property
-    def context_ranks(self) -> int:
-        """As KVLayout.context_ranks."""
-        return self.tensor_parallel if self.context_parallel else 1
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -161,5 +153,4 @@ def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torc
 
 def block_bytes(config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
     """As kv_block_bytes, of this engine's ranks and stages."""
-    ranks = config.tensor_parallel, config.pipeline_parallel, config.context_ranks
-    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, *ranks)
+    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.parallel)

@@ -21,10 +21,10 @@ from twostroke.model.cache.memory import (
     gibibytes,
 )
 from twostroke.model.cache.swap_space import SwapSpace
-from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.captured_steps import ALL_EAGER, NOTHING_CAPTURED, StepReplays
 from twostroke.model.config import ModelShape
 from twostroke.model.costs.operations import Held, MachineLimits, StepWork, step_work
-from twostroke.model.costs.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
+from twostroke.model.costs.sizes import StepBounds, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
 from twostroke.model.engine import ThreadEngine
@@ -41,9 +41,8 @@ from twostroke.model.engine_config import (
 )
 from twostroke.model.machine_limits import machine_limits
 from twostroke.model.parallel.expert_slots import ExpertSlots
-from twostroke.model.parallel.form import Shard, Stage
 from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, SingleRank, TensorParallel
-from twostroke.model.runner import ModelRunner, TokenSampler
+from twostroke.model.runner import LACKING, ModelRunner, RankExtras, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
 from twostroke.model.step import Draw, SequenceStep
@@ -58,9 +57,8 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> "Loaded
 
     `place` is for an engine of several ranks, and for them alone; all have to load at the same time.
     """
-    ranks = config.tensor_parallel * config.pipeline_parallel
-    if (place is None) != (ranks == 1):
-        raise ValueError(f"{place} is no place among {ranks} ranks")
+    if (place is None) != (config.parallel.num_ranks == 1):
+        raise ValueError(f"{place} is no place among {config.parallel.num_ranks} ranks")
     return LoadedEngine(config, place)
 
 
@@ -83,9 +81,7 @@ class LoadedEngine:
         self._config = config
         self._place = place
         self._rank = 0 if place is None else place.rank
-        stage, rank = divmod(self._rank, config.tensor_parallel)
-        self._shard = Shard(rank, config.tensor_parallel, config.expert_parallel)
-        self._stage = Stage(stage, config.pipeline_parallel)
+        self._stage, self._shard = config.parallel.place(self._rank)
         found = open_model(config.model_dir, config.way)
         model = self.model_config = found.shape
         check_cores(config)
@@ -93,11 +89,8 @@ class LoadedEngine:
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
         self.weights = found.weights_as(config.quantization)
-        ranks = config.tensor_parallel, config.expert_parallel, config.pipeline_parallel
-        found.check_ranks(*ranks)
-        if config.context_parallel:
-            check_context_parts(model, config.tensor_parallel, config.block_size)
-        weights = found.weight_bytes(self._dtype, config.quantization, *ranks, config.redundant_experts)
+        found.check_ranks(config.parallel, config.block_size)
+        weights = found.weight_bytes(self._dtype, config.quantization, config.parallel)
         block = block_bytes(config, model, self._kv_dtype)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype.itemsize) if self._device.type == "cpu" else 0
@@ -146,7 +139,7 @@ class LoadedEngine:
 
                 group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
         backend = _backend(device, config)
-        spare = config.redundant_experts
+        spare = config.parallel.spare_experts
         options = LoadOptions(
             self._dtype,
             device,
@@ -154,7 +147,7 @@ class LoadedEngine:
             config.quantization,
             self._kv_dtype,
             spare,
-            config.context_ranks > 1,
+            config.parallel.context_ranks > 1,
         )
         decoder = found.decoder(options, backend, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else None
@@ -164,9 +157,7 @@ class LoadedEngine:
             block_size=config.block_size,
             dtype=self._kv_dtype,
             device=device,
-            tp_size=self._shard.size,
-            pp_size=self._stage.count,
-            context_ranks=config.context_ranks,
+            parallel=config.parallel,
             rank=rank,
         )
         if device.type == "cuda" and self._stage.count == 1:
@@ -183,7 +174,7 @@ class LoadedEngine:
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache, block_bytes(config, model, self._kv_dtype))
         self.max_context = resolve_max_context(config, model, blocks)
-        captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
+        replays = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
         hits = self.expert_hits = _expert_hits(decoder)
         self.expert_slots = None
         if spare and isinstance(decoder, Decoder):
@@ -193,12 +184,9 @@ class LoadedEngine:
             sampler,
             self.kv_cache,
             self.max_context,
-            captured,
-            self.swap_space,
-            hits,
-            prompt_graphs=prompts,
-            parallel=self.parallel,
-            expert_slots=self.expert_slots,
+            replays,
+            RankExtras(self.swap_space or LACKING, hits or LACKING, self.expert_slots or LACKING),
+            self.parallel,
         )
         num_broken = runner.num_broken_rows
         _warm_up(runner, self.kv_cache, self.max_context)
@@ -241,35 +229,36 @@ def _captured_steps(
     kv_cache: KVCache,
     max_context: int,
     sampler: TokenSampler | None,
-) -> tuple[CapturedSteps | None, PromptGraphs | None]:
-    """What replays decode steps, and what replays small steps with prompts: nothing of one of several stages."""
-    if config.pipeline_parallel > 1:
-        return None, None
+) -> StepReplays:
+    """Return what replays steps: nothing on one of several stages."""
+    if config.parallel.has_stages:
+        return ALL_EAGER
     if config.device == "cuda":
         return _graphs(config, decoder, kv_cache, max_context, sampler)
     if config.announces_layers:
-        return None, None
+        return ALL_EAGER
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
-    if config.tensor_parallel > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
-        return None, None  # the ranks' sums are torch's, and so is most of what transformers computes
-    return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context), None
+    if config.parallel.tensor_ranks > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
+        return ALL_EAGER  # the ranks' sums are torch's, and so is most of what transformers computes
+    return StepReplays(CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context))
 
 
 def _graphs(
     config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache, max_context: int, sampler: TokenSampler | None
-) -> tuple[CudaGraphSteps | None, PromptGraphs | None]:
+) -> StepReplays:
     from twostroke.model.cuda.sampler import DeviceSampler
 
     begin, recorder = time.monotonic(), Recorder(kv_cache.tensors[0].device)
     shapes = prompt_shapes(config, decoder, kv_cache)
     # The steps with the most rows first: the others fit into their memory.
-    prompts = PromptGraphs(decoder, kv_cache, max_context, shapes, recorder) if shapes else None
+    prompts = PromptGraphs(decoder, kv_cache, max_context, shapes, recorder) if shapes else NOTHING_CAPTURED
     decodes, most = None, config.bounds.max_sequences
     if not config.announces_layers:
         decodes = CudaGraphSteps(decoder, kv_cache, max_context, most, recorder)
-        if isinstance(sampler, DeviceSampler) and config.tensor_parallel == 1:  # else logits are gathered elsewhere
+        has_all_logits = config.parallel.tensor_ranks == 1  # else they are gathered elsewhere
+        if isinstance(sampler, DeviceSampler) and has_all_logits:
             sampler.capture(decodes.all_logits, decodes.sizes, recorder)
     _log.info(
         "captured %d graphs of decode steps and %d of small steps with prompts in %.1f s",
@@ -277,7 +266,7 @@ def _graphs(
         len(shapes),
         time.monotonic() - begin,
     )
-    return decodes, prompts
+    return StepReplays(decodes or NOTHING_CAPTURED, prompts)
 
 
 def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
@@ -286,7 +275,7 @@ def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache)
     Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more. Nor are there
     any of one of several stages.
     """
-    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.pipeline_parallel > 1:
+    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.parallel.has_stages:
         return []
     most = most_rows(decoder.parameters_a_layer, config.announces_layers)
     return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most)
@@ -349,7 +338,7 @@ def measure_gpu(
         logits = sequences * decoder.logits_width * torch.float32.itemsize
         return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
 
-    if not config.announces_layers and config.pipeline_parallel == 1:
+    if not config.announces_layers and not config.parallel.has_stages:
         most = bounds.max_sequences
         graphs += captured_bytes(most, most, len(batch_sizes(most)))
     if shapes := prompt_shapes(config, decoder, kv_cache):
@@ -367,7 +356,7 @@ def measure_gpu(
         peak_step,
         graphs,
         staging=config.staging_bytes,
-        communicators=communicator_bytes(config.tensor_parallel, config.pipeline_parallel),
+        communicators=communicator_bytes(config.parallel),
     )
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import (
     CheckedTables,
     Drawing,
@@ -27,10 +26,7 @@ from twostroke.model.batch import (
 )
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.layer_announcer import LaunchedWork, StepAnnouncements, layer_announcer
-from twostroke.model.cache.swap_space import SwapSpace
-from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.cuda.prompt_graphs import PromptGraphs
-from twostroke.model.parallel.expert_slots import ExpertSlots
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
@@ -166,6 +162,50 @@ class StepOnDevice(LaunchedStep):
         return tokens.new_zeros(len(self.tokens)).index_copy_(0, places, tokens)
 
 
+class HostCopies(Protocol):
+    """The host's blocks of preempted requests: SwapSpace."""
+
+    def copy(self, copy: BlockCopy) -> None: ...
+
+
+class HitCounts(Protocol):
+    """The counters of chosen experts: ExpertHits."""
+
+    def copy(self) -> None: ...
+
+
+class ExpertCopies(Protocol):
+    """The slots for copies of experts: ExpertSlots."""
+
+    def arrange(self, order: ArrangeExperts) -> None: ...
+
+
+class NoExtras:
+    """Stands in for each part of RankExtras that a rank lacks: nothing is counted, and orders are refused."""
+
+    def copy(self, copy: BlockCopy | None = None) -> None:
+        if copy is not None:
+            raise ValueError("blocks are to be copied, and there is no swap space")
+
+    def arrange(self, order: ArrangeExperts) -> None:
+        raise ValueError("experts are to be copied, and there are no slots for copies")
+
+
+LACKING = NoExtras()
+
+
+@dataclass(frozen=True)
+class RankExtras:
+    """Parts that a rank may have beside its decoder and cache."""
+
+    swap_space: HostCopies = LACKING
+    expert_hits: HitCounts = LACKING
+    expert_slots: ExpertCopies = LACKING
+
+
+NO_EXTRAS = RankExtras()
+
+
 class ModelRunner:
     """Runs one step at a time, on whatever thread calls it."""
 
@@ -175,30 +215,20 @@ class ModelRunner:
         sampler: TokenSampler | None,
         kv_cache: KVCache,
         max_context: int,
-        captured: CapturedSteps | None = None,
-        swap_space: SwapSpace | None = None,
-        expert_hits: ExpertHits | None = None,
-        prompt_graphs: PromptGraphs | None = None,
+        replays: StepReplays = ALL_EAGER,
+        extras: RankExtras = NO_EXTRAS,
         parallel: TensorParallel | None = None,
-        expert_slots: ExpertSlots | None = None,
     ):
-        """`sampler` is rank 0's, which alone draws; None on all others of `parallel`, which are the decoder's.
+        """`sampler` is rank 0's, which alone draws: None on all other ranks of `parallel`, which are the decoder's.
 
-        `captured` runs the decode steps that it can, `prompt_graphs` others, over the same decoder and cache;
-        `swap_space` is its.
-
-        `expert_hits` are the decoder's, and sees to it that they can be read; `expert_slots` are where its ranks hold
-        copies of experts.
+        `replays` and `extras` belong to the same decoder and cache.
         """
         self._decoder = decoder
         self._sampler = sampler
         self._kv_cache = kv_cache
         self._max_context = max_context
-        self._captured = captured
-        self._swap_space = swap_space
-        self._expert_hits = expert_hits
-        self._prompt_graphs = prompt_graphs
-        self._expert_slots = expert_slots
+        self._replays = replays
+        self._extras = extras
         self._parallel = SingleRank() if parallel is None else parallel
         self._pipeline: PipelinedSteps | None = None
         if self._parallel.link is not None:
@@ -223,18 +253,14 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Make the copies, one after the other. Raises ValueError where there is no swap space."""
-        if self._swap_space is None:
-            raise ValueError("blocks are to be copied, and there is no swap space")
         for copy in copies:
-            self._swap_space.copy(copy)
+            self._extras.swap_space.copy(copy)
 
     @torch.inference_mode()
     def arrange_experts(self, order: ArrangeExperts) -> None:
         """Change which copies of experts the next step uses, and move weights, with all ranks. Raises ValueError where
         there are no slots for copies."""
-        if self._expert_slots is None:
-            raise ValueError("experts are to be copied, and there are no slots for copies")
-        self._expert_slots.arrange(order)
+        self._extras.expert_slots.arrange(order)
 
     def close(self) -> None:
         """End the runner's threads; its steps have ended."""
@@ -262,8 +288,7 @@ class ModelRunner:
     def _launch(
         self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, earlier: LaunchedStep | None
     ) -> LaunchedStep:
-        if self._expert_hits is not None:
-            self._expert_hits.copy()
+        self._extras.expert_hits.copy()
         # Who has no embedding needs no tokens.
         follows = self._parallel.stage.is_first and any(step.follows is not None for step in batch)
         drawn = None
@@ -278,9 +303,9 @@ class ModelRunner:
         if copied := [step for step in batch if step.copied_from is not None]:
             targets = [step.block_ids[step.start // cache.block_size] for step in copied]
             cache.copy_blocks([step.copied_from for step in copied if step.copied_from is not None], targets)
-        if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
+        if on_layer is None and all(step.reading is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
-            if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
+            if len(draws) == len(batch) and (logits := self._replays.decodes.logits(batch, drawn)) is not None:
                 return self._sample(logits, batch, list(range(len(batch))), earlier)
         return self._run_with_prompts(batch, on_layer, drawn, earlier)
 
@@ -297,8 +322,8 @@ class ModelRunner:
         if self._pipeline is not None:
             return self._run_over_stages(self._pipeline, batch, steps, order, on_layer, drawn, earlier)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
-        if self._prompt_graphs is not None and all(step.reading is None for step in steps):
-            logits = self._prompt_graphs.logits(steps, drawing, drawn)
+        if all(step.reading is None for step in steps):
+            logits = self._replays.prompts.logits(steps, drawing, drawn)
             if logits is not None:
                 self._announce_all(on_layer)  # they are there once all of the graph has run
                 return self._sample(logits, batch, [order[i] for i in drawing], earlier)

@@ -15,6 +15,7 @@ from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint, has_weights
 from twostroke.model.config import ModelShape, Quantization, WeightForm
 from twostroke.model.costs.sizes import (
+    check_contexts,
     check_size,
     check_stages,
     num_active_parameters,
@@ -24,6 +25,7 @@ from twostroke.model.costs.sizes import (
     weights_as,
 )
 from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 Way = Literal["native", "transformers"]
@@ -58,20 +60,15 @@ class ServedModel(Protocol):
         self,
         dtype: torch.dtype,
         quantization: Quantization,
-        ranks: int,
-        expert_parallel: bool = False,
-        stages: int = 1,
-        redundant_experts: int = 0,
+        parallel: ParallelForm = ONE_RANK,
     ) -> int:
-        """Of one of so many ranks of each stage, that can share the model, the largest, once it is loaded in
-        `dtype`."""
+        """Return the bytes of the rank with the most weights, once the model is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
         """How quantised weights are held, for people; None: as all others."""
 
-    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
-        """Raises ConfigError where so many stages of `size` ranks can't share the model, or not its experts as they are
-        asked to."""
+    def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
+        """Raises ConfigError where the ranks can't divide the model, or blocks of so many tokens, in this form."""
 
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
@@ -126,26 +123,23 @@ class NativeModel:
         self,
         dtype: torch.dtype,
         quantization: Quantization,
-        ranks: int,
-        expert_parallel: bool = False,
-        stages: int = 1,
-        redundant_experts: int = 0,
+        parallel: ParallelForm = ONE_RANK,
     ) -> int:
-        shared = ranks, expert_parallel, stages, redundant_experts
-        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, *shared)
+        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, parallel)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)
 
-    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
-        check_size(self.shape, size, expert_parallel)
-        check_stages(self.shape, stages)
+    def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
+        check_size(self.shape, parallel.tensor_ranks, parallel.has_whole_experts)
+        check_stages(self.shape, parallel.stages)
+        check_contexts(self.shape, parallel, block_size)
 
     def digest(self) -> str:
         return self._checkpoint.digest()
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
-        parts = ContextParts(parallel) if options.context_parallel else None
+        parts = ContextParts(parallel) if options.shares_contexts else None
         place = parallel.shard, parallel.stage, parts
         weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, *place)
         return Decoder(self.shape, weights, backend, parallel)

@@ -39,7 +39,7 @@ class PlannedLayout:
             "prefill": layout.num_prefill,
             "decode": layout.num_decode,
             "tp": {role: profile.ranks for role, profile in profiles.items()},
-            "context_parallel": {role: profile.context_parallel for role, profile in profiles.items()},
+            "context_parallel": {role: profile.shares_contexts for role, profile in profiles.items()},
             "mode": layout.mode,
             "quantization": {role: profile.quantization for role, profile in profiles.items()},
             "goodput_rps": round(self.goodput, 3),
@@ -66,7 +66,7 @@ def fleet_words(layout: Layout) -> str:
 
     def worker(profile: WorkerProfile) -> str:
         weights = "" if profile.quantization == "auto" else f" with {profile.quantization} weights"
-        shared = " that share contexts" if profile.context_parallel else ""
+        shared = " that share contexts" if profile.shares_contexts else ""
         return f"{profile.ranks} {profile.hardware}{shared}{weights}"
 
     parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
@@ -99,7 +99,7 @@ def settings_of(
         }
         if profile.ranks > 1:
             said["tensor_parallel"] = profile.ranks
-        if profile.context_parallel:
+        if profile.shares_contexts:
             said["context_parallel"] = True
         if not on_cpu:
             said |= {"num_gpus": 1, "block_size": profile.block_size}

@@ -325,7 +325,7 @@ def profile_of_case(case: CapacityCase, workload: Workload) -> WorkerProfile | N
     """The case's worker for a simulation; None: it has no room for the workload's longest request."""
     held = case.machine.held.quantization
     for one in profiles_of(case.shape, case.hardware, (held,), workload, case.terms):
-        if one.ranks == case.machine.ranks and not one.context_parallel:
+        if one.ranks == case.machine.ranks and not one.shares_contexts:
             return one
     return None
 

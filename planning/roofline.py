@@ -26,7 +26,7 @@ class WorkerHardware:
     ranks: int = 1
     held: Held = AS_BF16
     efficiency: Efficiency = EFFICIENCY
-    context_parallel: bool = False  # ranks share the tokens of latents
+    shares_contexts: bool = False  # ranks share the tokens of latents
 
     def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
         """What such operations multiply in: products in FP8 where the checkpoint is and the GPU can, else natively.
@@ -53,7 +53,7 @@ class WorkerHardware:
 
     def kv_share(self, shape: ModelShape) -> float:
         """Of a token's KV that one rank holds: whole heads, and latents on all ranks, or its part of the tokens."""
-        if self.context_parallel:
+        if self.shares_contexts:
             return 1.0 / self.ranks
         return max(1, shape.num_kv_heads // self.ranks) / shape.num_kv_heads
 
@@ -69,7 +69,7 @@ class WorkerHardware:
         """Of a step, what ranks that share contexts exchange beside sums (docs/engine.md#context-parallelism): of each
         decode all heads' queries and results, and so many tokens' latents of the contexts that prompts attend to."""
         sizes = shape.latent
-        if not self.context_parallel or self.ranks == 1 or sizes is None:
+        if not self.shares_contexts or self.ranks == 1 or sizes is None:
             return 0.0
         row = sizes.rank + sizes.rotary
         numbers = decodes * shape.num_heads * (row + sizes.rank) + gathered * row

@@ -27,6 +27,7 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelShape
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -121,16 +122,12 @@ def make_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
     model_digest: str,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    context_ranks: int = 1,
+    parallel: ParallelForm = ONE_RANK,
     rank: int = 0,
 ) -> KVCache:
     """A rank's cache on `device`; on CPUs one that others can map, where the system has memfds.
 
-    `rank` is one of `pp_size` stages of `tp_size` ranks, of which `context_ranks` share each block's tokens.
-
-    Raises ConfigError where the host has too little memory.
+    `rank` is one of the ranks of all stages. Raises ConfigError where the host has too little memory.
     """
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(
@@ -140,11 +137,11 @@ def make_kv_cache(
         config.num_kv_heads,
         config.head_dim,
         block_size,
-        tp_size=tp_size,
+        tp_size=parallel.tensor_ranks,
         windows=config.windows,
         kinds=config.kv_kinds,
-        pp_size=pp_size,
-        context_ranks=context_ranks,
+        pp_size=parallel.stages,
+        context_ranks=parallel.context_ranks,
     )
     num_tensors = layout.groups_of(rank).num_tensors
     shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)

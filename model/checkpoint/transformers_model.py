@@ -39,8 +39,8 @@ from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
 from twostroke.model.checkpoint.weights import has_weights
 from twostroke.model.config import ModelShape, Quantization
-from twostroke.model.costs.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
-from twostroke.model.parallel.form import Shard
+from twostroke.model.costs.sizes import check_contexts, check_size, form_of, of_lm_head, tensor_bytes, weights_as
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm, Shard
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
@@ -124,12 +124,10 @@ class TransformersModel:
         self,
         dtype: torch.dtype,
         quantization: Quantization,
-        ranks: int,
-        expert_parallel: bool = False,
-        stages: int = 1,
-        redundant_experts: int = 0,
+        parallel: ParallelForm = ONE_RANK,
     ) -> int:
         """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
+        ranks = parallel.tensor_ranks
         model, styles = self._of_ranks(ranks)
         ends = self._head, self._embedding
         has_plain_table = type(model.get_submodule(self._embedding)) is nn.Embedding  # or it is not cut
@@ -156,18 +154,18 @@ class TransformersModel:
         """As ServedModel.weights_as."""
         return weights_as(quantization, {})
 
-    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
-        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way, or its
-        layers."""
-        if stages > 1:
+    def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
+        """As ServedModel.check_ranks: stages and whole experts are refused."""
+        if parallel.has_stages:
             raise ConfigError(
                 f"pipeline_parallel: {self.family} is computed by transformers, whose layers stages can't share: use "
                 "1, and tensor_parallel where transformers has a plan for it"
             )
-        if expert_parallel:
+        if parallel.has_whole_experts:
             raise ConfigError("expert_parallel: transformers' plan says how ranks share this model: leave it out")
-        check_size(self.shape, size)
-        self._of_ranks(size)
+        check_size(self.shape, parallel.tensor_ranks)
+        self._of_ranks(parallel.tensor_ranks)
+        check_contexts(self.shape, parallel, block_size)
 
     def digest(self) -> str:
         """16 hex digits, as Checkpoint.digest: of config.json and of every tensor that is used."""
@@ -334,7 +332,7 @@ class TransformersModel:
             dtype=dtype,
             device=device,
             model_digest="",
-            tp_size=shard.size,
+            parallel=ParallelForm(shard.size),
             rank=shard.rank,
         )
         ours: list[Tensor] = []

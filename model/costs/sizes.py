@@ -16,6 +16,7 @@ from twostroke.model.config import (
     Quantization,
     WeightForm,
 )
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
@@ -196,10 +197,7 @@ def weight_bytes(
     itemsize: int,
     quantization: Quantization,
     forms: Mapping[str, WeightForm] | None = None,
-    ranks: int = 1,
-    expert_parallel: bool = False,
-    stages: int = 1,
-    redundant_experts: int = 0,
+    parallel: ParallelForm = ONE_RANK,
 ) -> int:
     """Of one of so many ranks of each stage, that with the most, once the model is loaded in `dtype`; that norms are
     fp32 is nothing beside the rest, nor is what each rank has whole.
@@ -207,6 +205,7 @@ def weight_bytes(
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
     stored = stored_forms(config) if forms is None else forms
+    ranks, stages = parallel.tensor_ranks, parallel.stages
     layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
     stage_of = {
         str(index): stage for stage in range(stages) for index in stage_layers(config.num_layers, stages, stage)
@@ -239,10 +238,10 @@ def weight_bytes(
         found = tensor_bytes(shape, itemsize, form)
         total[stage] += found
         of_experts[stage] += found if name_in_layer in each else 0
-    if not expert_parallel or experts is None:
+    if not parallel.has_whole_experts or experts is None:
         return -(-max(total) // ranks)
     count = experts.routing.num_experts
-    most = -(-count // ranks) + redundant_experts
+    most = -(-count // ranks) + parallel.spare_experts
     return max(
         -(-(of_stage - of_its_experts) // ranks) + of_its_experts * most // count
         for of_stage, of_its_experts in zip(total, of_experts, strict=True)
@@ -294,11 +293,11 @@ def _described(form: WeightForm) -> str:
     return kind if form.group_size is None else f"{kind} (groups of {form.group_size})"
 
 
-def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> None:
+def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -> None:
     """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
-    if expert_parallel and not config.num_experts:
+    if has_whole_experts and not config.num_experts:
         raise ConfigError("expert_parallel: the model has no experts that ranks could share: leave it out")
-    cut_sizes = config.mlp_sizes(with_experts=not expert_parallel)
+    cut_sizes = config.mlp_sizes(with_experts=not has_whole_experts)
     fault = None
     if config.num_heads % size:
         fault = f"its {config.num_heads} attention heads"
@@ -306,7 +305,7 @@ def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> 
         fault = f"its {config.num_kv_heads} KV heads"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
-    elif expert_parallel and config.num_experts < size:
+    elif has_whole_experts and config.num_experts < size:
         fault = f"its {config.num_experts} experts"
     elif -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         fault = f"its {config.vocab_size} tokens"
@@ -314,8 +313,11 @@ def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> 
         raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
 
 
-def check_context_parts(config: ModelShape, ranks: int, block_size: int) -> None:
-    """Raises ConfigError where so many ranks can't share the tokens of each block."""
+def check_contexts(config: ModelShape, parallel: ParallelForm, block_size: int) -> None:
+    """Raises ConfigError where ranks that are to share the tokens of each block can't."""
+    ranks = parallel.context_ranks
+    if not parallel.shares_contexts:
+        return
     if config.kv_kinds != 1:
         raise ConfigError(
             "context_parallel: ranks share the tokens of latents, and this model caches keys and values, whose heads "
@@ -360,9 +362,9 @@ COMMUNICATOR_BYTES = 900 * 2**20
 """Memory of a rank's GPU that NCCL takes for one communicator, beside torch's (H200, NCCL 2.28)."""
 
 
-def communicator_bytes(ranks: int, stages: int) -> int:
+def communicator_bytes(parallel: ParallelForm) -> int:
     """Return the memory of each rank's communicators: one with the ranks of its stage, one with the other stages."""
-    return ((ranks > 1) + (stages > 1)) * COMMUNICATOR_BYTES
+    return ((parallel.tensor_ranks > 1) + parallel.has_stages) * COMMUNICATOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -383,15 +385,12 @@ def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> 
     return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
 
 
-def kv_block_bytes(
-    config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1, pp_size: int = 1, context_ranks: int = 1
-) -> int:
-    """Bytes that one block takes on a rank, in all tensors together; of several stages, where the most layers are.
-    `context_ranks` share its tokens."""
-    heads = max(1, config.num_kv_heads // tp_size)
-    stages = (stage_layers(config.num_layers, pp_size, stage) for stage in range(pp_size))
+def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, parallel: ParallelForm = ONE_RANK) -> int:
+    """Return the bytes that one block takes in all tensors of a rank, of the stage with the most layers."""
+    heads = max(1, config.num_kv_heads // parallel.tensor_ranks)
+    stages = (stage_layers(config.num_layers, parallel.stages, stage) for stage in range(parallel.stages))
     num_tensors = max(config.groups_of(layers).num_tensors for layers in stages)
-    return config.kv_kinds * num_tensors * heads * config.head_dim * (block_size // context_ranks) * itemsize
+    return config.kv_kinds * num_tensors * heads * config.head_dim * (block_size // parallel.context_ranks) * itemsize
 
 
 @dataclass(frozen=True)
@@ -419,23 +418,21 @@ def fit(
     itemsize: int,
     kv_itemsize: int,
     memory: int,
-    ranks: int = 1,
-    stages: int = 1,
-    context_ranks: int = 1,
+    parallel: ParallelForm = ONE_RANK,
     is_gpu: bool = False,
     bounds: StepBounds = DEFAULT_BOUNDS,
 ) -> Fit:
-    """On one worker of so many stages of `ranks`, each of which has at most `weights` bytes and may take `memory`.
+    """Return how a model fits one worker, each rank of which has at most `weights` bytes and may take `memory`.
 
-    Of latents `context_ranks` share each block's tokens. `itemsize` is a number's of activations, `kv_itemsize` of keys
-    and values. The step is estimated as it is on CPUs: on a GPU it is measured when the engine is loaded, and takes no
-    more.
+    `itemsize` is the bytes of a number of activations, `kv_itemsize` of keys and values. The step is estimated as on
+    CPUs: on a GPU the engine measures it when it is loaded, and it takes no more.
     """
     step = step_bytes_on_cpu(shape, bounds, itemsize)
-    process = CUDA_CONTEXT_BYTES + communicator_bytes(ranks, stages) if is_gpu else WORKER_BYTES
+    process = CUDA_CONTEXT_BYTES + communicator_bytes(parallel) if is_gpu else WORKER_BYTES
     cache = memory - weights - step - process
     # As many rows as the ranks that share blocks have together.
-    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, ranks, stages)
+    context_ranks = parallel.context_ranks
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, replace(parallel, shares_contexts=False))
     rows = max(0, cache // of_row) * context_ranks
     context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
     return Fit(

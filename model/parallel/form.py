@@ -109,6 +109,16 @@ class ParallelForm:
         """The division of the KV cache among the ranks."""
         return RankCut(self.num_ranks, self.stages, self.context_ranks)
 
+    def most_peers(self, other: "ParallelForm") -> int:
+        """Return the most ranks of a worker of form `other` that any one rank here has KV in common with."""
+        if other.stages % self.stages == 0:
+            stages = other.stages // self.stages
+        else:
+            stages = 1 if self.stages % other.stages == 0 else other.stages // self.stages + 2
+        if self.shares_contexts != other.shares_contexts:
+            return stages * other.tensor_ranks
+        return stages * max(1, other.tensor_ranks // self.tensor_ranks)
+
     def place(self, rank: int) -> tuple[Stage, Shard]:
         """Return what `rank` holds: its part of the layers, and its part of each of them."""
         stage, index = divmod(rank, self.tensor_ranks)

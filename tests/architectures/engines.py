@@ -13,7 +13,7 @@ from tests.rigs.kv_pair import Pair, make_pair
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.form import ParallelForm, Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
@@ -40,7 +40,7 @@ def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None =
         dtype=torch.float32,
         device=CPU,
         model_digest=model.digest() if shard.rank == 0 else "",
-        tp_size=shard.size,
+        parallel=ParallelForm(shard.size),
         rank=shard.rank,
     )
     sampler = Sampler(decoder.vocab_size) if shard.rank == 0 else None

@@ -16,6 +16,7 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, StepInput, make_layout
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.config import Quantization
 from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
@@ -82,8 +83,8 @@ def runner_of(made: tuple[Decoder, KVCache], *, is_captured: bool) -> ModelRunne
     from twostroke.model.cuda.sampler import DeviceSampler
 
     decoder, cache = made
-    captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST) if is_captured else None
-    return ModelRunner(decoder, DeviceSampler(VOCAB, cache.tensors[0].device), cache, MAX_CONTEXT, captured)
+    replays = StepReplays(CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST)) if is_captured else ALL_EAGER
+    return ModelRunner(decoder, DeviceSampler(VOCAB, cache.tensors[0].device), cache, MAX_CONTEXT, replays)
 
 
 def test_captured_steps_have_the_bits_of_eager_ones(made: tuple[Decoder, KVCache]) -> None:

@@ -34,7 +34,7 @@ def drawn_over_one_cache(folder: Path, quantization: Any) -> list[list[int]]:
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
     whole, cache = make_decoder(folder, CpuBackend(), **sizes)
     quantised: Decoder = make_decoder(folder, CpuBackend(), quantization=quantization, **sizes)[0]
-    reads, writes = (ModelRunner(one, Sampler(VOCAB), cache, 512, None) for one in (whole, quantised))
+    reads, writes = (ModelRunner(one, Sampler(VOCAB), cache, 512) for one in (whole, quantised))
 
     def answer(prompt: list[int]) -> list[int]:
         tokens = list(prompt)

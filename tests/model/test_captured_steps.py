@@ -19,7 +19,7 @@ from tests.model.conftest import make_decoder
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layouts
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.captured_steps import DecodeInputs, StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
@@ -140,7 +140,7 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], m
             return logits
 
     eager = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT)
-    replaying = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, Counting())
+    replaying = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(Counting()))
     rng = random.Random(5)
     sizes = [1, 2, 64, 7, 1, 32, 2, 63, 1]
     torch.set_num_threads(threads)
@@ -169,7 +169,7 @@ def test_what_is_more_than_a_decode_or_larger_than_the_largest_batch_runs_eagerl
         def logits(self, batch: Any, earlier: Tensor | None = None) -> Tensor | None:
             raise AssertionError(batch)
 
-    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, Never())
+    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(Never()))
     draw = Draw(SamplingParams(temperature=0.0), [1, 2], 2)
     decode = SequenceStep([1], 3, [0], draw)
     layers: list[int] = []
@@ -188,7 +188,7 @@ def test_without_projections_that_can_be_recorded_all_steps_are_eager(
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     batch = decodes(random.Random(1), 3)
     assert captured.logits(batch) is None
-    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, captured)
+    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(captured))
     assert None not in runner.run(batch)
 
 
@@ -251,7 +251,7 @@ def runners(write_checkpoint: Callable[..., Any]) -> tuple[ModelRunner, ModelRun
     sampler = Sampler(96)
     return (
         ModelRunner(decoder, sampler, cache, MAX_CONTEXT),
-        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, captured),
+        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, StepReplays(captured)),
         captured,
     )
 

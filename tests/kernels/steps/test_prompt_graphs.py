@@ -17,6 +17,7 @@ from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import H100
 from twostroke.model.cuda.prompt_graphs import (
@@ -118,7 +119,9 @@ def both(
     """What notes logits, the graphs, and runners without them and with them."""
     decoder, cache = made
     sampler, graphs = Noting(decoder.vocab_size), Counting(decoder, cache, MAX_CONTEXT, shapes, Repeating())
-    runners = [ModelRunner(decoder, sampler, cache, MAX_CONTEXT, prompt_graphs=one) for one in (None, graphs)]
+    runners = [
+        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, one) for one in (ALL_EAGER, StepReplays(prompts=graphs))
+    ]
     return sampler, graphs, runners
 
 

@@ -107,7 +107,7 @@ def test_in_bf16_nearly_all_tokens_are_transformers_own(answers: Answers) -> Non
         dtype=torch.bfloat16,
         max_context=width * BLOCK_SIZE,
     )
-    runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, width * BLOCK_SIZE, None)
+    runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, width * BLOCK_SIZE)
     equal = 0
     for position in range(NEW_TOKENS):
         batch: list[SequenceStep] = []

@@ -21,6 +21,7 @@ from tests.model.conftest import make_decoder
 from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
 from twostroke.model.backend import Experts, LoadOptions
+from twostroke.model.captured_steps import NOTHING_CAPTURED, StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -386,8 +387,8 @@ def test_recorded_steps_of_bf16_draw_what_eager_ones_do(
         backend = CpuBackend()
         decoder, cache = make_decoder(tmp_path, backend, num_blocks=64, block_size=8, dtype=torch.bfloat16)
         assert isinstance(decoder._weights.layers[0].qkv, CpuQuantizedLinear)
-        captured = CpuCapturedSteps(decoder, backend.launcher, cache, 1024) if records else None
-        runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 1024, captured)
+        captured = CpuCapturedSteps(decoder, backend.launcher, cache, 1024) if records else NOTHING_CAPTURED
+        runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 1024, StepReplays(captured))
         drawn.append(generate(runner, prompts, 24, chunk=37, block_size=8))
     assert drawn[0] == drawn[1]
 

@@ -27,7 +27,7 @@ from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.expert_slots import ExpertSlots, make_places, use_copies
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank
-from twostroke.model.runner import ModelRunner
+from twostroke.model.runner import ModelRunner, RankExtras
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
@@ -144,7 +144,9 @@ def rebalanced_ranks(folder: Path, size: int, spare: int) -> Iterator[Rebalanced
         slots = ExpertSlots(decoder.experts, spare, member)
         hits = ExpertHits([None if experts is None else experts.hits for experts in decoder.experts])
         sampler = Sampler(decoder.vocab_size) if member.shard.rank == 0 else None
-        made = ModelRunner(decoder, sampler, cache, config.max_position, parallel=member, expert_slots=slots)
+        made = ModelRunner(
+            decoder, sampler, cache, config.max_position, extras=RankExtras(expert_slots=slots), parallel=member
+        )
         return made, slots, hits
 
     with groups(size) as (members, threads):

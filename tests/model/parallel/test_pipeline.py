@@ -23,7 +23,7 @@ from twostroke.model.costs.sizes import check_stages, weight_bytes
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.parallel.form import Stage
+from twostroke.model.parallel.form import ParallelForm, Stage
 from twostroke.model.parallel.pipeline import micro_batches
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import RankPlace, Rendezvous, SingleRank
@@ -64,7 +64,7 @@ class Engines:
     """The ranks of one engine, each loaded as its worker loads it, on this event loop."""
 
     def __init__(self, config: EngineConfig):
-        count = config.tensor_parallel * config.pipeline_parallel
+        count = config.parallel.num_ranks
         rendezvous = Rendezvous("127.0.0.1")
         # Each on a host of its own, as on several machines.
         places = [RankPlace(rank, rendezvous.address, f"127.0.0.{2 + rank}") for rank in range(count)]
@@ -141,8 +141,7 @@ async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape
         config = EngineConfig(
             folder,
             dtype="float32",
-            tensor_parallel=size,
-            pipeline_parallel=stages,
+            parallel=ParallelForm(size, stages),
             block_size=BLOCK_SIZE,
             num_blocks=64,
             swap_bytes=2**20,
@@ -236,7 +235,7 @@ def test_a_stage_reads_its_own_layers_alone(shape: str, write_checkpoint: Any, m
 
 def test_the_stage_with_the_most_bytes_counts(write_checkpoint: Any) -> None:
     config = load_model_config(write_checkpoint(num_hidden_layers=5))
-    model, two = (weight_bytes(config, 4, "auto", stages=stages) for stages in (1, 2))
+    model, two = (weight_bytes(config, 4, "auto", parallel=ParallelForm(stages=stages)) for stages in (1, 2))
     ends = 4 * config.hidden_size * (2 * config.vocab_size + 1)
     layer = (model - ends) // 5
     assert model == ends + 5 * layer
@@ -261,4 +260,4 @@ def test_stages_that_can_not_share_a_model_are_refused(
 def test_stages_of_what_transformers_computes_are_refused(write_checkpoint: Any) -> None:
     model = open_model(write_checkpoint(), "transformers")
     with pytest.raises(ConfigError, match=r"pipeline_parallel: LlamaForCausalLM is computed by transformers.*use 1"):
-        model.check_ranks(1, stages=2)
+        model.check_ranks(ParallelForm(stages=2), 16)

@@ -32,7 +32,7 @@ from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.form import Shard, Stage
+from twostroke.model.parallel.form import ParallelForm, Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import LaunchedStep, ModelRunner
@@ -414,13 +414,13 @@ def test_slices_of_a_checkpoint_are_views_that_read_nothing_else(write_checkpoin
 def test_experts_are_divided_among_no_more_ranks_than_there_are_and_of_any_size(write_checkpoint: Any) -> None:
     fields = SHAPES["experts"] | {"num_attention_heads": 8, "moe_intermediate_size": 3, "num_experts": 5}
     config = load_model_config(write_checkpoint(**fields))
-    check_size(config, 4, expert_parallel=True)
+    check_size(config, 4, has_whole_experts=True)
     with pytest.raises(ConfigError, match=r"tensor_parallel: (?=4 ).*3 features"):
         check_size(config, 4)
     with pytest.raises(ConfigError, match=r"tensor_parallel: (?=8 ).*5 experts"):
-        check_size(config, 8, expert_parallel=True)
+        check_size(config, 8, has_whole_experts=True)
     with pytest.raises(ConfigError, match="expert_parallel: the model has no experts"):
-        check_size(load_model_config(write_checkpoint()), 2, expert_parallel=True)
+        check_size(load_model_config(write_checkpoint()), 2, has_whole_experts=True)
 
 
 def test_rows_are_exchanged_where_that_saves_enough_and_never_in_a_captured_graph(
@@ -482,7 +482,7 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
         ModelRunner, "run", lambda _, batch: done.append(f"{sum(len(one.token_ids) for one in batch)} tokens")
     )
     decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
-    config = EngineConfig(Path(), tensor_parallel=2, pipeline_parallel=2, bounds=StepBounds(16, 4), staging_bytes=7)
+    config = EngineConfig(Path(), parallel=ParallelForm(2, 2), bounds=StepBounds(16, 4), staging_bytes=7)
     try:
         found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
     finally:
@@ -509,7 +509,7 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
     monkeypatch.setattr("twostroke.model.load.measure_gpu", measure)
     monkeypatch.setattr("twostroke.model.load.resolve_num_blocks", lambda *_: None)
     folder = write_checkpoint(num_attention_heads=8, num_key_value_heads=4)
-    config = EngineConfig(folder, tensor_parallel=2, threads=1, bounds=StepBounds(16, 4))
+    config = EngineConfig(folder, parallel=ParallelForm(2), threads=1, bounds=StepBounds(16, 4))
     rendezvous = Rendezvous("127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
         loaded = list(threads.map(lambda rank: load_engine(config, RankPlace(rank, rendezvous.address)), range(2)))
