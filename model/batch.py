@@ -16,7 +16,8 @@ from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the tokens of a step stand, for the layers of one group. Tensors are on the engine's device.
+    """Positions, slots and block tables of a step's tokens, for the layers of one group. Tensors are on the engine's
+    device.
 
     Sequences that bring exactly one token (decodes) come first, then the others (prefill chunks): so that each kind
     is one kernel call. The runner sorts the batch and puts the results back in the caller's order.
@@ -63,7 +64,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Which tokens of a step are drawn after: at most one of a sequence, its last."""
+    """Tokens of a step after which a token is drawn: at most one of each sequence, its last."""
 
     rows: Tensor  # int64 [N]: ascending, of T
     sequences: Tensor  # int64 [N]: theirs
@@ -71,7 +72,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a decoder computes a step from, all on its device."""
+    """Inputs of a decoder's step, all on its device."""
 
     token_ids: Tensor  # int64 [T]
     layouts: Sequence[BatchLayout]  # of each group of layers
@@ -87,11 +88,11 @@ class StepDecoder(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the logits of all ranks together."""
+        """Width of the logits of all ranks together."""
 
     @property
     def logits_width(self) -> int:
-        """Of those of this rank, which has its part of the vocabulary: `Shard.vocabulary`."""
+        """Width of this rank's logits, which are its part of the vocabulary: `Shard.vocabulary`."""
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
         """This rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
@@ -177,7 +178,8 @@ def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.de
 
 
 def held_of(positions: npt.NDArray[np.int64], block_size: int, held: range) -> npt.NDArray[np.int64]:
-    """Of so many tokens of a context, how many a rank has that holds the tokens `held` of each block."""
+    """Return how many of the first `positions` tokens of a context a rank has that holds the tokens `held` of each
+    block."""
     blocks, rest = np.divmod(positions, block_size)
     held_lens: npt.NDArray[np.int64] = blocks * len(held) + np.clip(rest - held.start, 0, len(held))
     return held_lens
@@ -186,8 +188,8 @@ def held_of(positions: npt.NDArray[np.int64], block_size: int, held: range) -> n
 def slots_of(
     blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, held: range
 ) -> npt.NDArray[np.int64]:
-    """Where a rank that holds the tokens `held` of each block has those at `positions` of their sequences, whose blocks
-    are `blocks` [..., T]; negative where it has not."""
+    """Return the slots of tokens at `positions` of their sequences, with blocks [..., T], on a rank that holds the
+    tokens `held` of each block; negative where the rank does not hold the token."""
     places = positions % block_size - held.start
     return np.where((places >= 0) & (places < len(held)), blocks * len(held) + places, -1)
 

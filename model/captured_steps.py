@@ -36,7 +36,8 @@ class CapturedPrompts(Protocol):
     """Whole small steps with prompts without the host's cost."""
 
     def logits(self, steps: Sequence[SequenceStep], drawing: Sequence[int], earlier: Tensor | None) -> Tensor | None:
-        """As CapturedSteps.logits, of the entries `drawing` of a step whose single tokens come first."""
+        """Return logits as CapturedSteps.logits does, of the entries `drawing` of a step whose single tokens come
+        first."""
 
 
 class NothingCaptured:
@@ -74,8 +75,8 @@ class DecodeInputs:
         device: torch.device | None = None,
         pinned: bool = False,
     ):
-        """On the host where no device is named; `pinned` memory there is what a GPU can copy from by itself. `held` as
-        to make_layouts."""
+        """Allocate the inputs, on the host where no device is named; a GPU copies from `pinned` host memory by itself.
+        `held` as to make_layouts."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
@@ -157,7 +158,8 @@ class DecodeInputs:
         ]
 
     def layouts(self, count: int) -> tuple[BatchLayout, ...]:
-        """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
+        """Return the layouts of the first `count` rows, over this object's own memory. Tables are as wide as any can
+        get."""
         positions, context_lens = self.positions[:count], self.context_lens[:count]
         held = None if self._held_lens is None else self._held_lens[:count]
         return tuple(

@@ -52,7 +52,7 @@ class ThreadEngine:
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> list[SampledToken | None]:
-        """As model.step.Engine.step.
+        """Implement model.step.Engine.step.
 
         Raises WorkerLost when the step fails, and at every call after that. `on_layer` is not called any more once
         the caller is cancelled.
@@ -88,7 +88,7 @@ class ThreadEngine:
 
     @property
     def num_broken_rows(self) -> int:
-        """As model.step.Engine.num_broken_rows; a step under way may still raise it."""
+        """Implement model.step.Engine.num_broken_rows; a step under way may still raise it."""
         return self._runner.num_broken_rows
 
     def close(self) -> None:

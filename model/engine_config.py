@@ -1,4 +1,4 @@
-"""What an engine is told, and what follows from it for this machine and this model."""
+"""Settings of an engine, and what follows from them for this machine and this model."""
 
 import os
 from dataclasses import KW_ONLY, dataclass
@@ -17,7 +17,7 @@ from twostroke.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine needs to know; cluster/config checks what can be checked without the model and this machine.
+    """Settings of an engine; cluster/config checks what can be checked without the model and this machine.
 
     `num_blocks` or `kv_cache_bytes` sizes the cache.
 
@@ -75,7 +75,7 @@ def resolve_kv_dtype(choice: KVCacheDtype, model: ModelShape, dtype: torch.dtype
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices faster than fp32 ones."""
+    """Return True if this CPU multiplies bf16 matrices faster than fp32 ones."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -102,7 +102,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 def resolve_num_blocks(
     config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype, needed: int = 0, free: int | None = None
 ) -> int | None:
-    """How many blocks the cache gets; None: as many as fit, on a GPU.
+    """Return the number of blocks of the cache; None: as many as fit, on a GPU.
 
     On a CPU a size that nobody says is one of the `free` bytes (None: of those that are free now), of which this rank
     has `needed` for weights and steps. Raises ConfigError where the size does not hold one block.
@@ -152,5 +152,5 @@ def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torc
 
 
 def block_bytes(config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
-    """As kv_block_bytes, of this engine's ranks and stages."""
+    """Return kv_block_bytes for this engine's ranks and stages."""
     return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.parallel)

@@ -1,4 +1,4 @@
-"""From a model folder to a running engine."""
+"""The loading of a model folder into a running engine."""
 
 import gc
 import logging
@@ -77,7 +77,7 @@ class LoadedEngine:
     limits: MachineLimits  # of this rank's device
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
-        """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
+        """Resolve and check settings as load_engine says; the parts are made on the engine's thread."""
         self._config = config
         self._place = place
         self._rank = 0 if place is None else place.rank
@@ -125,7 +125,7 @@ class LoadedEngine:
         return step_work(self.model_config, held)
 
     def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
-        """On the engine's thread. Raises ConfigError."""
+        """Build the runner on the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._rank
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where this thread's kernels go
@@ -270,7 +270,7 @@ def _graphs(
 
 
 def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
-    """For which steps with prompts there are graphs; none where the host must know how long contexts are.
+    """Return the shapes of steps with prompts that get graphs: none where the host must know the contexts' lengths.
 
     Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more. Nor are there
     any of one of several stages.
@@ -319,7 +319,7 @@ def measure_gpu(
     weights = torch.cuda.memory_reserved(device)
 
     def peak(batch: list[SequenceStep]) -> int:
-        """What torch took from the device, holes included."""
+        """Return the peak memory that torch took from the device during the batch, holes included."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         runner.run(batch)
@@ -333,7 +333,8 @@ def measure_gpu(
     width = -(-max_context // block_size) * kv_cache.groups.count
 
     def captured_bytes(rows: int, sequences: int, count: int) -> int:
-        """What `count` graphs keep: of the largest one's step, its block tables, its logits, and the driver's."""
+        """Return the memory that `count` graphs keep: the largest one's step, its block tables, its logits, and the
+        driver's part."""
         tables = 2 * sequences * width * torch.int32.itemsize
         logits = sequences * decoder.logits_width * torch.float32.itemsize
         return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
@@ -363,7 +364,7 @@ def measure_gpu(
 def largest_batch(
     bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None, num_groups: int = 1
 ) -> list[SequenceStep]:
-    """As many sequences as a step may have, with all the tokens that it may have, each drawing with all filters."""
+    """Return a batch with as many sequences and tokens as a step may have, each drawing with all filters."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
     sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=logprobs)
     left = bounds.max_tokens

@@ -85,7 +85,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """As `rope`, in fp32."""
+    """Rotate as `rope` does, in fp32."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

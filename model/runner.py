@@ -1,4 +1,4 @@
-"""From a batch of SequenceSteps to drawn tokens: tensors in, decoder, sampler, results in the caller's order.
+"""The step from a batch of SequenceSteps to drawn tokens: tensors, decoder, sampler, results in the caller's order.
 
 A step that was launched may still be on its way: its tokens are on a GPU then, where the next step can use them.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # Triton is imported only where there is a GPU
 
 
 class TokenSampler(Protocol):
-    """What the runner needs of `model/sampling/sampler.py`."""
+    """Interface of `model/sampling/sampler.py` that the runner needs."""
 
     def sample(
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
@@ -56,7 +56,7 @@ class TokenSampler(Protocol):
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
+        """Return the log-probabilities of the tokens `targets` [N] under logits fp32 [N, vocab], which may be modified."""
 
     def take(self, drawn: Tensor, draws: Sequence[Draw]) -> "list[SampledToken] | DrawnTokens":
         """int64 [2, N]: tokens that were drawn without it, and whether their rows were broken."""
@@ -68,7 +68,7 @@ class TokenSampler(Protocol):
 
 MOST_SCORED_ROWS = 256
 _SCORED_BYTES = 64 << 20
-"""Of the logits of prompt tokens that are there at a time."""
+"""Bytes of prompt tokens' logits in memory at a time."""
 
 
 @runtime_checkable
@@ -88,14 +88,14 @@ class LaunchedStep:
     tokens: list[SampledToken | None]  # one of each entry of the batch, None where it draws none or none is known yet
 
     is_done: ClassVar[bool] = True
-    """Whether `result` has nothing to wait for."""
+    """True if `result` has nothing to wait for."""
 
     def result(self) -> list[SampledToken | None]:
-        """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
+        """Return Engine.step's result; blocks until it is there. To be called once, on any one thread."""
         return self.tokens
 
     def peek(self) -> list[SampledToken | None]:
-        """As `result`, but for the engine's thread, any number of times."""
+        """Return the result as `result` does, on the engine's thread, any number of times."""
         return self.tokens
 
     def on_device(self) -> Tensor | None:
@@ -247,7 +247,7 @@ class ModelRunner:
         return 0 if self._sampler is None else self._sampler.num_broken_rows
 
     def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
-        """As `Engine.step`. Raises ValueError as `check_batch` does."""
+        """Run a step as `Engine.step`. Raises ValueError as `check_batch` does."""
         return self.launch(batch, on_layer).result()
 
     @torch.inference_mode()
@@ -316,7 +316,7 @@ class ModelRunner:
         drawn: Tensor | None,
         earlier: LaunchedStep | None,
     ) -> LaunchedStep:
-        """What is no captured decode step: by another graph where one fits, else eagerly."""
+        """Run a step that is no captured decode step: by a graph of prompts where one fits, else eagerly."""
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
         if self._pipeline is not None:
@@ -352,7 +352,7 @@ class ModelRunner:
         drawn: Tensor | None,
         earlier: LaunchedStep | None,
     ) -> LaunchedStep:
-        """As `_run_with_prompts`, of which `order` says where `steps` stand in the batch."""
+        """Run a step over stages, as `_run_with_prompts`; `order` gives the place of each of `steps` in the batch."""
         entries: list[int] = []
         rows: list[Tensor] = []
         for found in pipeline.run(steps, lambda some: self._token_ids(some, drawn), on_layer):
@@ -371,7 +371,8 @@ class ModelRunner:
                 on_layer(layer)
 
     def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
-        """What reads all prompts that are to be read off the step's hidden states; None where there are none."""
+        """Return a function that scores and pools the step's prompts from their hidden states; None where there are
+        none."""
         ends = np.cumsum([len(step.token_ids) for step in steps]).tolist()
         read = [(one.reading, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
 
@@ -388,8 +389,8 @@ class ModelRunner:
         return None if all(reading is None for reading, *_ in read) else read_all
 
     def _read(self, reading: PromptReading, start: int, hidden: Tensor) -> None:
-        """Of a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Blocks of rows have logits at a
-        time: those of a whole chunk would be gigabytes."""
+        """Score and pool a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Logits are computed
+        in blocks of rows: those of a whole chunk would be gigabytes."""
         reading.begin(start)
         pooled = hidden[reading.pooled_rows(start, len(hidden))]
         if len(pooled):
@@ -411,7 +412,7 @@ class ModelRunner:
         return token_ids
 
     def _drawn_by_rank_0(self, earlier: LaunchedStep | None) -> Tensor:
-        """As LaunchedStep.on_device, on every rank; on GPUs no host waits for it."""
+        """Return LaunchedStep.on_device on every rank; on GPUs no host waits for it."""
         if earlier is None:
             raise ValueError("a step follows one that is not there")
         if self._sampler is None:

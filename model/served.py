@@ -32,14 +32,14 @@ Way = Literal["native", "transformers"]
 
 
 class ServedModel(Protocol):
-    """What a folder holds. Its tensors are looked at only where they are asked for; all raise ConfigError."""
+    """A model folder that can be served. Tensors are loaded only when needed; all methods raise ConfigError."""
 
     @property
     def way(self) -> Way: ...
 
     @property
     def family(self) -> str:
-        """For people."""
+        """Name of the family, for people."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -50,7 +50,7 @@ class ServedModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint, whose tensors are checked."""
+        """Dtype of the checkpoint, whose tensors are checked."""
 
     @property
     def num_active_parameters(self) -> int:
@@ -65,7 +65,7 @@ class ServedModel(Protocol):
         """Return the bytes of the rank with the most weights, once the model is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
-        """How quantised weights are held, for people; None: as all others."""
+        """Describe the form of quantised weights in words; None: they are as all others."""
 
     def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
         """Raises ConfigError where the ranks can't divide the model, or blocks of so many tokens, in this form."""
@@ -112,7 +112,7 @@ class NativeModel:
 
     @property
     def _forms(self) -> Mapping[str, WeightForm]:
-        """Of a hub's model its configuration alone may be here."""
+        """Forms of the quantised weights. Of a hub's model only its configuration may be here."""
         return self._checkpoint.forms if has_weights(self._folder) else stored_forms(self.shape)
 
     @property

@@ -23,8 +23,8 @@ from twostroke.model.step import OnLayer
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """What makes latents, which all ranks hold, and queries of this rank's heads that attend to them. Norms are
-    fp32."""
+    """Weights of a layer that attends to latents: the projections to latents, whole on each rank, and this rank's heads
+    of the queries. Norms are fp32."""
 
     down: Linear  # hidden -> latent, and the keys' part that turns
     norm: Tensor  # of the latent
@@ -74,7 +74,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class EndWeights:
-    """What stands before the layers and behind them: the first stage's."""
+    """Embedding, final norm and LM head, which the first stage holds."""
 
     embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
     embedding_scale: float
@@ -110,7 +110,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
+        """Dtype of hidden states."""
         return self._weights.dtype
 
     @property
@@ -119,12 +119,12 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """As StepDecoder.vocab_size."""
+        """Implement StepDecoder.vocab_size."""
         return self._config.vocab_size
 
     @property
     def logits_width(self) -> int:
-        """As StepDecoder.logits_width."""
+        """Implement StepDecoder.logits_width."""
         return self._parallel.shard.vocabulary_size(self._config.vocab_size)
 
     @property
@@ -136,11 +136,11 @@ class Decoder:
 
     @property
     def experts(self) -> list[Experts | None]:
-        """Of each layer of the stage; None where it has none."""
+        """Experts of each layer of the stage; None where a layer has none."""
         return [None if layer.routed is None else layer.routed.experts for layer in self._weights.layers]
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """As StepDecoder.forward, of an only stage."""
+        """Implement StepDecoder.forward for a model of one stage."""
         drawn = step.drawing.rows
         # Nobody reads what comes after the last layer's KV, but of the rows that draw.
         read = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
@@ -171,7 +171,8 @@ class Decoder:
         read: Drawing | None,
         on_layer: OnLayer | None = None,
     ) -> Tensor | None:
-        """What the stage's layers make of [T, hidden], which may be written into; the last ends without a norm.
+        """Run the stage's layers over hidden states [T, hidden], which may be written into; the last layer ends without
+        a norm.
 
         `read` names the rows that are needed of the result, of which there are no others then; None: all of them.
         Returns None where none is. `on_layer` as to StepDecoder.forward, with the model's numbers.
@@ -183,7 +184,7 @@ class Decoder:
         return self._backend.rms_norm(hidden, self._ends.final_norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As StepDecoder.logits; of the first stage."""
+        """Implement StepDecoder.logits, on the first stage."""
         logits = self._ends.lm_head(hidden, out_dtype=torch.float32)
         if self._config.logits_cap:
             logits = self._backend.soft_cap(logits, self._config.logits_cap)
@@ -204,7 +205,7 @@ class Decoder:
         final_norm: Tensor | None,
         on_layer: OnLayer | None,
     ) -> Tensor | None:
-        """As `run_layers`; normalised behind the last layer where there is a norm."""
+        """Run the layers as `run_layers` does, and normalise behind the last one where `final_norm` is given."""
         backend, layers = self._backend, self._weights.layers
         first_norm = layers[0].input_norm
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
@@ -231,7 +232,7 @@ class Decoder:
         return x
 
     def _write_kv(self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """What of a layer's input goes into the cache. Returns the queries, a row a token."""
+        """Write a layer's keys and values, or latents, into the cache. Returns the queries, one row per token."""
         backend, parallel = self._backend, self._parallel
         if isinstance(layer.qkv, LatentWeights):
             latents = layer.qkv
@@ -270,8 +271,8 @@ class Decoder:
     def _sum_and_norm(
         self, x: Tensor, residual: Tensor, own_norm: Tensor | None, norm: Tensor | None, is_whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Of a sublayer's summand x of this rank, or its whole sum: what goes into the next one, and the new
-        residual."""
+        """Add a sublayer's output to the residual and normalise. x is this rank's summand, or the whole sum. Returns
+        the input of the next sublayer, and the new residual."""
         eps = self._config.rms_norm_eps
         if own_norm is None and norm is not None and not is_whole:
             fused = self._parallel.sum_add_norm(x, residual, norm, eps)

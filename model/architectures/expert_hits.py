@@ -1,4 +1,5 @@
-"""How often each expert of a model was chosen: counted where choices are put in order, read without waiting for a step.
+"""Counters of how often each expert of a model was chosen. Kernels count where they sort tokens by expert; readers wait
+for no step.
 
 On a CPU the counts are the kernels' own. On a GPU they stay there: now and then a copy to the host is queued behind a
 step, and readers see the last that has come.
@@ -42,7 +43,7 @@ class ExpertHits:
             self._host.zero_()
 
     def copy(self) -> None:
-        """To be called on the thread that launches steps, between them. Waits for nothing."""
+        """Queue a copy of the counters, between steps, on the thread that launches them. Waits for nothing."""
         if self._host is not None and (now := self._clock()) >= self._copied_at + COPY_S:
             self._copied_at = now
             self._host.copy_(torch.stack(self._counts), non_blocking=True)
@@ -70,7 +71,7 @@ class StagesHits:
         self._experts = experts
 
     def read(self) -> NDArray[np.int64]:
-        """As ExpertHits.read, of all layers; zeros of a stage that has not told yet."""
+        """Return counters as ExpertHits.read, of all layers: zeros for a stage that has not reported yet."""
         found = np.zeros((self._layout.num_layers, self._experts), np.int64)
         if self._own is not None:
             found[: len(self._layout.layers_of(0))] = self._own.read()

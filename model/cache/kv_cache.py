@@ -88,13 +88,13 @@ class SharedKVCache(HostKVCache):
 
     @property
     def memory_fd(self) -> int:
-        """Of the memfd. Raises ValueError once the cache is closed."""
+        """Descriptor of the memfd. Raises ValueError once the cache is closed."""
         if not self._close_fd.alive:
             raise ValueError("the KV cache is closed")
         return self._memory_fd
 
     def layer_offset(self, layer: int) -> int:
-        """Where a layer begins in the memfd, in bytes: on a page."""
+        """Return the offset of a layer in the memfd, in bytes: a multiple of the page size."""
         return layer * self._layer_stride
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class DeviceKVCache(KVCache):
 
     @property
     def device(self) -> str:
-        """As torch names it, `cuda:0`."""
+        """The device in torch's notation, `cuda:0`."""
         return str(self.tensors[0].device)
 
     def layer_tensor(self, layer: int) -> Tensor:

@@ -357,7 +357,7 @@ class _ExpertsLoader:
         return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
 
     def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
-        """As `_of_one`, out of tensors of all experts, in which gate and up take turns."""
+        """Return weights as `_of_one`, from tensors that stack all experts, in which rows of gate and up alternate."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
             for part in (spec.gate, spec.down)
@@ -369,7 +369,7 @@ class _ExpertsLoader:
         )
 
     def _plain(self, name: str, rows: slice, spare: int) -> Tensor:
-        """With as many rows more, for copies."""
+        """Return a plain tensor with `spare` more rows for copies."""
         found = self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
         return torch.cat([found, *[found[:1]] * spare])
 

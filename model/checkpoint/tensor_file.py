@@ -1,4 +1,4 @@
-"""What a checkpoint's files are to those who read them: tensors by name, and quantised weights made of some of them."""
+"""Interfaces of a checkpoint's files: tensors by name, and quantised weights composed of several tensors."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class TensorFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """As safetensors names it."""
+        """Return the dtype by safetensors' name."""
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         """A part of a weight, some rows of what has no columns, or one number.

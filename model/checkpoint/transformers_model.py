@@ -47,10 +47,10 @@ from twostroke.protocol.errors import ConfigError
 
 TRACED_TOKENS = 5
 DRY_RUN_TOKENS = (20, 16, 1)
-"""Of one sequence, by steps: a chunk, a chunk over a context, a decode."""
+"""Lengths of the dry run's steps of one sequence: a chunk, a chunk over a context, a decode."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far logits may be from those of transformers' own attention, as a share of their spread: another scale, mask or
-bias makes them differ by more than half of it."""
+"""Largest difference of logits from those of transformers' own attention, relative to their spread: another scale, mask
+or bias exceeds half of it."""
 
 Style = Literal["by rows", "by columns", "gathered", "split", "halves by rows", "summed"]
 _STYLES: dict[str, Style | None] = {
@@ -63,12 +63,12 @@ _STYLES: dict[str, Style | None] = {
     "replicated_with_grad_allreduce": None,
     "replicate": None,
 }
-"""How transformers' plan of tensor parallelism cuts a projection: by rows or columns of its weight, with the output
-gathered or the input split where all ranks hold the whole of it."""
+"""Our division of a projection, by its name in transformers' plan of tensor parallelism: by rows or columns of its
+weight, with the output gathered or the input split where all ranks hold it whole."""
 _EXPERTS = "moe_tp_experts"
 _OF_EXPERTS: dict[str, Style] = {"packed_colwise": "halves by rows", "rowwise": "by columns"}
-"""And the tensors of a layer's experts, [experts, out, in], gate and up in one: each rank has a part of each expert,
-and what they add to the residual is summed."""
+"""Division of the tensors of a layer's experts [experts, out, in], gate and up in one: each rank has a part of each
+expert, and their outputs are summed."""
 
 
 class TransformersModel:
@@ -102,7 +102,8 @@ class TransformersModel:
 
     @property
     def num_active_parameters(self) -> int:
-        """Of experts' tensors, whose first dimension counts the experts, so many as a token is sent to."""
+        """Parameters that one token is computed with. Tensors of experts, whose first dimension counts experts, count
+        by the number chosen."""
         chosen = getattr(self._config, "num_experts_per_tok", None)
         total = 0
         for name, parameter in self._model.named_parameters():
@@ -117,7 +118,7 @@ class TransformersModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: that of its embedding. Raises ConfigError."""
+        """Dtype of the checkpoint's embedding. Raises ConfigError."""
         return self.tensors.dtype(f"{self._embedding}.weight")
 
     def weight_bytes(
@@ -126,7 +127,7 @@ class TransformersModel:
         quantization: Quantization,
         parallel: ParallelForm = ONE_RANK,
     ) -> int:
-        """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
+        """Implement ServedModel.weight_bytes. Each rank holds whole what transformers' plan does not divide."""
         ranks = parallel.tensor_ranks
         model, styles = self._of_ranks(ranks)
         ends = self._head, self._embedding
@@ -151,11 +152,11 @@ class TransformersModel:
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:
-        """As ServedModel.weights_as."""
+        """Implement ServedModel.weights_as."""
         return weights_as(quantization, {})
 
     def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
-        """As ServedModel.check_ranks: stages and whole experts are refused."""
+        """Implement ServedModel.check_ranks; stages and whole experts are refused."""
         if parallel.has_stages:
             raise ConfigError(
                 f"pipeline_parallel: {self.family} is computed by transformers, whose layers stages can't share: use "
@@ -175,7 +176,7 @@ class TransformersModel:
         return sha.hexdigest()[:16]
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> TransformersDecoder:
-        """As ServedModel.decoder."""
+        """Implement ServedModel.decoder."""
         model = self._build(options.dtype)
         styles = self._cut(model, parallel.shard)
         calls = self._trace(model)
@@ -193,7 +194,7 @@ class TransformersModel:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the LM head is the embedding."""
+        """True if the LM head is the embedding."""
         return bool(self._model.all_tied_weights_keys)
 
     def _build(self, dtype: torch.dtype) -> Any:

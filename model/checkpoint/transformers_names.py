@@ -26,7 +26,7 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attentio
 
 @dataclass(frozen=True)
 class _Conversion:
-    """What makes some of a model's tensors of some of the files'."""
+    """A conversion that makes some of a model's tensors from tensors of the files."""
 
     converter: Any
     target: str  # the first of what it makes
@@ -64,12 +64,12 @@ class NamedTensors:
         self._check(folder, paths)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor of the model, in the files: of the first, where it is made of several."""
+        """Return the dtype in the files of a model's tensor: of the first one, where it is made of several."""
         source = self._renamed[name] if name in self._renamed else self._converted[name].sources[0][0]
         return DTYPES[self._files[source].dtype(source)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of the model."""
+        """Return the shape of a model's tensor."""
         return self._shapes[name]
 
     def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
@@ -90,14 +90,15 @@ class NamedTensors:
         return first != second and not equal_tensors(self._files[first], first, self._files[second], second)
 
     def contents(self) -> Iterator[tuple[str, memoryview]]:
-        """What is used of the files: name, type and shape, with the bytes, in a fixed order."""
+        """Yield name, type and shape of each tensor in use, with its bytes, in a fixed order."""
         converted = {source for conversion in self._converted.values() for source, _ in conversion.sources}
         for name in sorted({*self._renamed.values(), *converted}):
             file = self._files[name]
             yield f"{name} {file.dtype(name)} {file.shape(name)}", file.content(name)
 
     def _assign(self, folder: Path, paths: Mapping[str, Path]) -> None:
-        """As transformers.core_model_loading.convert_and_load_state_dict_in_model does, without reading anything."""
+        """Assign tensors as transformers.core_model_loading.convert_and_load_state_dict_in_model does, without loading
+        any."""
         model, wanted = self._model, self._model.state_dict()
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

@@ -99,14 +99,14 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: that of its embedding. fp16 beside quantised weights is bf16, which loses nothing of
-        those, and has fast kernels everywhere."""
+        """Dtype of the checkpoint's embedding. fp16 beside quantised weights counts as bf16: it loses nothing of them
+        and has fast kernels everywhere."""
         found = self._dtypes[f"{self._config.spec.embedding}.weight"]
         return torch.bfloat16 if self._stored and found == torch.float16 else found
 
     @property
     def forms(self) -> Mapping[str, WeightForm]:
-        """Of the weights that are quantised."""
+        """Forms of the quantised weights, by name."""
         return {name: stored.form for name, stored in self._stored.items()}
 
     @property
@@ -121,7 +121,7 @@ class Checkpoint:
         return self._files[name].tensor(name, rows, columns)
 
     def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
-        """As `tensor`, of a weight that may be quantised; what comes of that is a copy.
+        """Return a weight as `tensor` does, quantised or not; a quantised one is a copy.
 
         Raises ConfigError for columns of a weight whose inputs have an order of their own (GPTQ's `desc_act`).
         """
@@ -138,7 +138,7 @@ class Checkpoint:
         return found.columns(columns)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
-        """What keys and values of a layer are to be divided by for a cache in FP8: 1 where the checkpoint says nothing.
+        """Return the divisors of a layer's keys and values for an FP8 cache: 1 where the checkpoint names none.
 
         Raises ConfigError for what is no positive number.
         """
@@ -181,7 +181,8 @@ class Checkpoint:
         return float(found.item())
 
     def _find_kv_scales(self) -> dict[tuple[int, str], str]:
-        """By layer and kind, `k` or `v`, the tensors as compressed-tensors names them, and as others do."""
+        """Return the tensors of KV scales by layer and kind, `k` or `v`, under the names of compressed-tensors and
+        others."""
         spec = self._config.spec
         attention = spec.layer.k.name.rpartition(".")[0]
         return {
@@ -261,12 +262,12 @@ class Checkpoint:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are any, such as can be loaded or not: of a hub's model its configuration alone may be here."""
+    """Return True if the folder has weights, loadable or not: of a hub's model only its configuration may be here."""
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", f"*{SUFFIX}", *_PICKLES))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
+    """Return the file of each tensor."""
     index, whole = folder / INDEX_FILE, folder / SINGLE_FILE
     if index.exists():
         files = _indexed_files(index)

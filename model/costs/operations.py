@@ -1,4 +1,4 @@
-"""What the operations of a step take: FLOPs and bytes of each, by phase, tokens and context.
+"""Costs of a step's operations: FLOPs and bytes of each, by phase, tokens and context.
 
 A product of n rows with a weight [out, in] takes 2 n out in operations and reads the weight once (Kaplan et al. 2020,
 table 1; Pope et al., Efficiently Scaling Transformer Inference, MLSys 2023). Attention adds 2 operations for each
@@ -18,7 +18,7 @@ NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What a machine can do."""
+    """Rates of a machine."""
 
     gemm: float  # bf16 operations a second
     read: float  # bytes a second
@@ -33,7 +33,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class OperationWork:
-    """What one step can't do without."""
+    """FLOPs and bytes that one step can't do without."""
 
     tokens: int  # tokens that count
     operations: float
@@ -46,7 +46,7 @@ class OperationWork:
 
 @dataclass(frozen=True)
 class Held:
-    """In how many bytes numbers are held."""
+    """Bytes of the numbers that a model is held in."""
 
     quantization: Quantization = "none"
     itemsize: float = 2.0  # of activations, and of weights that are not quantised
@@ -57,13 +57,13 @@ class Held:
         return self._of(self.quantization, shape)
 
     def attention_weight(self, shape: ModelShape) -> float:
-        """Of a projection around attention: MXFP4 checkpoints have experts alone in it."""
+        """Return the bytes of a weight around attention: in MXFP4 checkpoints only experts are quantised."""
         stored = shape.stored if isinstance(shape, ModelConfig) else None
         is_left = self.quantization == "auto" and stored is not None and stored.method == "mxfp4"
         return self.itemsize if is_left else self.weight(shape)
 
     def head_weight(self, shape: ModelShape) -> float:
-        """Of the LM head. Checkpoints that are quantised have it as it was."""
+        """Return the bytes of a weight of the LM head, which quantised checkpoints leave as it was."""
         return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
 
     def _of(self, quantization: Quantization, shape: ModelShape) -> float:
@@ -224,7 +224,8 @@ def _operations(
 
 
 def _causal_pairs(tokens: int, window: int) -> float:
-    """Of a token and one that it attends to; halves of what is on the diagonal, which kernels compute whole."""
+    """Return the pairs of a token and one it attends to. Pairs on the diagonal count half, though kernels compute them
+    whole."""
     beyond = max(0, tokens - window) if window else 0
     return (tokens * tokens - beyond * beyond) / 2
 

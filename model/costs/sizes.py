@@ -1,4 +1,4 @@
-"""What tensors a decoder has, and what it takes of a memory: arithmetic over its config alone. No torch here.
+"""Tensors of a decoder, and the memory that it takes: arithmetic over its config alone. No torch here.
 
 Bytes are of weights, of KV and of the largest step, on each of the ranks that share the model.
 """
@@ -61,7 +61,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """By names within a layer, with all of its norms."""
+    """Return the shapes around attention by names within a layer, with all of the layer's norms."""
     layer, hidden = config.spec.layer, config.hidden_size
     norms = (
         *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
@@ -77,7 +77,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
-    """Of each its rows and columns. Of those in one tensor the last one ends it."""
+    """Return the shapes of projections given as (projection, rows, columns). Of several in one tensor the last one ends
+    it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for projection, rows, columns in projections:
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
@@ -87,7 +88,7 @@ def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, 
 
 
 def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """With what chooses among them."""
+    """Return the shapes of experts and of the router."""
     count = spec.routing.num_experts
     shapes = _shapes_of([(spec.router, count, hidden)])
     if spec.correction is not None:
@@ -98,7 +99,7 @@ def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, .
 
 
 def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """By names within a layer, all of a layer's experts."""
+    """Return the shapes of all of a layer's experts, by names within a layer."""
     count, size = spec.routing.num_experts, spec.size
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
@@ -113,7 +114,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
 
 
 def of_expert(part: Projection, expert: int) -> Projection:
-    """Of the experts' names that one's."""
+    """Return the projection of one expert, from the experts' common name."""
     return replace(part, name=part.name.replace("*", str(expert)))
 
 
@@ -149,12 +150,14 @@ def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
 
 
 def of_lm_head(quantization: Quantization) -> Quantization:
-    """How the LM head is held, and with it a tied embedding: what decides between tokens gets no less than 8 bits."""
+    """Return the form of the LM head, and of a tied embedding: logits decide between tokens, so they get no less than 8
+    bits."""
     return "int8" if quantization == "int4" else quantization
 
 
 def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
-    """How a projection is held that the checkpoint has in the form `stored`; None: in the dtype of activations."""
+    """Return the form in which a projection is held that the checkpoint has in the form `stored`; None: in the dtype of
+    activations."""
     match quantization:
         case "auto":
             return stored
@@ -167,7 +170,8 @@ def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm
 
 
 def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
-    """What `one_below_the_other` makes of weights of these forms; None: none, as where one is not quantised."""
+    """Return the form of what `one_below_the_other` makes of weights of these forms; None: none, as where one is not
+    quantised."""
     found = [form for form in forms if form is not None]
     if len(found) < len(forms) or len({form.kind.startswith("fp") for form in found}) > 1:
         return None
@@ -180,7 +184,7 @@ def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
 
 
 def tensor_bytes(shape: tuple[int, ...], itemsize: int, form: WeightForm | None) -> int:
-    """Of a weight (or, where `form` is None, of any tensor) of this shape, for activations of `dtype`."""
+    """Return the bytes of a weight, or of any tensor where `form` is None, for activations of `itemsize` bytes."""
     count = math.prod(shape)
     if form is None:
         return count * itemsize
@@ -199,8 +203,8 @@ def weight_bytes(
     forms: Mapping[str, WeightForm] | None = None,
     parallel: ParallelForm = ONE_RANK,
 ) -> int:
-    """Of one of so many ranks of each stage, that with the most, once the model is loaded in `dtype`; that norms are
-    fp32 is nothing beside the rest, nor is what each rank has whole.
+    """Return the bytes of the rank with the most weights. Norms in fp32, and what each rank holds whole, are too small
+    to count.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
@@ -256,7 +260,7 @@ def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
 
 
 def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
-    """Of the weights that config.json says are quantised, before there is a checkpoint to ask."""
+    """Return the forms of the weights that config.json calls quantised, before there is a checkpoint."""
     stored = config.stored
     if stored is None:
         return {}
@@ -281,7 +285,7 @@ def head_name(config: ModelConfig) -> str:
 
 
 def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
-    """How quantised weights are held, for people; None: as all others."""
+    """Describe the form of quantised weights in words; None: they are as all others."""
     if quantization != "auto":
         return None if quantization == "none" else quantization
     kinds = {_described(form) for form in forms.values()}
@@ -345,7 +349,7 @@ def check_stages(config: ModelShape, count: int) -> None:
 
 
 def _have_the_windows(config: ModelShape, count: int) -> bool:
-    """Whether each of so many stages has the groups of layers that the model has: they share each request's table."""
+    """Return True if each stage has the groups of layers that the model has: stages share each request's block table."""
     stages = (stage_layers(config.num_layers, count, stage) for stage in range(count))
     return all(config.groups_of(layers).windows == config.kv_groups.windows for layers in stages)
 
@@ -354,10 +358,10 @@ def _have_the_windows(config: ModelShape, count: int) -> bool:
 
 
 WORKER_BYTES = 600 * 2**20
-"""What a rank's process takes of the host beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
+"""Host memory of a rank's process beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
 CUDA_CONTEXT_BYTES = 640 * 2**20
-"""What a process holds on a GPU beside torch's memory: the driver's context (620 MiB on an H200, CUDA 13), loaded
-kernels, libraries' workspaces."""
+"""GPU memory of a process beside torch's: the driver's context (620 MiB on an H200, CUDA 13), loaded kernels,
+libraries' workspaces."""
 COMMUNICATOR_BYTES = 900 * 2**20
 """Memory of a rank's GPU that NCCL takes for one communicator, beside torch's (H200, NCCL 2.28)."""
 
@@ -407,7 +411,7 @@ class Fit:
     rows: int  # that the cache has room for: KV of one token in one group of layers
 
     def requests_of(self, shape: ModelShape, context: int, bounds: StepBounds = DEFAULT_BOUNDS) -> int:
-        """How many requests of `context` tokens, prompt and answer together, have room at once."""
+        """Return how many requests of `context` tokens, prompt and answer together, have room at once."""
         return self.rows // shape.kv_groups.blocks_of(context, 1, bounds.max_tokens)
 
 

@@ -22,14 +22,14 @@ from twostroke.model.cpu.linears import is_quantized_supported, is_supported, ma
 def make_experts(
     weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype, launcher: Launcher
 ) -> Experts:
-    """As Backend.make_experts."""
+    """Implement Backend.make_experts."""
     if is_packed(weights.gate_up, quantization, dtype) and is_packed(weights.down, quantization, dtype):
         return CpuExperts(weights, activation, quantization, launcher)
     return PlainExperts(weights, activation, quantization, dtype, launcher)
 
 
 def is_packed(weight: Tensor | QuantizedWeight, quantization: Quantization, dtype: torch.dtype) -> bool:
-    """Whether this CPU has what the kernels are made of, for such weights."""
+    """Return True if this CPU has the instructions of the packed kernels for these weights."""
     if isinstance(weight, QuantizedWeight):
         return packing.can_pack(weight) and is_quantized_supported(dtype, weight.values.shape[1])
     if quantization in ("auto", "none"):
@@ -110,7 +110,7 @@ class CpuExperts:
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """As Experts, for contiguous x."""
+        """Implement Experts, for contiguous x."""
         launcher, most_rows = self._launcher, min(gemm.most_task_rows(x.dtype), quant.ROWS_AN_ITEM)
         found, hits = chosen.experts, self.hits
         if self.places is not None:
@@ -123,7 +123,7 @@ class CpuExperts:
         return experts.combine(launcher, y, order.places, chosen.weights, x.dtype)
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """As Experts.slot_memory."""
+        """Implement Experts.slot_memory."""
         parts = [part for stack in (self._gate_up, self._down) for part in stack.memory]
         sizes = [len(part) // self._number for part in parts]
         return [part[slot * size : (slot + 1) * size] for part, size in zip(parts, sizes, strict=True)]
@@ -151,11 +151,11 @@ class PlainExperts:
         self._launcher = launcher
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """As Experts.slot_memory."""
+        """Implement Experts.slot_memory."""
         return [part for which in (self._gate_up, self._down) for part in memory_of(which[slot])]
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """As Experts."""
+        """Implement Experts."""
         out = torch.zeros(x.shape)
         experts, counts = torch.unique(chosen.experts, return_counts=True)
         self.hits[experts.long()] += counts

@@ -20,7 +20,7 @@ from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 8192
-"""Of all chunks' contexts together, about: those whose keys and values are in memory at a time."""
+"""Tokens of all chunks' contexts together, about, whose keys and values are in memory at a time."""
 _SPLIT = 1 << 10  # enough tokens that a context may be split
 
 
@@ -39,7 +39,7 @@ class CudaLatentAttention:
         self._compiled = False
 
     def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """As LatentAttention; writes into q. The first call compiles what any later one could need."""
+        """Implement LatentAttention; writes into q. The first call compiles what any later one could need."""
         heads, key, _ = self._keys.shape
         q = q.view(len(q), heads, -1)
         if not self._compiled:

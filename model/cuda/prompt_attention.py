@@ -1,4 +1,4 @@
-"""Which kernel attends from prompts: our own, or FlashAttention-3 where a setting asks for it.
+"""Choice of the kernel of prefill attention: our own, or FlashAttention-3 where a setting asks for it.
 
 FlashAttention-3 (Shah et al. 2024) is for Hopper and comes as a package of its own, `flash_attn_interface`. It reads
 the paged cache as it lies. Before it is taken for a shape and form of attention it is held against our kernel. No GPU

@@ -36,19 +36,19 @@ _NO_SLOT = -1
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """What fits into a graph."""
+    """Capacity of a graph."""
 
     singles: int  # sequences that bring one token
     tokens: int  # of all others together
 
     @property
     def rows(self) -> int:
-        """Of the model's matrices."""
+        """Rows of the model's matrices."""
         return self.singles + self.tokens
 
     @property
     def sequences(self) -> int:
-        """That have a place. The last is always empty: rows that nobody draws after attend to it."""
+        """Sequences that have a place. The last place is always empty: rows that no token is drawn after attend to it."""
         return self.singles + MOST_CHUNKS + 1
 
 
@@ -70,11 +70,10 @@ def step_shapes(max_tokens: int, max_sequences: int, most_rows: int) -> list[Ste
 
 
 class _Inputs:
-    """Of steps of shapes up to `rows` and `sequences`, always in the same memory of one device. At first: of no
-    sequence."""
+    """Inputs of steps of shapes up to `rows` and `sequences`, always in the same memory of one device; empty at first."""
 
     def __init__(self, rows: int, sequences: int, width: int, groups: int, device: torch.device | None, pinned: bool):
-        """On the host where no device is named. Tables are `width` blocks wide."""
+        """Allocate the inputs, on the host where no device is named. Tables are `width` blocks wide."""
         # Kinds of numbers side by side, so that each kind is one copy.
         self.longs = torch.zeros(
             (4 + groups, max(rows, sequences)), dtype=torch.int64, device=device, pin_memory=pinned
@@ -180,7 +179,7 @@ class PromptGraphs:
         return width
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, shape: StepShape) -> Callable[[], None]:
-        """What leaves the logits of a step of a shape where all graphs do."""
+        """Return a function that computes the logits of a step of this shape into the place that all graphs share."""
         placed, rows, sequences = self._inputs.placed, shape.rows, shape.sequences
         first = BatchLayout(
             positions=placed.positions[:rows],

@@ -79,7 +79,7 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
     ) -> list[SampledToken]:
-        """As Sampler.sample: with log-probabilities, and waiting for the device."""
+        """Implement Sampler.sample, with log-probabilities; waits for the device."""
         tokens: list[SampledToken] = []
         for first in range(0, len(draws), _ROWS_AT_ONCE):
             some = slice(first, first + _ROWS_AT_ONCE)
@@ -88,7 +88,7 @@ class DeviceSampler:
         return tokens
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """As Sampler.score."""
+        """Implement Sampler.score."""
         blocks = [slice(first, first + _ROWS_AT_ONCE) for first in range(0, len(targets), _ROWS_AT_ONCE)]
         scored = [self._with_logprobs.score(logits[some], targets[some], num_alternatives) for some in blocks]
         return ScoredRows(

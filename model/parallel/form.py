@@ -11,7 +11,7 @@ from twostroke.protocol.kv_layout import RankCut, stage_layers
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which part of the layers a rank holds."""
+    """Part of the layers that a rank holds."""
 
     index: int = 0
     count: int = 1
@@ -25,7 +25,7 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Of the model's, those of this stage."""
+        """Return the layers of this stage."""
         return stage_layers(num_layers, self.count, self.index)
 
 
@@ -34,7 +34,7 @@ ONLY_STAGE = Stage()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of the weights a rank holds."""
+    """Part of each layer's weights that a rank holds."""
 
     rank: int = 0
     size: int = 1
@@ -67,7 +67,7 @@ class Shard:
         return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
 
     def vocabulary_size(self, vocab_size: int) -> int:
-        """Of this rank's tokens."""
+        """Return the number of this rank's tokens."""
         part = self.vocabulary(vocab_size)
         return int(part.stop - part.start)
 
@@ -77,7 +77,7 @@ WHOLE_MODEL = Shard()
 
 @dataclass(frozen=True)
 class ParallelForm:
-    """How the ranks of one engine divide its model."""
+    """Division of a model among the ranks of one engine."""
 
     tensor_ranks: int = 1
     """Ranks that share each stage."""

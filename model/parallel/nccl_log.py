@@ -1,4 +1,4 @@
-"""What NCCL says of the networks that its connections take: only its log tells that it fell back to sockets.
+"""NCCL's log lines about the networks of its connections: only its log tells that it fell back to sockets.
 
 `NCCL_DEBUG=INFO` has a line for each channel of a connection between processes (NVIDIA's guide to NCCL, "Environment
 Variables", has the variables; the lines are those of NCCL 2.19 to 2.28):
@@ -40,7 +40,7 @@ class NcclLog:
 
     @property
     def num_bytes(self) -> int:
-        """So far; 0 where nothing is written here."""
+        """Bytes written so far; 0 where nothing is written here."""
         return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def networks_since(self, start: int) -> Counter[str]:

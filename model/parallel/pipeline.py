@@ -76,7 +76,7 @@ class ComingRows:
 
 
 LEAST_TOKENS = 256
-"""Of prompts, in a micro-batch: of fewer, products take as long for reading the weights as for multiplying."""
+"""Minimum prompt tokens of a micro-batch: with fewer, products wait for weights to be loaded."""
 MOST_OF_A_STAGE = 4
 """Micro-batches for each stage: of 2 stages each waits a ninth of the step then, of 8 a sixth."""
 
@@ -94,7 +94,7 @@ class MicroBatch:
 
     @property
     def drawing(self) -> list[int]:
-        """Which of `steps` draw."""
+        """Indices of the `steps` that draw."""
         return [index for index, step in enumerate(self.steps) if step.draw is not None]
 
     @property
@@ -105,7 +105,7 @@ class MicroBatch:
 
     @property
     def is_read(self) -> bool:
-        """Whether all rows are needed, and not only those that draw."""
+        """True if all rows are needed, and not only those that draw."""
         return any(step.reading is not None for step in self.steps)
 
     @property
@@ -142,7 +142,7 @@ def micro_batches(steps: Sequence[SequenceStep], count: int) -> list[MicroBatch]
 
 
 def _piece(step: SequenceStep, first: int, end: int) -> SequenceStep:
-    """Of a sequence's tokens those from `first` to before `end`, which all of the others come before."""
+    """Return a step of the sequence's tokens [first, end), after a step of all tokens before them."""
     if first == 0 and end == len(step.token_ids):
         return step
     draw = step.draw if end == len(step.token_ids) else None
@@ -151,7 +151,7 @@ def _piece(step: SequenceStep, first: int, end: int) -> SequenceStep:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """Of a micro-batch, the rows that somebody reads, behind the final norm."""
+    """Rows of a micro-batch that the first stage needs, behind the final norm."""
 
     batch: MicroBatch
     hidden: Tensor  # [num_read, hidden]: all of the micro-batch's, or only those that draw
@@ -207,7 +207,7 @@ class PipelinedSteps:
         ]
 
     def _read_rows(self, batch: MicroBatch) -> Drawing | None:
-        """As Decoder.run_layers takes them."""
+        """Return the rows that the first stage needs, as Decoder.run_layers takes them."""
         if batch.num_read == batch.num_tokens:
             return None
         rows, sequences = (np.array(places, np.int64) for places in (batch.drawn_rows, batch.drawing))

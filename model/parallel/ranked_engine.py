@@ -55,7 +55,7 @@ class RankConnections:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once the ranks can't be relied on any more."""
         self.expert_hits: dict[int, tuple[tuple[int, ...], ...]] = {}
-        """What a rank of each other stage told last."""
+        """Counters that a rank of each other stage reported last."""
         self._watchers: list[Callable[[int, TransferEnded], None]] = []
         self._numbers = 0
 
@@ -66,7 +66,7 @@ class RankConnections:
 
     @property
     def loss(self) -> str | None:
-        """Why the ranks can't be relied on any more; None while they can."""
+        """Reason why the ranks can't be relied on any more; None while they can."""
         return self.lost.result() if self.lost.done() else None
 
     def new_number(self) -> int:
@@ -79,7 +79,7 @@ class RankConnections:
         self._watchers.append(on_ended)
 
     async def listen(self, host: str) -> Address:
-        """Where the ranks are to connect. Raises ConnectionLost where `host` can't be listened on."""
+        """Return the address for the ranks to connect to. Raises ConnectionLost where `host` can't be listened on."""
         self._listener = await self._network.listen(host, self._serve)
         return self._listener.address
 
@@ -159,12 +159,13 @@ class RankConnections:
 
 
 BLAME_S = 0.2
-"""How long a step that failed waits to hear that it was for another rank: a collective may notice first, and less."""
+"""Seconds that a failed step waits to hear of another rank's failure: a collective may notice it first, and tells less.
+"""
 
 
 @dataclass(frozen=True)
 class Rebalancing:
-    """Of experts among the ranks, between steps."""
+    """Rebalancing of experts among the ranks, between steps."""
 
     next: Callable[[], ArrangeExperts | None]  # what all ranks are to do before the step that is about to begin
     arrange: Callable[[ArrangeExperts], Awaitable[None]]  # does rank 0's part, before any step that is asked for later
@@ -189,7 +190,7 @@ class TensorParallelEngine:
 
     @property
     def num_broken_rows(self) -> int:
-        """As Engine.num_broken_rows: rank 0 alone has whole rows."""
+        """Implement Engine.num_broken_rows: only rank 0 has whole rows."""
         return self._own.num_broken_rows
 
     async def step(
@@ -198,7 +199,7 @@ class TensorParallelEngine:
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> list[SampledToken | None]:
-        """As Engine.step. Raises WorkerLost as soon as a rank is lost, though the own part may hang for it."""
+        """Implement Engine.step. Raises WorkerLost as soon as a rank is lost, though this rank's part may hang for it."""
         is_wanted = True
 
         def deliver(layer: int) -> None:
@@ -249,7 +250,7 @@ class TensorParallelEngine:
         return drawn
 
     def _arrange_experts(self) -> None:
-        """Where they are to change; a failure is that of the step behind it, too."""
+        """Arrange experts where they are to change; a failure also fails the step behind it."""
         if self._rebalancing is None or (order := self._rebalancing.next()) is None:
             return
         self._ranks.tell(order)
@@ -258,7 +259,7 @@ class TensorParallelEngine:
 
 
 def for_ranks(step: SequenceStep) -> RankSequence:
-    """What the other ranks are told of it."""
+    """Return what the other ranks need of a step."""
     reading = step.reading
     scored_rows = None if reading is None else len(reading.targets(step.start, len(step.token_ids)))
     return RankSequence(
@@ -278,7 +279,7 @@ _LARGEST = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0
 
 
 def as_on_rank_0(each: RankSequence) -> SequenceStep:
-    """What another rank computes for it: all that the leader does, and as many rows' logits."""
+    """Return another rank's step: all that the leader computes, with as many rows of logits."""
     draw = None if not each.draws else _LARGEST if each.takes_largest else _DRAWN_ELSEWHERE
     reading = None
     if each.scored_rows is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of one engine do together: Megatron's scheme (Shoeybi et al. 2019).
+"""Tensor parallelism of one engine's ranks by Megatron's scheme (Shoeybi et al. 2019).
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
 one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
@@ -41,18 +41,18 @@ class TensorParallel(Protocol):
 
     @property
     def stage(self) -> Stage:
-        """Of which these are the ranks."""
+        """Stage of these ranks."""
 
     @property
     def link(self) -> StageLink | None:
-        """With the other stages; None: there are none."""
+        """Link with the other stages; None: there are none."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into x."""
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """As Backend.add_rms_norm of the sum of x over the ranks, in one; None, on all ranks, where there is no such
-        kernel for it."""
+        """Sum x over the ranks and apply Backend.add_rms_norm, in one kernel; None, on all ranks, where no such kernel
+        takes x."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Each rank's x, of one shape and dtype, in order on rank 0, which alone draws; nothing on the others."""
@@ -107,7 +107,7 @@ class SingleRank:
 
 
 GROUP_TIMEOUT_S = 300.0
-"""How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""
+"""Seconds that a rank waits in a collective for others, which may still load. Dead ranks are noticed elsewhere."""
 JOIN_S = 5.0
 NCCL_ENVIRONMENT = {
     # By default torch ends the process once an operation fails or is too long under way: a dead peer would take this
@@ -151,7 +151,7 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
 
 
 class Rendezvous:
-    """Where the ranks of one engine find each other. Rank 0's process has it, for as long as the group lives."""
+    """Meeting point of one engine's ranks. Rank 0's process has it, for as long as the group lives."""
 
     def __init__(self, host: str):
         """Listens on a free port of `host`."""
@@ -161,7 +161,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank of an engine this process is to be, and where it finds the others."""
+    """Rank of an engine that this process is to be, and the address of the others."""
 
     rank: int  # of all stages
     rendezvous: Address
@@ -203,14 +203,14 @@ class GroupRanks:
             self.link = StageLink(group, stage)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As TensorParallel.all_reduce; written into x."""
+        """Implement TensorParallel.all_reduce; writes into x."""
         if self.shard.size > 1:
             self._group.allreduce([x]).wait()
         return x
 
     def join_peers(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> None:
-        """From now on sum few tokens over the GPUs' own memory, where all of each stage can read each other's. All
-        ranks at once; a log line of rank 0 says what has come of it. `open_sums` may raise RuntimeError and
+        """Sum few tokens over the GPUs' own memory from now on, where all ranks of each stage can load from each other.
+        All ranks call it together; a log line of rank 0 names the result. `open_sums` may raise RuntimeError and
         AttributeError."""
         fault = self._peers_fault(open_sums)
         faults = [fault for fault in self.exchange(fault) if fault]
@@ -235,36 +235,36 @@ class GroupRanks:
         return ""
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """As TensorParallel.sum_add_norm."""
+        """Implement TensorParallel.sum_add_norm."""
         if self._sums is None or not self._sums.takes(x):
             return None
         return self._sums.sum_add_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """As TensorParallel.gather."""
+        """Implement TensorParallel.gather."""
         parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else []
         self._group.gather(parts, x, 0).wait()
         return parts
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """As TensorParallel.exchange_rows."""
+        """Implement TensorParallel.exchange_rows."""
         found = rows.new_empty((sum(received), *rows.shape[1:]))
         self._group.alltoall_base(found, rows, received, sent).wait()
         return found
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """As TensorParallel.gather_rows."""
+        """Implement TensorParallel.gather_rows."""
         found = rows.new_empty((len(rows) * self.shard.size, *rows.shape[1:]))
         self._group._allgather_base(found, rows).wait()
         return found
 
     def from_rank_0(self, x: Tensor) -> Tensor:
-        """As TensorParallel.from_rank_0; written into x."""
+        """Implement TensorParallel.from_rank_0; writes into x."""
         self._group.broadcast(x, 0).wait()
         return x
 
     def exchange(self, word: str) -> list[str]:
-        """As TensorParallel.exchange, over the rendezvous."""
+        """Implement TensorParallel.exchange over the rendezvous."""
         self._num_words += 1
         self._words.set(f"{self._num_words}/{self._rank}", word)
         ranks = range(self.stage.count * self.shard.size)
@@ -272,11 +272,11 @@ class GroupRanks:
 
     @property
     def _rank(self) -> int:
-        """Of all stages."""
+        """Rank among those of all stages."""
         return self.stage.index * self.shard.size + self.shard.rank
 
     def leave(self) -> None:
-        """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
+        """Implement TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
         if self._is_nccl:
             self._group.abort()
             if self.link is not None:

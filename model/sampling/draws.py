@@ -39,7 +39,7 @@ _FIRST_PASS = 1024  # largest logits looked at before top_p resorts to a full so
 
 @dataclass(frozen=True)
 class DrawBatch:
-    """Which rows to draw from, and how; arrays of one length R. `temperature` is positive."""
+    """Rows to draw from, with their parameters; arrays of one length R. `temperature` is positive."""
 
     rows: NDArray[np.int64]
     temperature: NDArray[np.float64]

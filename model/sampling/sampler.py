@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: log-probabilities, adjustments, greedy choice or seeded draw.
+"""Sampling on the host: log-probabilities, adjustments, greedy choice or seeded draw.
 
 A token depends on its own row of logits, its Draw and its position: never on the batch around it. What is drawn, to the
 bit, stands in model/sampling/draws.py.
@@ -88,7 +88,7 @@ class Sampler:
         return [SampledToken(token) for token in tokens.tolist()]
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """How likely `targets` [N] are by `logits` (fp32 [N, V], may be modified), and the likeliest tokens."""
+        """Score `targets` [N] by `logits` (fp32 [N, V], may be modified), and return the likeliest tokens too."""
         logits = logits.detach().contiguous()
         self._mend(logits, *self._kernels.argmax(logits))
         rows, ids = np.arange(len(targets)), targets[:, None]
@@ -108,7 +108,7 @@ class Sampler:
         return [SampledToken(token) for token in tokens]
 
     def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of `ids` [R, K] in `rows` [R]."""
+        """Return the log-probabilities of `ids` [R, K] in `rows` [R]."""
         row_index = torch.from_numpy(rows).to(logits.device)[:, None]
         values = logits[row_index, torch.from_numpy(ids).to(logits.device)].double().cpu().numpy()
         logprobs = np.full(values.shape, LEAST_LOGPROB)

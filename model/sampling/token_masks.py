@@ -1,4 +1,4 @@
-"""Which tokens may be drawn next, of requests whose answers follow a grammar.
+"""Masks of the tokens that may be drawn next, for requests whose answers follow a grammar.
 
 A mask is a row of bits: bit t % 32 of word t // 32 is 1 where token t may be drawn. Rows of other requests have none.
 """

@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 8, 400, 1024
 GREEDY = SamplingParams(temperature=0.0)
 MIN_MARGIN = 2e-4
-"""Between the best two logits, far over fp32's rounding here: rows are compared up to their first nearer tie."""
+"""Minimum margin between the best two logits, far over fp32's rounding here: rows are compared up to their first nearer
+tie."""
 
 
 def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None = None) -> tuple[ModelRunner, KVCache]:
@@ -59,7 +60,7 @@ def ranks(folder: Path, way: Way | None, size: int) -> Iterator[Ranks]:
 
 
 def reference(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """What transformers generates greedily, prompt by prompt, each answer up to its first near-tie."""
+    """Return transformers' greedy answers, prompt by prompt, each up to its first near-tie."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config = GenerationConfig(
         max_new_tokens=new_tokens,

@@ -32,7 +32,7 @@ CASES = [
     for name in names
 ]
 SEEDS = {("llama", True): 1}
-"""Where 0 has too many near-ties."""
+"""Other seeds where 0 has too many near-ties."""
 WITHOUT_PLAN = "transformers has no plan for"
 NOT_BY_RANKS = {
     "biogpt": WITHOUT_PLAN,

@@ -52,7 +52,7 @@ def folder(write_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def made(folder: Path, backend: "CudaBackend") -> tuple[Decoder, KVCache]:
-    """In bf16, over a cache of random values."""
+    """Return a decoder in bf16, over a cache of random values."""
     decoder, cache = make_decoder(
         folder,
         backend,
@@ -88,7 +88,7 @@ def runner_of(made: tuple[Decoder, KVCache], *, is_captured: bool) -> ModelRunne
 
 
 def test_captured_steps_have_the_bits_of_eager_ones(made: tuple[Decoder, KVCache]) -> None:
-    """At sizes that have a graph: what rows there are beside a row decides nothing else than the kernel."""
+    """Sizes have a graph: rows beside a row may only decide the choice of the kernel."""
     decoder, cache = made
     device = cache.tensors[0].device
     captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST)
@@ -284,7 +284,7 @@ def test_a_gpu_without_room_says_so_in_one_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_engines_prefer_tokens_as_bf16_does(folder: Path, quantization: Quantization) -> None:
-    """By the log-probabilities of a prompt's likeliest tokens."""
+    """Preference is compared by log-probabilities of a prompt's likeliest tokens."""
     prompt = [3 + row % 80 for row in range(150)]
 
     def likeliest(kind: Quantization) -> dict[int, float]:

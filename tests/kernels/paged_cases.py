@@ -29,7 +29,7 @@ from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of values of about 1: a few units in the last place."""
+"""Tolerances of values of about 1: a few units in the last place."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def latent_case(
 
 
 def over_ranks(case: LatentCase, size: int, attend: Callable[[LatentCase, GroupRanks], Tensor]) -> Tensor:
-    """What `size` ranks compute together that share each block's tokens, each for its part of the heads: threads."""
+    """Return the result of `size` ranks that share each block's tokens, each for its part of the heads, as threads."""
     rendezvous, block_size, all_heads = Rendezvous("127.0.0.1"), case.kv_layer.shape[3], len(case.heads.keys)
     q = case.q.view(len(case.q), all_heads, -1)
 

@@ -1,4 +1,4 @@
-"""What engines read off prompts, against transformers: log-probabilities of their tokens, and embeddings, in fp32."""
+"""Scores and embeddings of prompts against transformers, in fp32."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def read(runner: Any, prompts: Sequence[Sequence[int]], params: ScoringParams, chunk: int) -> list[PromptReading]:
-    """By steps of a chunk of each prompt, beside one that is not read and draws."""
+    """Score by steps of a chunk of each prompt, beside one that is not scored and draws."""
     readings = [PromptReading(params, prompt) for prompt in prompts]
     width = 40 * runner.groups.count
     other = SequenceStep([5, 6], 0, [390 + i for i in range(runner.groups.count)], Draw(SamplingParams(), [5, 6], 2))
@@ -62,7 +62,7 @@ def rows_of(reading: PromptReading) -> tuple[NDArray[Any], NDArray[Any], NDArray
 
 
 def assert_right(folder: Path, prompts: Sequence[list[int]], readings: Sequence[PromptReading]) -> None:
-    """As transformers' logits have it."""
+    """Compare with transformers' logits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for prompt, reading in zip(prompts, readings, strict=True):
         with torch.inference_mode():

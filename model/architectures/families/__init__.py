@@ -21,4 +21,4 @@ _ALL = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
 )
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}
-"""By what config.json's `architectures` names."""
+"""Families by the name in the `architectures` of config.json."""

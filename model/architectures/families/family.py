@@ -1,4 +1,4 @@
-"""What the families have in common: how a `config.json` is read and checked. No torch here.
+"""The reading and checking of `config.json`, which all families share. No torch here.
 
 Everything that would make us compute something else than transformers is refused by name of file and field.
 """
@@ -48,7 +48,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a family's config.json leaves out."""
+    """Values of fields that a family's config.json may leave out."""
 
     head_dim: int | None = None  # None: the hidden size's share
     rms_norm_eps: float = 1e-6
@@ -66,7 +66,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Windows:
-    """Of a family whose layers may attend to the last tokens alone, as many as `sliding_window` says."""
+    """Sliding windows of a family: layers that attend to the last `sliding_window` tokens only."""
 
     tokens: int = 0  # where nothing is said of `sliding_window`; 0: none
     are_switched: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
@@ -122,7 +122,7 @@ def experts_spec(routing: Routing, size: int) -> ExpertsSpec:
 
 
 def with_experts(config: ModelConfig, experts: ExpertsSpec, dense_layers: Iterable[int] = ()) -> ModelConfig:
-    """In all layers but those."""
+    """Return the config with experts in all layers but `dense_layers`."""
     spec = replace(config.spec, layer=replace(config.spec.layer, experts=experts))
     return replace(config, spec=spec, dense_layers=frozenset(dense_layers))
 
@@ -196,7 +196,7 @@ def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) ->
 
 
 def _window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> list[bool]:
-    """Of each layer whether it is one of those that have a window, where there is one."""
+    """Return, by layer, if it is one of those with a window when the model has one."""
     has_one = windows.has_one
     if has_one is None:
         return [True] * num_layers
@@ -361,7 +361,7 @@ class ConfigFields:
         return self._ask(name) is not None
 
     def is_given(self, name: str) -> bool:
-        """Whether it stands there, be it as null."""
+        """Return True if the field stands in the file, even as null."""
         self._ask(name)
         return name in self._raw
 
@@ -370,11 +370,11 @@ class ConfigFields:
         return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._asked)
 
     def is_minus_one(self, name: str) -> bool:
-        """As files write "all of it"."""
+        """Return True if the field is -1, which files write for "all"."""
         return bool(self._ask(name) == -1)
 
     def has(self, name: str) -> bool:
-        """Whether it is set, and not empty."""
+        """Return True if the field is set and not empty."""
         return bool(self._ask(name))
 
     def count(self, name: str, default: int, most: int = _MOST_INTEGER) -> int:
@@ -399,7 +399,7 @@ class ConfigFields:
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """So many positive finite numbers."""
+        """Return a list of `count` positive finite numbers."""
         values = self._get(name, None)
         are_numbers = isinstance(values, list) and all(
             isinstance(value, int | float) and 0 < value <= _MOST_NUMBER for value in values

@@ -102,7 +102,7 @@ def _write(
 
 
 def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
-    """What config.json would say. Raises ConfigError."""
+    """Return the content that config.json would have. Raises ConfigError."""
     metadata, tensors = file.metadata, file.tensors
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
@@ -150,7 +150,7 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
 
 
 def _scaling(said: Callable[[str], Any], tensors: Mapping[str, GgufTensor], path: Path) -> dict[str, Any]:
-    """Of rotary angles, as config.json would have it. Raises ConfigError."""
+    """Return the scaling of rotary angles as config.json has it. Raises ConfigError."""
     if said("rope.scaling.attn_factor") not in (None, 1.0):
         raise ConfigError(f"{path}: rope.scaling.attn_factor is not supported: take the model's safetensors")
     if ROPE_FACTORS in tensors:  # Llama 3's scaling, worked out
@@ -200,7 +200,8 @@ _SAMPLING = {
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says of drawing, as generation_config.json would; its fp32 numbers as they were meant."""
+    """Return the file's sampling defaults as generation_config.json has them, its fp32 numbers rounded to the intended
+    decimals."""
     said = {name: metadata.get(f"general.sampling.{its}") for name, its in _SAMPLING.items()}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in said.items()}
 
@@ -257,7 +258,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def cache_folder() -> Path:
-    """Where folders of GGUF files are kept. Raises ConfigError where nobody's home is known."""
+    """Return the folder that caches what GGUF files are unpacked to. Raises ConfigError where no home directory is
+    known."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "gguf"
     except RuntimeError:

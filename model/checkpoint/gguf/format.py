@@ -43,7 +43,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Gguf:
-    """What a file says and holds, by the names that it gives."""
+    """Metadata and tensors of a file, by their names in it."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]

@@ -63,7 +63,7 @@ class _Scratch(threading.local):
         self._lanes = torch.empty(0, dtype=torch.int32)
 
     def lanes(self, count: int) -> Tensor:
-        """So many lanes of 32 bits, with anything in them."""
+        """Return uninitialised lanes of 32 bits."""
         if len(self._lanes) < count:
             self._lanes = torch.empty(count + count // 4, dtype=torch.int32)
         return self._lanes[:count]
@@ -357,7 +357,7 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: Attent
 
 
 def _heads_together(rows: int, group: int) -> int:
-    """How many of a group's heads share tiles: all, where that makes fewer tiles."""
+    """Return how many of a group's heads share tiles: all, where that makes fewer tiles."""
     return group if group <= QUERY_TILE and _num_tiles(rows, group) < group * _num_tiles(rows, 1) else 1
 
 

@@ -41,7 +41,7 @@ from twostroke.model.cpu.kernels.launch import (
 )
 
 PATIENCE = 500
-"""How often a waiting thread looks again before it offers its core to others at each look: some 10 us."""
+"""Polls of a waiting thread before it offers its core to others at each poll: about 10 us."""
 
 _LINE = 8  # words of a cache line
 _ARRIVED, _NUM_OPS, _NUM_THREADS, _THREAD, _YIELD, _OPS = 0, _LINE, _LINE + 1, _LINE + 2, _LINE + 3, 2 * _LINE
@@ -121,7 +121,7 @@ def arrive(builder, program):
 
 @written_in_llvm()
 def arrivals(builder, program):
-    """How many arrivals have been counted."""
+    """Emit the load of the number of arrivals so far."""
     return builder.load_atomic(program, "acquire", 8)
 
 
@@ -227,11 +227,11 @@ class Launcher:
 
     def __init__(self) -> None:
         self.arena = Arena()
-        """Where programs have their intermediate results."""
+        """Arena of the programs' intermediate results."""
         self._program: Program | None = None
 
     def run(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
-        """As Kernel.run."""
+        """Run a kernel as Kernel.run does."""
         if self._program is None:
             kernel.run(num_items, grain, *arguments)
         else:

@@ -51,7 +51,7 @@ NO_SCORE = tl.constexpr(-1.0e30)
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_m: int  # rows of a tile: (token, head of the group) pairs
     block_n: int  # keys a loop step
@@ -353,7 +353,7 @@ def prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_n: int  # keys a loop step
     num_warps: int
@@ -480,7 +480,7 @@ def decode_attention_kernel(
 def decode_attention(
     q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeTiling
 ) -> None:
-    """As in model/reference.py for the layout's decodes, whose rows come first; zeros for an empty context."""
+    """Attend as model/reference.py does, for the layout's decodes, whose rows come first; zeros for an empty context."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     sequences, split = layout.num_decodes, config.split

@@ -54,7 +54,7 @@ _LARGEST_PART = 4  # tiles
 
 @dataclass(frozen=True)
 class DrawParameters:
-    """Of N rows, on the device. `temperature` 0 is greedy; as in SamplingParams otherwise."""
+    """Sampling parameters of N rows, on the device. `temperature` 0 is greedy; the rest as in SamplingParams."""
 
     temperature: Tensor  # fp64 [N]
     top_k: Tensor  # int32 [N]: 0 is off
@@ -64,7 +64,7 @@ class DrawParameters:
 
 
 class SamplingFeatures(NamedTuple):
-    """What some row asks for, as far as the host knows: what no row does is not launched. Tokens don't depend on it."""
+    """Features that some row asks for, as far as the host knows: others are not launched. Tokens don't depend on it."""
 
     draws: bool = True  # any temperature above 0; the others matter to these rows alone
     top_k: bool = True
@@ -75,7 +75,7 @@ EVERYTHING = SamplingFeatures()
 
 
 class _Search(NamedTuple):
-    """For the cut of one filter."""
+    """State of the search for one filter's cut."""
 
     states: Tensor  # int64 [_PASSES, N, _FIELDS]: as `_narrow` gives them before each pass, then the sum of all weights
     bins: Tensor  # int64 [_PASSES, N, _BINS]: weights that each pass found
@@ -129,7 +129,7 @@ def _weights(values, counts, highest, least, rate, MASSES: tl.constexpr):
 
 @triton.jit
 def _is_kept(values, ids, cut, last):
-    """Whether a row keeps a logit: what is above its cut, and of what equals that the ids up to `last`."""
+    """Return which rows keep a logit: those above the cut, and of those that equal it the ids up to `last`."""
     return (values > cut) | ((values == cut) & (ids <= last))
 
 

@@ -92,7 +92,7 @@ def route_kernel(
 
 
 def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
-    """As Backend.route."""
+    """Implement Backend.route."""
     tokens, count = logits.shape
     experts = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
@@ -305,7 +305,7 @@ def down_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As gate_up_kernel, of rows x [place, columns]: weighted, out [choice, SIZE]."""
+    """Multiply rows x [place, columns] as gate_up_kernel does; the results are weighted, out [choice, SIZE]."""
     expert, first, end = tile_of(starts, tiles, num_tiles, FIRST, NUMBER, BLOCK_T)
     places = first + tl.arange(0, BLOCK_T)
     if first < end:
@@ -354,7 +354,7 @@ def sum_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """How the products are tiled, in steps of block_k columns."""
+    """Tiling of the experts' products, in steps of block_k columns."""
 
     block_t: int  # rows
     block_n: int  # features
@@ -375,7 +375,7 @@ _FP32_CONFIGS = (ExpertsConfig(16, 16, 64, num_warps=4, num_stages=2), *[Experts
 
 
 def experts_config(dtype: torch.dtype, num_choices: int, number: int) -> ExpertsConfig:
-    """For so many choices among so many experts."""
+    """Return the tiling for `num_choices` choices among `number` experts."""
     table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS
     return table[sum(num_choices > number * rows for rows in ROWS_OF_CONFIGS)]
 
@@ -429,7 +429,7 @@ def compute(
     activation: Activation,
     config: ExpertsConfig,
 ) -> Tensor:
-    """As Experts, for contiguous x; sums are fp32. `held` are the experts whose weights these are. Returns a new
+    """Implement Experts for contiguous x; sums are fp32. `held` are the experts whose weights these are. Returns a new
     tensor."""
     (tokens, top_k), hidden, number = chosen.experts.shape, x.shape[1], len(held)
     ordered = order(chosen.experts, hits, config.block_t)
@@ -477,7 +477,7 @@ def gate_by_sigmoid_kernel(x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
-    """As Backend.gate_by_sigmoid, in place."""
+    """Implement Backend.gate_by_sigmoid in place."""
     rows, width = x.shape
     if rows:
         gate_by_sigmoid_kernel[(rows, triton.cdiv(width, 1024))](x, logits, x, WIDTH=width, BLOCK=1024, num_warps=4)

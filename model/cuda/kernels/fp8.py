@@ -30,7 +30,7 @@ def fp8_code(value):
 
 @triton.jit
 def fp8_code_of_any(value):
-    """As `fp8_code`; what is beyond 448 becomes that, and NaN stays."""
+    """Return the code as `fp8_code` does; values above 448 saturate, and NaN stays NaN."""
     limited = tl.where(value > _LIMIT, _LIMIT, tl.where(value < -_LIMIT, -_LIMIT, value))
     return tl.where(value == value, fp8_code(limited), 0x7F)
 

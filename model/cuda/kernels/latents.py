@@ -89,7 +89,7 @@ def turn_in_place_of(source, target, angles, HALF: tl.constexpr, HALF_PADDED: tl
 def write_latents(
     rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
 ) -> None:
-    """As Backend.write_latents."""
+    """Implement Backend.write_latents."""
     rank, half = len(norm), (rows.shape[1] - len(norm)) // 2
     if len(rows):
         write_latents_kernel[(len(rows),)](
@@ -120,7 +120,7 @@ def turn_queries(q: Tensor, key: int, cos_sin: Tensor, positions: Tensor) -> Non
 
 @dataclass(frozen=True, slots=True)
 class LatentDecodeConfig:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_m: int  # heads of a program
     block_n: int  # tokens a loop step
@@ -285,7 +285,7 @@ def latent_decode(
 
 @dataclass(frozen=True, slots=True)
 class LatentPartConfig:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_m: int  # queries of a tile
     block_n: int  # tokens a loop step

@@ -1,4 +1,13 @@
-"""What a launch depends on besides the shapes: the GPU's class, and sizes derived from head dimension and dtype."""
+"""Parameters of launches besides the shapes: the GPU's class, sizes derived from head dimension and dtype, and
+programmatic dependent launch.
+
+Dependent launch sets a kernel of a decode step up while the one before it still runs. Without it each of a step's nine
+kernels a layer begins when the last program of the one before has ended: a microsecond or two in which the GPU loads
+nothing. With it the programs of the next kernel are there already, and wait for the memory of the one before. NVIDIA's
+CUDA programming guide describes it; GPUs have it from sm_90 on.
+
+A dependent kernel calls `await_inputs` first in every program, before it touches memory or ends. Each kernel then ends
+after the one before it, and others may follow that are launched in the ordinary way."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = math.log2(math.e)
-"""What natural exponents are multiplied with where 2 is raised to their power."""
+"""Factor of natural exponents where 2 is raised to their power."""
 
 
 class Architecture(Enum):
@@ -70,7 +79,8 @@ def padded_head(head_dim: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
+    """Return how `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore
+    it."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 

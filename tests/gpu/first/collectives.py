@@ -20,7 +20,7 @@ HIDDEN = 4096
 
 
 class Attempts:
-    """What each call returned and how long it took, or its error."""
+    """Result and duration of each call, or its error."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}

@@ -78,7 +78,7 @@ def made(folder: Any, **options: Any) -> tuple[Decoder, KVCache]:
 
 
 def of_groups(batch: Sequence[SequenceStep], groups: int) -> list[SequenceStep]:
-    """With blocks of other numbers for each group."""
+    """Return the batch with blocks of other numbers for each group."""
     return [
         SequenceStep(
             one.token_ids,
@@ -116,7 +116,7 @@ class Counting(PromptGraphs):
 def both(
     made: tuple[Decoder, KVCache], shapes: Sequence[StepShape] = SHAPES
 ) -> tuple[Noting, Counting, list[ModelRunner]]:
-    """What notes logits, the graphs, and runners without them and with them."""
+    """Return the logits' recorder, the graphs, and runners without them and with them."""
     decoder, cache = made
     sampler, graphs = Noting(decoder.vocab_size), Counting(decoder, cache, MAX_CONTEXT, shapes, Repeating())
     runners = [
@@ -130,7 +130,7 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def check_same(found: tuple[Decoder, KVCache], batches: Sequence[Sequence[SequenceStep]]) -> None:
-    """That graphs give eager steps' tokens, logits and KV, and that nothing else of the cache changes."""
+    """Check that graphs give eager steps' tokens, logits and KV, and change nothing else of the cache."""
     sampler, graphs, runners = both(found)
     cache = found[1]
     for batch in batches:

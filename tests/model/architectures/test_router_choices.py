@@ -1,4 +1,4 @@
-"""How often a token takes another expert than in transformers, in fp32 and in bf16, and why.
+"""Counts of tokens that take another expert than in transformers, in fp32 and in bf16, and the reasons.
 
 `python -m tests.model.architectures.test_router_choices` counts over larger shapes, for docs/engine.md.
 """

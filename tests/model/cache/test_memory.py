@@ -1,4 +1,4 @@
-"""How much memory an engine may take, what is left for the KV cache, and what is said where nothing is."""
+"""Memory that an engine may take, what remains for the KV cache, and the message where nothing remains."""
 
 from dataclasses import replace
 from pathlib import Path

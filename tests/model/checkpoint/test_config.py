@@ -1,4 +1,4 @@
-"""What of config.json is read, and what is refused by name of file and field."""
+"""Fields of config.json that are taken, and those that are refused by name of file and field."""
 
 from pathlib import Path
 from typing import Any

@@ -49,7 +49,7 @@ QUESTIONS = (
 )
 BLOCK_SIZE = 16
 LEAST_EQUAL = 0.97
-"""Of bf16's tokens. It keeps 8 bits of each value: near-ties change places."""
+"""Minimum share of bf16's tokens that are equal: it keeps 8 bits of each value, so near-ties change places."""
 
 Answers = tuple[Path, list[list[int]], list[list[int]], Tensor]
 

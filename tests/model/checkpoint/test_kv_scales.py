@@ -1,4 +1,4 @@
-"""What a checkpoint says of KV in FP8, and what an engine makes of the setting."""
+"""KV scales of a checkpoint, and what an engine does with the setting of FP8 caches."""
 
 from pathlib import Path
 from typing import Any

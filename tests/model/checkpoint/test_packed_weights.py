@@ -69,7 +69,7 @@ def fp8(scale_shape: str, name: str = "weight_scale") -> Pack:
 
 
 def by_library(layout: str, **arguments: Any) -> Pack:
-    """As llm-compressor writes it."""
+    """Pack a weight as llm-compressor writes it."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -144,7 +144,7 @@ def gptq(bits: int, symmetric: bool = True, desc_act: bool = False, zero_shift: 
 
 
 def with_more(pack: Pack, **more: Callable[[dict[str, Tensor]], Tensor]) -> Pack:
-    """Of each weight further tensors, made of its others."""
+    """Add further tensors to each weight, made of its others."""
 
     def also(weight: Tensor) -> Packed:
         parts, meant = pack(weight)
@@ -301,7 +301,7 @@ def mxfp4(weight: Tensor) -> Packed:
 
 
 def in_mxfp4(folder: Path, into: Path) -> None:
-    """As `quantised`, of a folder's stacked experts."""
+    """Write a folder's stacked experts as `quantised` does, in MXFP4."""
     packed: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / SINGLE_FILE).items():

@@ -1,4 +1,4 @@
-"""What a quantization_config says, and what of it is refused by name."""
+"""Fields of a quantization_config, and those that are refused by name."""
 
 import re
 from typing import Any

@@ -71,7 +71,7 @@ FORMS = [
 
 
 def check_copies(make: Callable[[ExpertWeights], Experts], dtype: torch.dtype, form: str) -> None:
-    """Of 5 experts on 2 ranks, 2 are copied in pieces; both ways their ranks' sums are the reference's."""
+    """Copy 2 of 5 experts on 2 ranks in pieces; before and after, the ranks' sums are the reference's."""
     weights = expert_weights(dtype, number=5, size=32, hidden=64, form=form)
     x, chosen = torch.randn(33, 64).to(dtype), choices(33, 5, 2)
     expected = reference.experts(x, chosen, weights, "silu")

@@ -33,7 +33,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams, ScoringParams
 
 FEW_TOKENS = 8
-"""Of a micro-batch here: a chunk of 37 tokens is four."""
+"""Tokens of a micro-batch here: a chunk of 37 tokens is four."""
 LAYERS: dict[str, dict[str, Any]] = {
     "tied, an odd vocabulary": {"num_hidden_layers": 5},
     "experts of Mixtral": {"num_hidden_layers": 3},
@@ -75,7 +75,7 @@ class Engines:
         self.layers: list[list[int]] = [[] for _ in self.loaded]  # that each rank has announced
 
     async def step(self, batch: Sequence[SequenceStep], copies: Sequence[BlockCopy] = ()) -> list[SampledToken | None]:
-        """On all ranks; layers are announced where a prompt is in the batch."""
+        """Step on all ranks; layers are announced where a prompt is in the batch."""
         told = [batch, *[[as_on_rank_0(for_ranks(one)) for one in batch]] * (len(self.loaded) - 1)]
         announces = any(len(one.token_ids) > 1 for one in batch)
         drawn, *_ = await asyncio.gather(

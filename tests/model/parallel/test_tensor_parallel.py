@@ -259,7 +259,7 @@ def test_rows_of_experts_are_summed_on_all_ranks_with_the_bytes_that_are_counted
 
 
 class TokensOnDevice:
-    """What a sampler has launched that nobody may wait for before `may_end`."""
+    """Tokens that a sampler has launched, which nobody may wait for before `may_end`."""
 
     def __init__(self, tokens: torch.Tensor, may_end: threading.Event):
         self.tokens = tokens
@@ -272,7 +272,7 @@ class TokensOnDevice:
 
 
 class LaunchingSampler(Sampler):
-    """As a GPU's: what is drawn stays where it is."""
+    """Sampler like a GPU's: drawn tokens stay on the device."""
 
     may_end = threading.Event()
 
@@ -319,7 +319,7 @@ def test_all_ranks_go_on_with_tokens_that_nobody_has_waited_for(sampler: type[Sa
 
 
 class FusingRanks(GroupRanks):
-    """As GPUs that read each other's memory: a sum comes with what follows it."""
+    """Ranks like GPUs that load from each other's memory: a sum comes with the norm that follows it."""
 
     fused = 0
 
@@ -353,7 +353,7 @@ def test_sums_of_few_tokens_come_with_the_norm_behind_them(
 
 
 def held_bytes(weights: DecoderWeights) -> int:
-    """Of all projections, the embedding and the LM head."""
+    """Return the bytes of all projections, the embedding and the LM head."""
     assert weights.ends is not None
     embedding = weights.ends.embedding
     assert isinstance(embedding, torch.Tensor)
