@@ -11,6 +11,7 @@
 # make test-gpu   the tests that need a CUDA device; with PYTHON itself where that has all packages, so without a network.
 #                 tests/gpu/first.sh runs them in parts, with benches and profiles, where a GPU is had for minutes
 # make bench      figures of this machine
+# make docs       docs/ as a site with search, in build/site
 # make compare BASE=REV  the quick benches in turns with another commit's, as ratios. BENCHES: of engine transfer routing serving; TURNS: 5
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
 
@@ -41,7 +42,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve tools test computed served lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench compare constraints clean
+.PHONY: help setup serve tools test computed served lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu test-models test-clients test-nixl test-wide bench docs compare constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -100,9 +101,14 @@ served: $(STAMP)
 	@$(MAKE) --no-print-directory e2e
 
 lint: $(STAMP)
-	@echo "--> Style: ruff"
+	@echo "--> Style: ruff; links of docs/: mkdocs"
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory docs
+
+# Strict: a dead link, a dead anchor or a page outside the navigation fails.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 types: $(STAMP)
 	@echo "--> Types: mypy"

@@ -2,7 +2,7 @@
 
 Rates are those of torch's own kernels, on as many threads as an engine would take: products in the numbers that an
 engine computes bf16 checkpoints in here, and reads of far more than caches hold. A shared machine's bandwidth jumps
-(docs/performance-log.md), so that the median of some rounds is the row, and the least and the most are told.
+(docs/results/index.md), so that the median of some rounds is the row, and the least and the most are told.
 """
 
 import argparse

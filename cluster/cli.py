@@ -81,6 +81,7 @@ _COMMANDS = {
         "planning.commands.should_i_disaggregate",
         "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
     ),
+    "bench results": ("benchmarks.results", "keep a bench's figures as JSON, and make the page of current figures"),
     "bench plan": (
         "planning.commands.regret",
         "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
@@ -104,7 +105,7 @@ _COMMANDS = {
         "try the load generator against a server with known timings",
     ),
 }
-"""By how they are called: the module, or `module:command` of several in one, and the help's line."""
+"""Commands by name: the module, or `module:command` where a module has several, and the line of help."""
 
 _GROUPS = {
     "config": "check the configuration file, or describe it for editors",
@@ -158,7 +159,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """What argparse would say of them, and what to write instead, as far as that is known."""
+    """Return argparse's message for unknown arguments, with what to write instead where that is known."""
     told = f"unrecognized arguments: {' '.join(unknown)}"
     flags = [re.split("[=.]", one)[0] for one in unknown if re.match("--?[a-zA-Z]", one)]
     if not flags and command.prog == "twostroke serve":
@@ -167,7 +168,7 @@ def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> s
 
 
 def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:
-    """What to write instead of a flag that the command lacks."""
+    """Return what to write instead of a flag that the command lacks, or None."""
     from twostroke.cluster.config.sglang_names import flag_hint, known_flags
     from twostroke.cluster.config.vllm_names import OF_BENCH_SERVE
 
@@ -239,8 +240,8 @@ def _prepare(place: str, parser: argparse.ArgumentParser) -> Callable[[argparse.
 
 
 def _prepare_loadtest(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """As `_prepare`, with what goes wrong told like ours. Raises ConfigError where packages are missing, which a server
-    does not need."""
+    """Prepare a load test command, with its errors reported like ours. Raises ConfigError where packages are missing
+    that a server does not need."""
     missing = [package for package in _LOADTESTS_NEED if find_spec(package) is None]
     if missing:
         raise ConfigError(f"loadtest needs {' and '.join(missing)}: {how_to_install('loadtest')}")

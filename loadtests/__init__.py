@@ -13,7 +13,7 @@ class RunLost(LoadTestError):
 
 
 def unwritable(path: Path, error: OSError) -> LoadTestError:
-    """For what can't be written: which file, why, and what to do."""
+    """Return the error for a file that cannot be written: which, why, and what to do."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "make room, or name another folder" if full else "name another folder"
     return LoadTestError(f"{path}: {error.strerror}; {remedy}")

@@ -64,7 +64,7 @@ class SweepResult(msgspec.Struct, frozen=True):
 
     @property
     def valid(self) -> bool:
-        """Whether anything was measured: capacities go by valid runs alone, an invalid one beside them spoils none."""
+        """True if anything valid was measured. Capacities use valid runs alone."""
         return any(point.valid for point in self.points)
 
 
@@ -77,7 +77,7 @@ def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
 
 @dataclass(frozen=True)
 class SearchRange:
-    """Where to look."""
+    """Range and precision of a search."""
 
     start: float  # where the capacity is thought to be: the first rate, where nothing is known
     factor: float = 2.0  # between rates until the capacity lies between two
@@ -156,7 +156,7 @@ class Crossing:
 
 
 def crossing(measured: Sequence[_Point], target: float) -> Crossing | None:
-    """On the straight line between the two rates that enclose it. None: no rate has met it."""
+    """Return where the straight line between the two enclosing rates crosses the target; None if no rate has met it."""
     met, missed = bracket(measured, target)
     if met is None:
         return None
@@ -192,7 +192,7 @@ RunAt = Callable[[Plan, Path], Summary]
 
 
 class SweepEnded(Exception):
-    """Why no further run is made; what was measured stays."""
+    """Reason to stop. What was measured stays."""
 
 
 @dataclass
@@ -239,8 +239,8 @@ class Sweep:
                 raise SweepEnded(self._invalid)
 
     def _search(self, search: SearchRange, target: float) -> None:
-        """What can't be measured at one rate may be below it: a server that is asked too much takes the generator's
-        cores, too, where they share a machine."""
+        """Search for one target. A rate that cannot be measured says nothing about lower ones: an overloaded server
+        takes the generator's cores, too, where they share a machine."""
         while (rate := next_rate(self._measured, target, replace(search, ceiling=self._ceiling))) is not None:
             self._invalid = self._measure(rate) or self._invalid
             if self._invalid is not None and not self._measured and rate <= search.start / DEEPEST:
@@ -261,7 +261,7 @@ class Sweep:
 
     @property
     def result(self) -> SweepResult:
-        """Of what was measured so far."""
+        """Return the result of what has been measured so far."""
         return SweepResult(
             name=self.plan.name,
             url=self.plan.url,
@@ -316,7 +316,7 @@ class Sweep:
         return summary
 
     def _capacity(self, target: float) -> Capacity:
-        """By the searches that came to an end; by what is known of the first while there are none."""
+        """Return the capacity by the searches that ended, or by what the first one knows so far."""
         under_way = crossing(self._measured, target)
         found = self._found[target] or ([under_way] if under_way else [])
         if not found:

@@ -1,7 +1,7 @@
-"""What a load test is to do, whole: from a plan and its seed follow all requests, on whichever machine they are sent.
+"""Plan of a load test. The plan and its seed determine all requests, on whichever machine they are sent.
 
-A plan is a JSON file (`plan.json` of a run's folder), so that every Locust worker, and whoever repeats the run, reads
-the same. Times are in seconds, rates in requests (sessions, where they have several turns) a second.
+A plan is a JSON file (`plan.json` of a run's folder), so that every Locust worker, and whoever repeats the run,
+reads the same. Times are in seconds; rates are requests (sessions, where they have several turns) a second.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Replay(msgspec.Struct, frozen=True, tag="replay", forbid_unknown_fields=Tr
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_fields=True):
-    """So many users; each sends its next request `think_s` after the answer. A slow server is asked less."""
+    """Closed loop of `users`; each sends its next request `think_s` after the answer. A slow server is asked less."""
 
     users: int
     think_s: float = 0.0
@@ -130,17 +130,15 @@ MOST_LAG_OF_SLO = 0.05
 
 
 class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request must get to count as met: both times, in seconds; None: nothing is asked."""
+    """Times that a request must meet, in seconds. None means that nothing is required."""
 
     ttft_s: float | None = None  # from the scheduled arrival to the first text
     tpot_s: float | None = None  # (last token - first token) / (tokens - 1)
 
     @property
     def lag_limit_s(self) -> float | None:
-        """How late the generator may send at P99 for the run to be valid; None without an SLO.
-
-        A late request adds its lag to its TTFT and to nothing else, so the limit goes by the TTFT, where one is asked.
-        """
+        """Largest P99 of the generator's lag in a valid run, in seconds; None without an SLO. A late request adds
+        its lag to its TTFT alone, so the limit follows the TTFT where there is one."""
         limit_s = self.tpot_s if self.ttft_s is None else self.ttft_s
         return None if limit_s is None else MOST_LAG_OF_SLO * limit_s
 

@@ -51,12 +51,12 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def lag_s(self) -> float:
-        """How late it was sent."""
+        """Seconds by which it was sent late."""
         return self.sent_s - self.scheduled_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From the scheduled arrival to the first text."""
+        """Seconds from the scheduled arrival to the first text."""
         return self.token_s[0] - self.scheduled_s if self.token_s else None
 
     @property
@@ -73,7 +73,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between events that brought tokens, as they came."""
+        """Seconds between events that brought tokens, in order."""
         return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
 
 
@@ -82,7 +82,7 @@ _DECODER = msgspec.json.Decoder(Record)
 
 
 def line_of(record: Record) -> bytes:
-    """With its line end."""
+    """Return the record as a line with its line end."""
     return _ENCODER.encode(record) + b"\n"
 
 
@@ -130,7 +130,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True):
-    """How one Locust process fared."""
+    """CPU use and lag of one Locust process."""
 
     worker: int
     num_sent: int
@@ -139,7 +139,7 @@ class GeneratorHealth(msgspec.Struct, frozen=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True):
-    """What a run was done with."""
+    """Server, machine and versions of a run."""
 
     started_at: str  # ISO 8601, UTC
     server: dict[str, Any]  # what the server tells of itself: version, workers, classes; empty for others' servers
@@ -189,7 +189,7 @@ class RunFolder:
             raise LoadTestError(f"{self.samples_path}: {error}") from error
 
     def records(self) -> Iterator[Record]:
-        """Of all processes, in no order."""
+        """Yield the records of all processes, in no order."""
         for path in sorted(self.path.glob("records-*.jsonl")):
             yield from read_records(path)
 
@@ -215,12 +215,12 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, content: msgspec.Struct) -> None:
-    """For people, too: indented. Raises as `write`."""
+    """Write indented JSON, because people read it too. Raises as `write` does."""
     write(path, msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
 def make_folder(path: Path) -> None:
-    """As `mkdir -p`. Raises LoadTestError where it can't be."""
+    """Make a folder and its parents. Raises LoadTestError where it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,11 +39,11 @@ from twostroke.loadtests.workloads.sessions import sessions
 
 
 def timing_errors(records: Iterable[Record], served: Sequence[StubRequest]) -> tuple[list[float], list[float]]:
-    """How far the generator's TTFT and ITL are from the stub's, whichever way, of all whole answers; seconds.
+    """Return the errors of the generator's TTFT and ITL against the stub's, for all whole answers, in seconds.
 
-    TTFT: from the scheduled instant to the first token, against the stub's time from the request's last byte to that
-    token, so that lateness in sending is an error too. ITL: each gap.
-    Raises LoadTestError where a record has no request at the stub, or not as many tokens, and where there are no gaps.
+    TTFT runs from the scheduled instant to the first token, against the stub's time from the request's last byte to
+    that token, so lateness in sending is an error too. ITL compares each gap. Raises LoadTestError where a record
+    has no request at the stub, or another number of tokens, and where there are no gaps.
     """
     by_key = {f"{each.key:x}": each for each in served}
     ttft_s: list[float] = []
@@ -62,7 +62,7 @@ def timing_errors(records: Iterable[Record], served: Sequence[StubRequest]) -> t
 
 
 def rate_error(rate: float, served: Sequence[StubRequest]) -> float:
-    """How far the rate at which requests reached the stub is from `rate`, asked as a constant one; a share of it."""
+    """Return the relative error of the rate at which requests reached the stub."""
     if len(served) < 2:
         raise LoadTestError(f"the stub got {len(served)} requests: nothing can be said of their rate")
     arrived = sorted(each.arrived_s for each in served)
@@ -70,7 +70,7 @@ def rate_error(rate: float, served: Sequence[StubRequest]) -> float:
 
 
 def scripts(plan: Plan, scenario: str, sessions: Iterable[Session]) -> list[Script]:
-    """What the stub does with each session's only request."""
+    """Return what the stub does with each session's only request."""
     turns = [session.turns[0] for session in sessions]
     return [script_of(scenario, key_of(token_ids(turn.prompt, plan.vocabulary)), turn.output_tokens) for turn in turns]
 

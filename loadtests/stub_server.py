@@ -44,7 +44,7 @@ class Script:
     ending: Ending = "whole"
 
     def meets(self, slo: SLO) -> bool:
-        """As the definitions have it: only a whole answer counts, and one token has no time between tokens."""
+        """Return whether it meets the SLO. Only a whole answer counts, and one token has no time between tokens."""
         if self.status != 200 or self.ending != "whole":
             return False
         in_time = slo.ttft_s is None or self.ttft_s <= slo.ttft_s
@@ -53,7 +53,7 @@ class Script:
 
 
 def key_of(prompt: Sequence[int | str]) -> int:
-    """What tells a prompt from others."""
+    """Return a key that tells a prompt from others."""
     return seed_of("script", *prompt[:KEY_TOKENS])
 
 
@@ -63,7 +63,7 @@ def steady(draw: random.Random, tokens: int) -> Script:
 
 
 def immediate(draw: random.Random, tokens: int) -> Script:
-    """As fast as can be: whoever finds this server slow is slow."""
+    """Answer as fast as possible. A client that finds this server slow is slow itself."""
     return Script(ttft_s=0.001, gaps_s=(0.001,) * (tokens - 1))
 
 
@@ -100,7 +100,7 @@ SCENARIOS: dict[str, Callable[[random.Random, int], Script]] = {
 
 
 def script_of(scenario: str, key: int, tokens: int) -> Script:
-    """What becomes of the request with this key, which asks for `tokens` tokens."""
+    """Return what happens to the request with this key, which asks for `tokens` tokens."""
     return SCENARIOS[scenario](random.Random(key), tokens)
 
 

@@ -1,7 +1,7 @@
 """Limits of this machine's CPU: the rates of torch's own products, and of reads of its memory.
 
 A row of the table of hardware has products in the numbers that an engine computes bf16 checkpoints in here. A shared
-machine's bandwidth jumps (docs/performance-log.md), so that the medians of some rounds are the row.
+machine's bandwidth jumps (docs/results/index.md), so that the medians of some rounds are the row.
 """
 
 import platform

@@ -1,4 +1,5 @@
-"""What a plan says: the layout as settings that serve it, what limits it, and what would make another one better."""
+"""Answer of a plan: the layout with settings that serve it, what limits it, and what would make another layout
+better."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class PlannedLayout:
     usd_per_million_tokens: float
 
     def told(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the layout for JSON."""
         layout, prefill, decode = self.layout, self.layout.prefill, self.layout.decode
         profiles = {**({} if prefill is None else {"prefill": prefill}), "decode": decode}
         return {
@@ -53,7 +54,7 @@ class PlannedLayout:
         }
 
     def line(self) -> str:
-        """For people."""
+        """Return the layout as one line for people."""
         return (
             f"{fleet_words(self.layout)}; {self.goodput:.3g} requests a second"
             f"{'' if self.is_simulated else ' by formulas alone'}, {self.layout.usd_per_hour:.2f} USD an hour, "
@@ -62,7 +63,7 @@ class PlannedLayout:
 
 
 def fleet_words(layout: Layout) -> str:
-    """For people: how many of which workers."""
+    """Return the number and kind of workers, for people."""
 
     def worker(profile: WorkerProfile) -> str:
         weights = "" if profile.quantization == "auto" else f" with {profile.quantization} weights"
@@ -129,10 +130,8 @@ def sensitivities(
     rate: float | None,
     weights: dict[tuple[str, str, str], float],
 ) -> Iterator[str]:
-    """Where another profile of layout, of those that came near, would be the better one; by formulas.
-
-    `weights`: by structure, what simulation made of them.
-    """
+    """Return where another kind of layout, among those that came near, would be better, by formulas. `weights` holds
+    what simulation made of each structure."""
     prefill = _distinct(planned.layout.prefill for planned in structures)
     decode = _distinct(planned.layout.decode for planned in structures)
     found = False

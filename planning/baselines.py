@@ -33,7 +33,7 @@ Tokens = tuple[float, int, int, str]
 
 @dataclass(frozen=True)
 class Way:
-    """How workers batch, and keep KV."""
+    """A way to batch requests and to keep KV."""
 
     name: str
     allocation: Allocation = "paged"
@@ -56,7 +56,7 @@ WAYS = (
 CHUNKED = WAYS[6]
 
 ORDERS = ("fcfs", "edf", "sjf", "sjf oracle")
-"""Whose turn it is among those that wait. `sjf` predicts answers as decode workers do, the oracle knows them."""
+"""Orders of waiting requests. `sjf` predicts answers as decode workers do; the oracle knows them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +266,7 @@ def _blocks(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """What a way made of the trace. Times in seconds."""
+    """Result of one way on the trace. Times are in seconds."""
 
     way: str
     order: str

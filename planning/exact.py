@@ -22,7 +22,7 @@ VOCABULARY = 32_000
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """What simulated routers and workers log is no news of this process."""
+    """Silence the logs of simulated routers and workers."""
     logger = logging.getLogger("twostroke")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -89,7 +89,7 @@ def simulate_plan(
 
 
 def _traced(plan: Plan, asked: Iterator[Session], promise: Promise) -> Iterator[TracedRequest]:
-    """What a chat's template writes around a turn are tokens like others here."""
+    """Yield requests in which a chat template's own text counts as ordinary tokens."""
     around = TEMPLATE_TOKENS if isinstance(plan.workload, Chat) else 0
     for session in asked:
         turns = [

@@ -30,7 +30,7 @@ STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the step from a guess,
 
 @dataclass(frozen=True)
 class Layout:
-    """So many workers of these profiles."""
+    """Numbers of workers of given profiles."""
 
     mode: Mode
     decode: WorkerProfile
@@ -54,11 +54,11 @@ class Layout:
 
     @property
     def structure(self) -> tuple[str, str, str]:
-        """What layouts that differ in numbers alone have in common."""
+        """Return what layouts that differ only in numbers have in common."""
         return self.mode, "" if self.prefill is None else self.prefill.name, self.decode.name
 
     def met(self, workload: Workload, promise: SLOTargets, rate: float) -> Met:
-        """What comes in time at `rate` requests a second."""
+        """Return what is on time at `rate` requests a second."""
         if self.prefill is None:
             return mixed(self.decode, self.num_decode, workload, promise, rate, rate)
         if self.mode == "disaggregated":
@@ -95,7 +95,7 @@ class Layout:
         return highest_rate(lambda rate: self.met(workload, promise, rate), promise, near)
 
     def usd_per_million_tokens(self, workload: Workload, rate: float) -> float:
-        """Of answers' tokens, at so many requests a second."""
+        """Return USD per million answer tokens at `rate` requests a second."""
         return usd_per_million(self.usd_per_hour, rate * workload.mean_answer)
 
 
@@ -109,7 +109,7 @@ def highest_rate(met: Callable[[float], Met], promise: SLOTargets, near: float =
 
 
 class Pools:
-    """How much the workers of one role serve by themselves, remembered: what fleets are put together from."""
+    """Capacity of pools of workers of one role, remembered; fleets are put together from them."""
 
     def __init__(self, workload: Workload, promise: SLOTargets) -> None:
         self._workload = workload
@@ -118,7 +118,7 @@ class Pools:
         self._known: dict[tuple[Work, str], dict[int, float]] = defaultdict(dict)
 
     def met(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> Met:
-        """What comes in time where so many workers do that, and nothing else limits them."""
+        """Return what is on time where `count` workers do the work and nothing else limits them."""
         workload, promise = self._workload, self._promise
         match work:
             case "read":

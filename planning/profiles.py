@@ -19,7 +19,7 @@ SMALL = WorkerProfile(
     link_bytes_per_s=1e9,
     step_tokens=2048,
     max_batch=256,
-    source="docs/performance-log.md: `twostroke bench engine` with the 160m model, 2 threads; a link of 1 GB/s",
+    source="docs/results/index.md: `twostroke bench engine` with the 160m model, 2 threads; a link of 1 GB/s",
     num_layers=12,
 )
 """A prompt of 1,000 takes 0.2 s, one of 7,400 takes 2.5 s."""
@@ -33,7 +33,7 @@ ONE_B = WorkerProfile(
     link_bytes_per_s=1e9,
     step_tokens=2048,
     max_batch=256,
-    source="docs/performance-log.md: `twostroke bench engine` with the 1.2b model, 2 threads",
+    source="docs/results/index.md: `twostroke bench engine` with the 1.2b model, 2 threads",
     num_layers=16,
 )
 """Slow enough that a day of 100,000 requests needs some eight prefill workers."""

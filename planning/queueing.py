@@ -1,11 +1,10 @@
-"""What a fleet does to a load, by queueing formulas: how many first tokens, and tokens, come in time.
+"""Queueing formulas: the share of first and later tokens of a load that a fleet delivers on time.
 
 Prompts wait at prefill workers as at an M/G/n queue, first come first served: the chance to wait is Erlang's (1917),
-the mean wait Allen and Cunneen's (1978), and waits beyond it fall exponentially. A decode worker's rows share it: how
-many there are has the product form of processor sharing whose pace depends on their number (Cohen 1979). A worker that
-does both reads prompts in what its steps have left beside their rows (Agrawal et al., Sarathi-Serve, OSDI 2024).
-Simulation then says how far this is from what schedulers do.
-"""
+the mean wait Allen and Cunneen's (1978), and waits beyond it fall exponentially. A decode worker's rows share it:
+their number has the product form of processor sharing whose pace depends on their number (Cohen 1979). A worker that
+does both computes prompts in what its steps leave beside their rows (Agrawal et al., Sarathi-Serve, OSDI 2024).
+Simulation then shows how far this is from what schedulers do."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ LEAST_CHUNK = DecodeConfig().min_chunk_tokens  # prompt tokens of such a step, w
 LINK_SHARE = 0.9  # of a link's bytes, that KV may take before it waits for the link
 LATE_SHARE = 0.05  # of all answers, that miss their promise for nothing but late KV: then the link binds
 SEEN = 2 / 3
-"""Of the variance of a batch at a moment, what is left of it in the mean over one answer's time: the batch of
+"""Part of a batch's variance at one moment that is left in its mean over one answer's time. The batch of
 M/D/infinity correlates by 1 - t / T, whose double integral over an answer is 2/3."""
 FULL = 0.01  # of the time that a batch may be the largest
 Floats = NDArray[np.float64]
@@ -36,7 +35,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Met:
-    """What comes in time, as shares of all requests, and what limits it."""
+    """Shares of requests that are on time, and what limits them."""
 
     ttft: float
     tpot: float
@@ -51,7 +50,7 @@ class Met:
         return min(self.ttft / promise.ttft_share, self.tpot / promise.tpot_share, self.room / promise.tpot_share)
 
     def binds(self, promise: SLOTargets) -> str:
-        """What is scarcest: of the promises the one that is nearest to being broken."""
+        """Return what is scarcest: the promise that is nearest to being broken."""
         slack = {
             self.ttft_binds: self.ttft - promise.ttft_share,
             self.tpot_binds: self.tpot - promise.tpot_share,
@@ -73,13 +72,13 @@ def erlang_c(servers: int, load: float) -> float:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """How long requests wait for their turn."""
+    """Time that requests wait for service."""
 
     chance: float
     mean_s: float  # of all, also of those that don't wait
 
     def share_within(self, seconds: Floats) -> float:
-        """Of requests that may wait so long, each: the share that waits no longer."""
+        """Fraction of requests that wait at most `seconds`."""
         if self.mean_s <= 0:
             return float((seconds >= 0).mean())
         late = self.chance * np.exp(-np.maximum(seconds, 0.0) * self.chance / self.mean_s)
@@ -87,7 +86,8 @@ class WaitTime:
 
 
 def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> WaitTime | None:
-    """Before service of that mean, and mean square, at an M/G/n queue; None where it grows without end.
+    """Return the wait at an M/G/n queue with the given mean and mean square of service; None where it grows without
+    bound.
 
     W = C / (n / E[S] - rate) (1 + cv^2) / 2 (Allen and Cunneen 1978; exact for one server, Pollaczek 1930).
     """
@@ -105,16 +105,18 @@ def read_alone_s(profile: WorkerProfile, prompt: int) -> float:
 
 
 def _read_busy_s(profile: WorkerProfile, prompt: int) -> float:
-    """What it adds where others wait: their steps are full, and share what reading the weights takes."""
+    """Return the seconds that a prompt adds where others wait: steps are full and share the time of reading the
+    weights."""
     steps = -(-prompt // profile.step_tokens)
     return read_alone_s(profile, prompt) - profile.costs.weights_s * (steps - prompt / profile.step_tokens)
 
 
 def late_s(sender: WorkerProfile, prompt: int, rate_each: float, mean_prompt: float, copies: int = 1) -> float:
-    """From the first token until the KV is at the decode worker; infinite where the link can't carry it all.
+    """Return the seconds from the first token until the KV is at the decode worker; infinite where the link cannot
+    carry it all.
 
-    `copies` are the decode worker's. Layers travel while later ones are computed, so that what is late is what the link
-    is slower by, or the last layer.
+    `copies` are the decode worker's. Layers travel while later ones are computed, so the delay is what the link is
+    slower by, or the last layer.
     """
     token_s = copies * sender.kv_bytes / sender.link_bytes_per_s
     used = rate_each * mean_prompt * token_s
@@ -133,13 +135,13 @@ def rows_s(profile: WorkerProfile, batch: float, context: float) -> float:
 
 @lru_cache(maxsize=64)
 def _steps_s(profile: WorkerProfile, context: float) -> Floats:
-    """Of 1, 2, ... rows."""
+    """Return the times of steps of 1, 2, ... rows, in seconds."""
     return np.array([rows_s(profile, rows, context) for rows in range(1, profile.max_batch + 1)])
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How many rows a decode worker has at a moment, or whoever comes meets."""
+    """Distribution of a decode worker's number of rows, as an arriving request sees it."""
 
     chances: Floats  # of 0, 1, 2, ...
 
@@ -159,12 +161,12 @@ class BatchSizes:
 def batch_of(
     profile: WorkerProfile, workload: Workload, rate: float, longer_s: float = 0.0, share: float = 0.0
 ) -> BatchSizes | None:
-    """At so many requests a second; for `share` of the time steps take `longer_s`, where that is more.
+    """Return the batch at `rate` requests a second; for `share` of the time steps take `longer_s`, if that is more.
 
-    Rows share a worker, and each goes on by a token a step, whatever a step of so many takes: the chance of n rows is
-    that of n - 1 times rate * answer * step(n) / n, however long single answers are (Cohen, The multiple phase service
-    network with generalized processor sharing, 1979). Poisson's where steps take the same time, geometric where all of
-    it is the rows'. None where the batch is often `max_batch`.
+    Rows share a worker, and each gains a token per step. The chance of n rows is that of n - 1 times rate * answer *
+    step(n) / n, however long single answers are (Cohen, The multiple phase service network with generalized
+    processor sharing, 1979). It is Poisson's where steps take the same time, and geometric where all of a step is
+    the rows'. None where the batch is often `max_batch`.
     """
     steps_s = _steps_s(profile, workload.mean_context)
     ratios = share * np.maximum(longer_s, steps_s) + (1 - share) * steps_s
@@ -210,7 +212,7 @@ def _steps_within(profile: WorkerProfile, workload: Workload, batch: BatchSizes,
 
 
 def _step_binds(profile: WorkerProfile, batch: float, context: float) -> str:
-    """What a decode step spends most of its time on."""
+    """Return what a decode step spends most of its time on."""
     computing_s = batch * profile.costs.row_s
     return "FLOPs" if computing_s > rows_s(profile, batch, context) / 2 else "bandwidth"
 
@@ -235,7 +237,8 @@ def decoding(
 
 @lru_cache(maxsize=64)
 def _read_s(profile: WorkerProfile, strata: tuple[tuple[int, int], ...]) -> tuple[Floats, Floats, Floats]:
-    """Of each stratum's prompt: alone, where others wait, and beside rows, which read the weights anyway."""
+    """Return the seconds of each stratum's prompt: alone, where others wait, and beside rows, which read the weights
+    anyway."""
     alone = np.array([read_alone_s(profile, prompt) for prompt, _ in strata])
     busy = np.array([_read_busy_s(profile, prompt) for prompt, _ in strata])
     return alone, busy, np.array([profile.costs.prompt_s(prompt) for prompt, _ in strata])
@@ -254,7 +257,8 @@ def reading(profile: WorkerProfile, count: int, workload: Workload, promise: SLO
 
 @lru_cache(maxsize=64)
 def _stretches(profile: WorkerProfile, context: float, pace_s: float, token_s: float) -> Floats:
-    """How many times as long as alone a prompt takes beside 1, 2, ... rows, where `token_s` is a token's of it."""
+    """Return by what factor a prompt is slower beside 1, 2, ... rows, where `token_s` is the time of one of its
+    tokens."""
     beside_s = _steps_s(profile, context)
     longest_s = beside_s + np.maximum(1.0, profile.step_tokens - np.arange(1, len(beside_s) + 1)) * token_s
     steps_s = np.maximum(np.minimum(pace_s, longest_s), beside_s + LEAST_CHUNK * token_s)

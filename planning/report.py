@@ -149,7 +149,7 @@ def memory(layout: Layout, workload: Workload, promise: SLOTargets, rate: float)
 
 @in_our_style
 def cost(curves: Mapping[Mode, Sequence[tuple[float, float]]], slo: SLO, unit: str) -> Plot:
-    """What a million tokens of answers cost in `unit`, against how strict the SLO is: (scale, cost)."""
+    """Plot the cost of a million answer tokens in `unit` against the SLO's strictness: (scale, cost)."""
     figure, axes = panels(1)
     chart = axes[0, 0]
     for mode, points in curves.items():

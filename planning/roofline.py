@@ -1,8 +1,8 @@
-"""How long steps take on a machine, at least, and as a part of its peaks: rooflines of whole steps.
+"""Rooflines of whole steps: the least time of a step on a machine, and the time at a part of its peaks.
 
-Every kernel takes the longer of computing and moving bytes (Williams et al., Roofline, CACM 2009), and the kernels of
-a step run one behind the other. Ranks of a tensor-parallel worker share the products, and sum up twice a layer (Shoeybi
-et al., Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes over each link (Thakur et al. 2005).
+Every kernel takes the longer of computing and moving bytes (Williams et al., Roofline, CACM 2009), and a step's kernels
+run one after the other. Ranks of a tensor-parallel worker share the products and sum twice a layer (Shoeybi et al.,
+Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes over each link (Thakur et al. 2005).
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,16 @@ class WorkerHardware:
     shares_contexts: bool = False  # ranks share the tokens of latents
 
     def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
-        """What such operations multiply in: products in FP8 where the checkpoint is and the GPU can, else natively.
-
-        int8 and int4 are weights alone: they are read, and multiplied in bf16 (docs/engine.md).
-        """
+        """Return the number format that operations multiply in: FP8 products where the checkpoint has them and the
+        GPU can, else the native one. int8 and int4 are weights alone: they are read and multiplied in bf16
+        (docs/design/engine.md)."""
         stored = shape.stored if isinstance(shape, ModelConfig) else None
         is_fp8 = stored is not None and stored.form.kind == "fp8" and self.held.quantization == "auto"
         can = kind == "product" and "fp8" in self.hardware.flops_per_s
         return "fp8" if is_fp8 and can else self.hardware.native
 
     def bound(self, shape: ModelShape, one: Operation) -> str:
-        """What it waits for at the peaks: FLOPs or bandwidth."""
+        """Return what an operation waits for at the peaks: FLOPs or bandwidth."""
         return "FLOPs" if one.intensity > self.hardware.ridge(self.number(shape, one.kind)) else "bandwidth"
 
     def operation_s(self, shape: ModelShape, one: Operation) -> float:
@@ -52,13 +51,13 @@ class WorkerHardware:
         return max(computing_s, moved / (hardware.read_bytes_per_s * efficiency.read))
 
     def kv_share(self, shape: ModelShape) -> float:
-        """Of a token's KV that one rank holds: whole heads, and latents on all ranks, or its part of the tokens."""
+        """Share of a token's KV that one rank holds: whole heads; of latents everything, or its part of the tokens."""
         if self.shares_contexts:
             return 1.0 / self.ranks
         return max(1, shape.num_kv_heads // self.ranks) / shape.num_kv_heads
 
     def sums_s(self, shape: ModelShape, rows: float) -> float:
-        """Of a step of so many rows, what the ranks' sums take."""
+        """Return the seconds of the ranks' sums in a step of `rows` rows."""
         if self.ranks == 1:
             return 0.0
         moved = 2 * (self.ranks - 1) / self.ranks * rows * shape.hidden_size * self.held.itemsize
@@ -66,8 +65,10 @@ class WorkerHardware:
         return SUMS_A_LAYER * shape.num_layers * each_s
 
     def exchange_s(self, shape: ModelShape, decodes: float, gathered: float) -> float:
-        """Of a step, what ranks that share contexts exchange beside sums (docs/engine.md#context-parallelism): of each
-        decode all heads' queries and results, and so many tokens' latents of the contexts that prompts attend to."""
+        """Return the seconds of a step in which ranks that share contexts exchange more than sums.
+
+        These are all heads' queries and results of each decode, and `gathered` tokens' latents of the contexts that
+        prompts attend to (docs/design/engine.md#parallel-forms)."""
         sizes = shape.latent
         if not self.shares_contexts or self.ranks == 1 or sizes is None:
             return 0.0
@@ -263,7 +264,7 @@ def request_usd(usd_per_hour: float, prefill_s: float, answer_s: float, batch: f
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
-    """Of a million tokens, by what all machines cost in an hour and the tokens that they make in a second."""
+    """Return USD per million tokens, from the hourly cost of all machines and their tokens per second."""
     return usd_per_hour / (3600.0 * tokens_per_s) * 1e6
 
 
@@ -278,7 +279,7 @@ def step_costs(machine: WorkerHardware, shape: ModelShape, context: float, step_
     context_s = (machine.decode_s(shape, rows, far) - machine.decode_s(shape, rows, near)) / (rows * (far - near))
 
     def decode_s(batch: int) -> float:
-        """Without the contexts."""
+        """Return the step's time without the contexts, in seconds."""
         return machine.decode_s(shape, batch, context) - batch * context * context_s
 
     experts_s = 0.0

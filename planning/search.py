@@ -1,7 +1,8 @@
-"""Which fleet serves a load best: every profile of worker that fits, in numbers that a budget allows, by formulas.
+"""Search for the fleet that serves a load best: every worker profile that fits, in numbers within a budget, by
+formulas.
 
-Pools of one role are searched by themselves; disaggregated fleets are put together from them (Zhong et al., DistServe,
-OSDI 2024, algorithm 1), and the most promising are then computed whole.
+Pools of one role are searched alone; disaggregated fleets are put together from them (Zhong et al., DistServe, OSDI
+2024, algorithm 1), and the most promising are then computed whole.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,7 @@ NAMES = {4.0: "float32", 2.0: "bfloat16", 1.0: "float8_e4m3fn"}
 
 @dataclass(frozen=True)
 class PlanConstraints:
-    """How workers hold the model, and what they may do in a step, whichever profile they are."""
+    """Limits of workers and their steps that hold for all profiles."""
 
     kv_itemsize: float | None = None  # None: as activations
     link_bytes_per_s: float = 25e9  # between workers, of one GPU
@@ -80,7 +81,7 @@ def _weight_bytes(shape: ModelConfig, itemsize: int, quantization: Quantization,
 
 
 def ranks_of(hardware: Hardware) -> Sequence[int]:
-    """How many may share a model. A measured CPU is a machine's all, and no machine has two."""
+    """Return how many ranks may share a model. A measured CPU is a whole machine, and no machine has two."""
     return RANKS if hardware.is_gpu else RANKS[:1]
 
 
@@ -154,7 +155,7 @@ def _profile(
 def nowhere(
     shape: ModelConfig, hardware: Sequence[Hardware], workload: Workload, terms: PlanConstraints
 ) -> ConfigError:
-    """Why no worker has room, and what it would take."""
+    """Return the error that says why no worker has room, and what would be needed."""
     largest = max(hardware, key=lambda one: one.memory_bytes)
     needs = []
     for count in ranks_of(largest):
@@ -210,13 +211,13 @@ def check_floors(
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be bought. None: no limit."""
+    """Limits of a purchase. None means no limit."""
 
     gpus: int | None = None
     usd_per_hour: float | None = None
 
     def most(self, profile: WorkerProfile, beside: float = 0.0, beside_usd: float = 0.0) -> int:
-        """How many workers of a profile, where so many GPUs and so much money go elsewhere."""
+        """Return how many workers of a profile fit, where `beside` GPUs and `beside_usd` go elsewhere."""
         gpus = MOST_GPUS if self.gpus is None and self.usd_per_hour is None else self.gpus
         counts = [1 << 10]
         if gpus is not None:
@@ -243,7 +244,7 @@ class Planned:
 
 
 def best_of_each(planned: Iterable[Planned], rate: float | None) -> list[Planned]:
-    """Of each structure the best layout, the best of all first."""
+    """Return the best layout of each structure, the best of all first."""
     found: dict[tuple[str, str, str], Planned] = {}
     for one in sorted(planned, key=lambda one: one.rank(rate), reverse=True):
         found.setdefault(one.layout.structure, one)
@@ -297,7 +298,7 @@ class FleetSearch:
         return best_of_each(planned, rate)
 
     def goodput(self, layout: Layout, near: float = 1.0) -> float:
-        """By formulas; `near` is a guess."""
+        """Return the goodput by formulas. `near` is a guess."""
         if layout not in self._goodputs:
             self._goodputs[layout] = (
                 self._pools.rate("both", layout.decode, layout.num_decode)
@@ -322,7 +323,7 @@ class FleetSearch:
         ]
 
     def _pair(self, prefill: WorkerProfile, decode: WorkerProfile, rate: float | None) -> tuple[int, int] | None:
-        """How many of each: as many as the rate needs, or else what serves most."""
+        """Return how many workers of each role: as many as the rate needs, or else what serves most."""
         pools, most = self._pools, self._budget.most(prefill, decode.gpus, decode.usd_per_hour)
         if most < 1:
             return None

@@ -1,4 +1,4 @@
-"""The tables of docs/planning.md: `twostroke capacity --tables` prints them, and a test compares."""
+"""Tables of hardware, models and what follows from both, which `twostroke capacity --tables` prints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -30,12 +30,11 @@ PLACES = (
     ("gpt-oss-120b", "h100-80gb", 2),
     ("gemma-3-27b", "h100-80gb", 1),
 )
-"""What tables of floors and of room are about: a model on so many GPUs."""
+"""Models on numbers of GPUs for the tables of floors and of room."""
 CONTEXT, PROMPT = 8192, 2048
 WITH_EXPERTS = ("Mixtral-8x7B-v0.1", "gpt-oss-120b", "Qwen3-30B-A3B", "DeepSeek-V3")
 SENT = ("Llama-2-7b", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "DeepSeek-V3")
 RATES = (100, 500, 1000, 2500, 5000)
-BEGIN, END = "<!-- made by `twostroke capacity --tables` -->", "<!-- end of what is made -->"
 
 
 def tables() -> str:
@@ -51,10 +50,10 @@ def tables() -> str:
         "What a million tokens cost": map(_costs, RATES),
         "Against the literature": map(_published, checked()),
     }
-    lines = [BEGIN, ""]
+    lines: list[str] = []
     for title, rows in parts.items():
         lines += [f"### {title}", "", *_table(list(rows)), ""]
-    return "\n".join([*lines, END, ""])
+    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:

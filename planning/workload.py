@@ -1,4 +1,4 @@
-"""What is asked of a fleet: how long prompts and answers are, and in which times they are to come."""
+"""Workload and targets of a fleet: lengths of prompts and answers, and the times that are promised."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +41,7 @@ class Workload:
 
     @cached_property
     def mean_context(self) -> float:
-        """Of a row of a decode step, taken at a moment: long answers are seen more often."""
+        """Mean context of a row at a moment. Long answers are seen more often."""
         return sum(answer * (prompt + answer / 2) for prompt, answer in self.lengths) / self._answers
 
     @cached_property
@@ -82,7 +82,7 @@ def sample_of(plan: Plan, name: str) -> Workload:
 
 @dataclass(frozen=True)
 class SLOTargets:
-    """By when first tokens, and tokens after them, are to come, and to what share of the requests."""
+    """Times by which first and later tokens should come, and the share of requests that should meet each."""
 
     ttft_s: float
     tpot_s: float

@@ -4,7 +4,7 @@ Both compile the same text over the same tokens within the same limits, so a wor
 The texts are llguidance's: a JSON object with a list of Lark grammars, regular expressions and JSON schemas.
 
 llguidance can't be interrupted, so everything is bounded beforehand. The limits below were set by writing grammars that
-cost as much as they can: docs/structured_output.md has the figures.
+cost as much as they can: docs/tools.md#structured-output has the figures.
 """
 
 import asyncio

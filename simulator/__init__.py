@@ -1,1 +1,1 @@
-"""Serving on virtual time: docs/simulation.md."""
+"""Serving on virtual time: docs/design/simulation.md."""

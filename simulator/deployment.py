@@ -73,7 +73,7 @@ class WorkerCrash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """What became of one request. Times in seconds; `refused`: with 429, and nothing else is known."""
+    """Outcome of one request. Times are in seconds. `refused` means 429, and nothing else is known."""
 
     promise: Promise
     at_s: float
@@ -97,7 +97,8 @@ class SimulatedRun:
 
 
 class SharedMachine:
-    """What workers of one machine share: while another computes, a step is slower (`WorkerProfile.beside`)."""
+    """Resources that workers of one machine share: a step is slower while another worker computes
+    (`WorkerProfile.beside`)."""
 
     def __init__(self) -> None:
         self._computing = 0
@@ -154,7 +155,7 @@ class TimedEngine:
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> list[SampledToken | None]:
-        """As Engine.step; copies take no time."""
+        """Run a step as Engine.step does. Copies take no time."""
         async with self._one_at_a_time:
             content, began = StepContent.of(batch), asyncio.get_running_loop().time()
             alone_s = content.expected_s(self._profile.costs)

@@ -18,12 +18,12 @@ from twostroke.protocol.requests import Address
 
 HIGH_WATER_BYTES = 64 * 1024
 KERNEL_BYTES = 16 * 1024
-"""What a peer's side takes although nobody reads there."""
+"""Bytes that a peer's kernel accepts although nobody reads them."""
 
 Trace = Callable[[str], None]
 
 Mangle = Callable[["MemoryConnection", Message], Sequence[Message]]
-"""What a misbehaving process sends in the place of a message: nothing, others, or more."""
+"""Replacement of a message by a misbehaving process: none, others, or more."""
 
 
 class MemoryConnection:
@@ -235,7 +235,7 @@ class MemoryFabric:
         self._audible.setdefault(pair, asyncio.get_running_loop().create_future())
 
     def end_silence(self, host: str, other: str) -> None:
-        """What has got stuck arrives now, in order. Harmless where there is no silence."""
+        """End a silence: what was held back arrives now, in order. It does nothing where there is no silence."""
         pair = frozenset((host, other))
         if pair in self._held:
             held = self._held.pop(pair)
@@ -244,7 +244,7 @@ class MemoryFabric:
                 land()
 
     def held_between(self, host: str, other: str) -> list[Callable[[], None]] | None:
-        """Where to put what would arrive now; None where nothing is in its way."""
+        """Return the queue for what would arrive now; None where nothing is in its way."""
         return self._held.get(frozenset((host, other))) if self._held else None
 
     async def audible(self, host: str, other: str) -> None:

@@ -20,7 +20,7 @@ GARBAGE = 0xEEEE
 
 Array = np.ndarray[Any, np.dtype[np.uint16]]
 Grip = tuple[int, ...]
-"""Which allocations of some blocks a reader or writer was let into."""
+"""Allocations of some blocks that a reader or writer was let into."""
 
 
 def fake_layout(
@@ -83,7 +83,8 @@ class FakeStore:
                 memory[block_id] = GARBAGE
 
     def grip(self, block_ids: Sequence[int]) -> Grip:
-        """To be shown at each later `touch`: blocks that were allocated anew meanwhile are somebody else's."""
+        """Return the grip to show at each later `touch`. Blocks that were allocated anew meanwhile belong to
+        somebody else."""
         return tuple([self._allocations[block_id] for block_id in block_ids])
 
     def in_use(self, table: Sequence[int], start: int, end: int) -> list[int]:
@@ -158,7 +159,7 @@ class FakeStore:
         memory[blocks, :, :, offsets] = values[kept]
 
     def _place(self, layer: int, block_ids: Sequence[int]) -> tuple[Array, Sequence[int]]:
-        """Where a layer's KV lies: its tensor, and its group's part of the block table."""
+        """Return where a layer's KV lies: its tensor and its group's part of the block table."""
         groups, place = self._groups, layer - self._first_layer
         table = group_table(block_ids, groups.of_layer[place], groups.count)
         return self.layers[groups.tensor_of_layer[place]], table

@@ -35,7 +35,7 @@ Damage = Callable[[bytearray], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank of a simulated worker keeps KV in, and moves it with."""
+    """Cache and transports of one rank of a simulated worker."""
 
     store: FakeStore
     pool: SpoilingPool
@@ -83,7 +83,7 @@ class _ChunkPiece:
 
 @dataclass(frozen=True, slots=True)
 class _Pointers:
-    """What travels on a pull link in the place of bytes."""
+    """Pointers that travel on a pull link in place of bytes."""
 
     store: FakeStore
     cut: Cut
@@ -95,7 +95,7 @@ _Held = list[bytearray | _Pointers]
 
 
 class _Pipe:
-    """What goes from one host to another, in order: bytes and the pointers between them."""
+    """Ordered stream from one host to another: bytes, and the pointers between them."""
 
     def __init__(self, fabric: "LinkFabric", source: str, target: str):
         self.hosts = (source, target)
@@ -114,7 +114,7 @@ class _Pipe:
             raise ConnectionLost("the data link is broken")
 
     def damage(self, data: bytearray) -> None:
-        """What happens to bytes on their way."""
+        """Damage bytes on their way."""
         self._fabric.damage(data)
         if self.is_rotten and data:
             data[0] ^= 1
@@ -385,7 +385,7 @@ class LinkFabric:
         return self.delay_s + (self.stalls_s.pop() if self.stalls_s else 0.0)
 
     def take_swap(self) -> _Held | None:
-        """Where the next chunk goes for the time being, if it has to wait for the one after it."""
+        """Return the staging buffer of the next chunk if it has to wait for the one after it, else None."""
         if self.chunks_to_swap == 0:
             return None
         self.chunks_to_swap -= 1

@@ -44,7 +44,7 @@ EngineT = TypeVar("EngineT", bound=MortalEngine)
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """What all workers of a fleet are like."""
+    """Properties that all workers of a fleet share."""
 
     seed: int
     windows: tuple[int, ...]  # of each layer, in tokens; 0: it attends to all
@@ -202,7 +202,7 @@ class SimFleet(Generic[EngineT]):
         return sum(len(process.calls) for process in (*self.processes.values(), *self.departed))
 
     def calls_of(self, router_id: str) -> int:
-        """Of them, one router's."""
+        """Return the number of one router's calls."""
         return sum(list(process.calls.values()).count(router_id) for process in self.processes.values())
 
     def workers(self) -> Sequence[WorkerInfo]:
@@ -237,7 +237,7 @@ class SimFleet(Generic[EngineT]):
         raise NotImplementedError("no simulation tries links out")
 
     def _spoils(self, profile: str) -> bool:
-        """Whether such a fault hits this call."""
+        """Return whether a fault of this kind hits the call."""
         is_hit = self.calls_to_spoil[profile] > 0
         self.calls_to_spoil[profile] -= is_hit
         return is_hit
@@ -335,5 +335,5 @@ def _forget(process: SimProcess[Any], call: "asyncio.Task[Any]", *, may_take: bo
 
 
 def _copy(value: T) -> T:
-    """What arrives after a trip through bytes: shared objects would hide mistakes."""
+    """Return a copy made through bytes, because shared objects would hide mistakes."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))

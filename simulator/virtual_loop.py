@@ -66,7 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """At once: computing takes no virtual time, in a thread as little as elsewhere, and none would wait for it."""
+        """Run the function at once. Computing takes no virtual time, and no thread would wait for it."""
         done = self.create_future()
         try:
             done.set_result(function(*args))

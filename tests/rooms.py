@@ -1,4 +1,4 @@
-"""The picture of the rooms, `docs/rooms.svg`: `python -m tests.rooms` draws it from the code's own imports.
+"""The picture of the rooms, `docs/design/rooms.svg`: `python -m tests.rooms` draws it from the code's own imports.
 
 Rooms, the smaller rooms inside them, and the arrows between rooms are read from the files; where a room stands on the
 sheet, and the way of a request, are said here. An arrow that follows from others (A imports B, B imports C: A may
@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "rooms.svg"
+PICTURE = ROOT / "docs" / "design" / "rooms.svg"
 
 WIDTH, MARGIN, GAP = 1180, 20, 34
 CELL_HEIGHT, CELL_GAP, TITLE_HEIGHT, PADDING = 24, 6, 26, 10

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: docs/architecture.md, "Rooms and import directions"."""
+"""Who may import whom, read from the sources: docs/design/architecture.md, "Rooms and import directions"."""
 
 import ast
 import subprocess

@@ -238,7 +238,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_sdist_has_what_is_needed_to_work_on_it(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "docs/deploy.md", "deploy/Dockerfile"):
+    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "docs/hosts.md", "deploy/Dockerfile"):
         assert name in names
     assert "tests/test_installation.py" in names
     assert not [name for name in names if "__pycache__" in name or name.startswith(NOT_SHIPPED[:4])]

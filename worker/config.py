@@ -22,7 +22,7 @@ class WorkerConfig(Section):
     queue: QueuePolicy = "edf"
     """Whose turn it is among requests of one priority: the one with the least time left (`edf`), the shortest by its
     prompt and, on decode workers, its predicted answer (`sjf`), or the first that came
-    (docs/routing.md#queues-classes-and-chunks-on-the-workers). `sjf` shortens the mean wait where KV memory is short
+    (docs/design/routing.md#queues-on-the-workers). `sjf` shortens the mean wait where KV memory is short
     and answers differ by SLO class or by the prompt's length."""
     pull_wait_s: Interval = 0.5
     """A prompt whose beginning is to be pulled waits so long for the other worker's offer, then is computed here."""

@@ -35,7 +35,7 @@ PATIENCE_S = 300.0
 BEFORE_S, AFTER_S = 4.0, 4.0  # of load, around what happens
 IMPOLITE_S = 2.0
 OUTLIVES_HEAD: tuple[Fault, ...] = ("router", "head")
-"""With routers on nodes of their own, to which requests are sent."""
+"""Faults for which routers need nodes of their own, to which requests are sent."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class GpuReport:
-    """What is known so far. Whoever finishes it first, after the last row or when the time is up, prints it."""
+    """Rows so far. The first to finish it prints it: the end of the last row, or the end of the time."""
 
     def __init__(self) -> None:
         self.limits: GpuLimits | None = None
@@ -145,7 +145,7 @@ class GpuReport:
 def measure_all(
     sizes: Sizes, place: GpuPlace, chosen: Sequence[str], budget_s: float, leave: Callable[[int], object] = os._exit
 ) -> int:
-    """As `run`, on whatever `place` is. `leave` ends the process when a row hangs beyond the time."""
+    """Run the bench on `place`. `leave` ends the process when a row hangs beyond the time."""
     began = time.perf_counter()
     report = GpuReport()
 
@@ -193,7 +193,7 @@ def _measure(sizes: Sizes, place: GpuPlace, names: Sequence[str], report: GpuRep
 
 
 def _add_rows(rows: Iterator[LimitRow], report: GpuReport, until: float) -> bool:
-    """Whether there was time for all of them."""
+    """Add the rows and return whether there was time for all of them."""
     while time.perf_counter() < until:
         row = next(rows, None)
         if row is None:

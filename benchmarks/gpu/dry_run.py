@@ -77,7 +77,7 @@ class _NoEvent:
         """Nothing here is asynchronous."""
 
     def synchronize(self) -> None:
-        """As `record`."""
+        """Do nothing, as `record` does."""
 
 
 class Repeating(Recorder):

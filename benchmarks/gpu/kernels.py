@@ -191,10 +191,9 @@ def measure_gated_codes(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Ite
 
 
 def measure_windows(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
-    """What a window leaves: of a prompt the rate of a whole one's, of decodes the time over contexts as short.
-
-    A tile of 128 queries multiplies up to 255 keys more than count, so 0.8 to 0.89 of the rate is left at 1,024.
-    """
+    """Measure what a window saves: the rate of a prompt against a whole one's, and decodes against contexts as
+    short. A tile of 128 queries multiplies up to 255 keys more than count, so 0.8 to 0.89 of the rate is left at
+    1,024."""
     window, prompt = sizes.window, [(sizes.windowed_prompt, sizes.windowed_prompt)]
     rates = []
     for seen in (0, window):
@@ -262,7 +261,8 @@ def _ours(
 
 
 def _operations(sizes: Sizes, first: int, end: int) -> float:
-    """Of the queries from `first` to `end` over all keys that they see, about: two products of each pair."""
+    """Return about how many operations queries `first` to `end` need over all keys that they see: two products per
+    pair."""
     return 4.0 * sizes.model.q_size * math.fsum((end * end / 2, -first * first / 2))
 
 

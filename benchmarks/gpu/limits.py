@@ -1,4 +1,4 @@
-"""How large the work of `twostroke bench gpu` is, where it is done, and what the GPU can do in the same run."""
+"""Sizes of `twostroke bench gpu`, the place where it runs, and the GPU's limits in the same run."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ class Clock(Protocol):
     """Seconds of work on a device."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """What one call takes, of many that are queued one behind the other: the least of some repetitions."""
+        """Return the seconds of one call among many queued ones: the least of some repetitions."""
 
     def queued_seconds(self, run: Callable[[], object]) -> float:
-        """What the device takes for one call when the host has launched all of it before the device begins."""
+        """Return the device's seconds of one call, where the host has launched all before the device begins."""
 
 
 class CudaClock:
@@ -56,7 +56,7 @@ class CudaClock:
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """What the GPU did just now."""
+    """Limits of the GPU, measured in this run."""
 
     read: float  # bytes a second
     copy: float  # bytes a second, each counted once
@@ -99,7 +99,7 @@ _LLAMA_8B = parse_model_config(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. The defaults are PERF's table: Llama-3.1-8B's shape on a GPU of 80 GB."""
+    """Sizes of what is measured. The defaults are Llama-3.1-8B's shape on a GPU of 80 GB."""
 
     model: ModelConfig = _LLAMA_8B
     block_size: int = 128  # tokens
@@ -136,7 +136,7 @@ class Sizes:
 
     @property
     def max_context(self) -> int:
-        """In whole blocks."""
+        """Longest context, in whole blocks."""
         most = max(*self.prompts, self.decode_context + self.decode_steps)
         return -(-most // self.block_size) * self.block_size
 

@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class RandomCheckpoint(Checkpoint):
-    """Of no file: bf16 values made on the device, small enough that nothing overflows."""
+    """Checkpoint without a file: bf16 values made on the device, small enough that nothing overflows."""
 
     def __init__(self, config: ModelConfig, device: torch.device):
         self.shapes = dict(expected_shapes(config))
@@ -61,11 +61,11 @@ class GpuModel:
         self.runner.run(self._prompt(tokens))
 
     def prefill_eagerly(self, tokens: int) -> None:
-        """As `prefill`, without a graph."""
+        """Run a prompt as `prefill` does, without a graph."""
         self.eager.run(self._prompt(tokens))
 
     def launch_prefill(self, tokens: int) -> None:
-        """As `prefill`, without waiting for it."""
+        """Launch a prompt as `prefill` does, without waiting for it."""
         self.runner.launch(self._prompt(tokens))
 
     def _prompt(self, tokens: int) -> list[SequenceStep]:
@@ -101,7 +101,7 @@ class GpuModel:
 
 
 def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_batch: int) -> GpuModel:
-    """With room for `max_batch` decodes, and one prompt at least."""
+    """Return a model with room for `max_batch` decodes and at least one prompt."""
     config, device = sizes.model, place.device
     backend = CudaBackend(place.target)
     checkpoint = RandomCheckpoint(config, device)
@@ -175,7 +175,7 @@ def _prefill(model: GpuModel, tokens: int, limits: GpuLimits) -> LimitRow:
 
 
 def _small_prefill(model: GpuModel, place: GpuPlace, tokens: int, predicted: float) -> list[LimitRow]:
-    """By graphs where there is one, and eagerly, in turns."""
+    """Measure small prompts by graphs, where there is one, and eagerly, in turns."""
     kinds = partial(model.prefill, tokens), partial(model.prefill_eagerly, tokens)
     for prefill in kinds:
         prefill()
@@ -215,7 +215,7 @@ def _step_s(model: GpuModel, batch: int) -> float:
 
 
 def _elapsed_s(run: Callable[[], None]) -> float:
-    """Of what ends with a token on the host."""
+    """Return the seconds of a call that ends with a token on the host."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

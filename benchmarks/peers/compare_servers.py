@@ -32,7 +32,7 @@ MIXED = "mixed"
 
 Figures = dict[str, float | None]
 Turns = dict[str, dict[str, list[Figures]]]
-"""By row, then by server; the same rounds in the same order for all servers of a row."""
+"""Figures by row, then by server, with the same rounds in the same order for all servers of a row."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,2 @@
-"""How many workers of each role there should be. Pure; `serve_policy.py` and `decision_watch.py` know Ray."""
+"""The autoscaling policy, which decides how many workers each role should have. It is pure; `serve_policy.py` and
+`decision_watch.py` know Ray."""

@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
-from twostroke.cluster.autoscaling.readings import Counted, Reason, RouterSample, ScalingDecision, count, signals_of
+from twostroke.cluster.autoscaling.samples import Counted, Reason, RouterSample, ScalingDecision, count, signals_of
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.protocol.stats import Role
 from twostroke.router.observe.scaling import RoleScaling, Scaling
 
 LOOK_S = 1.0
-"""Between two looks: the policy knows by the second what arrives, and decides every `interval_s`."""
+"""Seconds between two samples. The policy knows arrivals by the second and decides every `interval_s`."""
 
 STALE_S = 30.0
 """A router that has told nothing for so long is not counted on; without any there is no decision."""
@@ -26,7 +26,7 @@ _log = logging.getLogger("ray.serve")  # its records go to the log of Serve's co
 
 @dataclass(frozen=True)
 class ScalingOrder:
-    """What the autoscaler is told of the configuration; travels in the options of the deployments."""
+    """Configuration of the autoscaler. It travels in the options of the deployments."""
 
     config: AutoscalingConfig
     gpus_each: Mapping[Role, float]
@@ -35,9 +35,9 @@ class ScalingOrder:
 
 @dataclass(frozen=True)
 class ScalingView:
-    """What Serve's controller knows at one moment."""
+    """State of the application that Serve's controller sees at one moment."""
 
-    readings: Mapping[str, RouterSample]  # by router, as they told last
+    samples: Mapping[str, RouterSample]  # by router, as they told last
     routers: Collection[str]  # that run
     targets: Mapping[Role, int]
     at_s: float  # of a monotonic clock
@@ -46,7 +46,7 @@ class ScalingView:
 
 @dataclass(frozen=True)
 class State:
-    """What is kept between calls."""
+    """State that is kept between calls."""
 
     counted: Counted
     memory: PolicyMemory = field(default_factory=PolicyMemory)
@@ -55,17 +55,17 @@ class State:
 
 
 def is_due(looked_s: float | None, at_s: float) -> bool:
-    """Whether it is time for another look."""
+    """Return whether the next sample is due."""
     return looked_s is None or at_s - looked_s >= LOOK_S
 
 
 def look(before: State | None, seen: ScalingView, order: ScalingOrder) -> tuple[State, bool]:
-    """What is known after this look, and whether it brought a decision, which is `scaling` then."""
+    """Take a sample; return the new state, and whether it brought a decision, which is then in `scaling`."""
     state = before or State(Counted(begun_s=seen.at_s), told_s=seen.at_s)
-    counted = count(state.counted, seen.readings, seen.routers, seen.at_s)
+    counted = count(state.counted, seen.samples, seen.routers, seen.at_s)
     state = replace(state, counted=counted)
     heard = counted.heard_since(seen.at_s - STALE_S)
-    fresh = {router: one for router, one in seen.readings.items() if router in heard}
+    fresh = {router: one for router, one in seen.samples.items() if router in heard}
     if not fresh:
         return _blind(state, seen), False
     signals = signals_of(fresh, counted, seen.targets, order.gpus_each)

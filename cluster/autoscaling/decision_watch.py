@@ -1,7 +1,7 @@
-"""How routers learn what was decided in Serve's controller: one entry in the key-value store of Ray's head.
+"""Publication of scaling decisions, from Serve's controller to the routers, through the key-value store of Ray's head.
 
-Each decision writes it, and each router looks it up about once a second, in the background. It outlives the controller
-and the routers; whoever reads it goes by its age.
+Each decision is one entry. Each router reads it about once a second, in the background. The entry outlives the
+controller and the routers, so readers check its age.
 """
 
 import asyncio
@@ -92,8 +92,8 @@ def publish(app_name: str, scaling: Scaling) -> None:
 
 
 def published(app_name: str) -> Scaling | None:
-    """What was published last. Takes a round trip to Ray's head. Raises RayError where it doesn't answer, and
-    msgspec.DecodeError for an entry of another version of ours."""
+    """Return the last published decision. It takes a round trip to Ray's head. Raises RayError where the head does not
+    answer, and msgspec.DecodeError for an entry of another version of ours."""
     entry = _internal_kv_get(_key(app_name), namespace=_NAMESPACE)
     return None if entry is None else msgspec.json.decode(entry, type=Scaling)
 

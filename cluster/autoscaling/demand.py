@@ -1,8 +1,8 @@
-"""How many workers of each role the load needs, now and over the last `cooldown_s`, from what their steps cost.
+"""The number of workers that the load needs, now and over the last `cooldown_s`, computed from step costs.
 
-Demand is counted where requests arrive, not where they end. What came in the last `cooldown_s`, look by look, is run
-through fewer workers again as a fluid, since only sums per look are known; looks are about a second wide, so bursts are
-in it. Work is in seconds of one worker. Formulas: docs/autoscaling.md.
+Demand is counted where requests arrive, not where they end. The arrivals of the last `cooldown_s` are replayed by
+sample through fewer workers as a fluid. Samples are about a second wide, so bursts are visible. Work is in seconds of
+one worker. Formulas: docs/design/autoscaling.md.
 """
 
 import math
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
+from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
 
@@ -24,7 +24,7 @@ MAX_LOOKS = 600
 
 
 class DemandSample(NamedTuple):
-    """What arrived between two moments, and what there was at the second of them."""
+    """Arrivals between two moments, and the queue at the second of them."""
 
     at_s: float
     span_s: float
@@ -46,12 +46,12 @@ class Window:
     mean_output: float | None  # tokens of an answer; None: none has ever ended
 
     def times(self, factor: float) -> "Window":
-        """As if so many times the requests had come."""
+        """Return the window with this many times the requests."""
         of_load = ("requests", "prompt_tokens", "new_tokens", "pairs", "decoding")
         return replace(self, **{name: factor * getattr(self, name) for name in of_load})
 
     def count_of_last(self, span_s: float) -> int:
-        """How many of the looks lie within the last `span_s`; one at least, if there is any."""
+        """Return how many samples lie within the last `span_s`; at least one, if there is any."""
         if not len(self.at_s):
             return 0
         return max(1, int(len(self.at_s) - np.searchsorted(self.at_s, self.at_s[-1] - span_s, side="right")))
@@ -88,7 +88,7 @@ class History:
         return replace(self, looks=(*looks[first:], look), total=signals.arrived, at_s=signals.at_s, mean_output=mean)
 
     def window(self) -> Window:
-        """As columns, to reckon with."""
+        """Return the samples as columns."""
         rows = [(look.at_s, look.span_s, look.decoding, *look.arrived) for look in self.looks]
         columns = np.array(rows, dtype=np.float64).reshape(-1, 3 + len(Arrived._fields)).T
         at_s, span_s, decoding, requests, prompt_tokens, cached_tokens, pairs, output_tokens, ended = columns
@@ -159,19 +159,19 @@ def decode_workers(starts: Series, rows: Series, rows_each: float, attainment: f
 
 
 LEAST_SPARE = 0.05
-"""Where nothing is promised a token, a step may take so much longer than an empty one: 1 / this, at most."""
+"""Smallest `spare` of the bound on a step without a TPOT promise, which is 1 / spare of an empty step's time."""
 
 
 @dataclass(frozen=True)
 class DecodeCapacity:
-    """How much one decode worker takes without breaking the promise; all its rows alike."""
+    """Capacity of one decode worker within the promise, with all its rows alike."""
 
     rows: float  # requests at once
     step_s: float  # with so many
 
     @property
     def tokens_per_s(self) -> float:
-        """What it writes then."""
+        """Return the tokens per second that the worker generates at capacity."""
         return self.rows / self.step_s
 
 
@@ -192,7 +192,7 @@ def decode_capacity(
 
 
 def rows_within(costs: StepCosts, step_s: float, row_s: float, most: float) -> float:
-    """How many rows, up to `most`, a step of `step_s` seconds has time for, the experts read that they hit."""
+    """Return how many rows, up to `most`, fit in a step of `step_s` seconds, with the experts that they read."""
     low, high = (step_s - costs.weights_s) / row_s, (step_s - costs.base_s) / row_s  # all read, and none
     while high - low > 1e-6 * high and low < most:
         middle = (low + high) / 2
@@ -204,7 +204,7 @@ def rows_within(costs: StepCosts, step_s: float, row_s: float, most: float) -> f
 
 
 def longest_step_s(costs: StepCosts, tpot_s: float | None, spare: float) -> float:
-    """What a step with rows may take."""
+    """Return the longest time that a step with rows may take, in seconds."""
     if tpot_s is None:
         return costs.weights_s / max(spare, LEAST_SPARE)
     # An impossible promise is no reason for more.
@@ -219,12 +219,13 @@ SURE = 2.0
 SETTLE_S = 15.0
 """Requests that decode are averaged over so long: the promise a token is about an answer's mean."""
 UNPROMISED_TTFT = 5.0
-"""Where no TTFT is promised, prompts may take so many times what they take alone."""
+"""Assumed TTFT without a promise, as a multiple of a prompt's own time."""
 
 
 @dataclass(frozen=True)
 class RoleDemand:
-    """Of one role, in workers. `now` counts what arrives and waits, `lately` what the window would have needed."""
+    """Number of workers that a role needs. `now` counts what arrives and waits; `lately` is what the window would have
+    needed."""
 
     now: int
     lately: int
@@ -234,7 +235,7 @@ class RoleDemand:
 
     @property
     def workers(self) -> int:
-        """What is needed to be on time."""
+        """Return the number of workers that is needed to be on time."""
         return max(self.now, self.lately)
 
 
@@ -256,7 +257,7 @@ def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
 
 @dataclass(frozen=True)
 class RoleWork:
-    """Of one role, in seconds of a worker by look, and what waits of it."""
+    """Work of one role in seconds of a worker per sample, and its waiting part."""
 
     all: Series
     prompts: Series  # of `all`: what a prompt's wait is made of
@@ -264,7 +265,7 @@ class RoleWork:
 
 
 def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
-    """Of prefill workers. UNKNOWN without step costs."""
+    """Return the demand for prefill workers. It is UNKNOWN without step costs."""
     role = signals.prefill
     if role.costs is None:
         return UNKNOWN
@@ -284,7 +285,7 @@ def need_of(
     most: int,
     startup_s: float,
 ) -> RoleDemand:
-    """Of workers who read prompts, be it all they do or not."""
+    """Return the demand for workers that compute prompts, alone or beside decodes."""
     requests = float(window.requests.sum())
     mean_s = float(work.prompts.sum()) / requests if requests else 0.0
     if ttft_s is None:
@@ -310,7 +311,7 @@ def decode_need(
     startup_s: float,
     prefill_workers: int,
 ) -> RoleDemand:
-    """Of decode workers behind so many prefill workers. UNKNOWN without step costs."""
+    """Return the demand for decode workers behind this many prefill workers. It is UNKNOWN without step costs."""
     role = signals.decode
     if role.costs is None:
         return UNKNOWN
@@ -329,10 +330,10 @@ def decode_need(
 
 
 def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
-    """Of decode workers that read the prompts, too. UNKNOWN without step costs.
+    """Return the demand for aggregated workers. It is UNKNOWN without step costs.
 
-    Their steps take as long as the answers' promise allows, and what the rows leave of that is for prompts. So the work
-    of both adds up, in seconds of a worker, and a prompt waits for answers as well as for the prompts before it.
+    Their steps take as long as the TPOT promise allows, and the part that rows leave is for prompts. The work of both
+    adds up in seconds of a worker, and a prompt waits for answers as well as for earlier prompts.
     """
     role = signals.decode
     if role.costs is None:
@@ -383,7 +384,7 @@ def workers_held(role: RoleSignals, window: Window, each: DecodeCapacity, spare:
 
 
 def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: float) -> DecodeCapacity:
-    """Of one decode worker, for requests as long as those of the window. Raises ValueError without step costs."""
+    """Return one decode worker's capacity for the window's requests. Raises ValueError without step costs."""
     if role.costs is None:
         raise ValueError("nobody knows yet how long this role's steps take")
     kv_tokens = role.total_tokens / role.running if role.running else 0.0
@@ -391,11 +392,12 @@ def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: 
 
 
 def sure_rate(window: Window, amounts: Series, startup_s: float) -> float:
-    """What comes a second, of amounts per look: the window's mean, or of late as far as chance doesn't explain it.
+    """Return a rate per second from amounts per sample: the window's mean, or the recent rate as far as chance does
+    not explain it.
 
-    Of late is a minute, or what a worker takes to start: a burst that is over before it could help asks for nothing
-    here, and is left to the replay of the window, which knows how often such bursts come. Chance is what successive
-    looks differ by, which a load that has become another and stays so does not raise.
+    Recent is the last minute, or a worker's start-up time if that is longer: a burst that ends before a worker could
+    help asks for nothing here and is left to the replay. Chance is the difference between successive samples, which a
+    lasting change of the load does not raise.
     """
     whole_s = float(window.span_s.sum())
     if whole_s <= 0:
@@ -411,7 +413,8 @@ def sure_rate(window: Window, amounts: Series, startup_s: float) -> float:
 
 
 def _wait_s(config: AutoscalingConfig, ttft_s: float, mean_s: float) -> float:
-    """How long a prompt of average length may wait; where promises are hardly longer than prompts, part of them."""
+    """Return how long a prompt of mean length may wait, in seconds; a part of the promise where promises are hardly
+    longer than prompts."""
     return max(config.slack * ttft_s, ttft_s - mean_s)
 
 

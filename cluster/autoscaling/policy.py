@@ -18,18 +18,18 @@ from twostroke.cluster.autoscaling.demand import (
     decode_need,
     prefill_need,
 )
-from twostroke.cluster.autoscaling.readings import Reason, RoleSignals, ScalingDecision, Signals
+from twostroke.cluster.autoscaling.samples import Reason, RoleSignals, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
 HOUR_S = 3600.0
 FIRST_STARTUP_S = 30.0
-"""What a worker is thought to take from its order to its first request until one has shown."""
+"""Assumed start-up time of a worker, in seconds, until one has been measured."""
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What is remembered of one role."""
+    """Memory of one role."""
 
     changed_s: float | None = None  # when its number was last changed, or the policy began
     went_up: bool | None = None  # which way; None: not yet
@@ -64,7 +64,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a role would have if there were no other."""
+    """Number of workers that a role would have if it were alone, with the reason."""
 
     workers: int
     reason: Reason
@@ -72,7 +72,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one role: `least` is that of a somewhat larger load, so that what was given back isn't missed at once."""
+    """Demand of one role. `least` is that of a slightly larger load, so that a worker that was given back is not
+    missed at once."""
 
     need: RoleDemand
     least: RoleDemand
@@ -114,7 +115,7 @@ def _blind(role: RoleSignals, needs: Needs, limits: RoleLimits) -> Wish:
 
 
 def _held(role: RoleSignals, memory: RoleMemory, config: AutoscalingConfig, now_s: float) -> Reason | None:
-    """Why this role may not shrink now."""
+    """Return why this role may not shrink now, or None."""
     since_s = now_s - (memory.changed_s if memory.changed_s is not None else now_s)
     if since_s < config.cooldown_s:
         # A change that takes longer than a cooldown, as where no machine can be had, is no reason to wait for ever.
@@ -131,7 +132,7 @@ WORTH_MOVING = 1.2
 
 @dataclass(frozen=True)
 class Claim:
-    """What a role has, wants and may have."""
+    """Current, wanted and allowed number of workers of a role."""
 
     has: int
     needs: int  # what the load needs
@@ -159,7 +160,7 @@ def share(prefill: Claim, decode: Claim, budget: float | None) -> tuple[int, int
 
 
 def _filled(prefill: Claim, decode: Claim, budget: float) -> tuple[int, int]:
-    """From the minima up, one worker at a time for whoever is served worse, while the budget lasts."""
+    """Share the budget from the minima up, one worker at a time for the role that is served worse."""
     p, d = prefill.limits.min, decode.limits.min
     if p == 0 and prefill.needs > 0 and _cost(prefill, decode, 1, d) <= budget + 1e-9:
         p = 1  # none at all would be served worst
@@ -196,7 +197,7 @@ MARGIN = 1.05
 
 @dataclass(frozen=True)
 class PolicyMemory:
-    """What the policy remembers between decisions; begins empty."""
+    """Memory of the policy between decisions. It begins empty."""
 
     history: History = field(default_factory=History)
     decided_s: float | None = None
@@ -205,10 +206,10 @@ class PolicyMemory:
 
 
 def decide(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig) -> tuple[ScalingDecision, PolicyMemory]:
-    """How many workers each role is to have now.
+    """Decide how many workers each role should have now.
 
-    May be called as often as one likes, best about once a second: what arrives is then known by the second. A new
-    decision is made every `interval_s`; in between the targets stay.
+    Call it about once a second, so that arrivals are known by the second. It makes a new decision every `interval_s`;
+    in between the targets stay.
     """
     now_s = signals.at_s
     memory = replace(
@@ -282,7 +283,7 @@ def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool
 
 
 def _needed(need: RoleDemand, wished: Wish) -> int:
-    """What a role's share of the budget goes by: its need, or what it wishes where that is not known."""
+    """Return the demand by which a role shares in the budget: its need, or its wish where the need is unknown."""
     return need.workers if need.known else wished.workers
 
 

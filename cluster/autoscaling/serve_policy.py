@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingContext
 
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder, ScalingView, State, is_due, look
 from twostroke.cluster.autoscaling.decision_watch import publish
-from twostroke.cluster.autoscaling.readings import RouterSample
+from twostroke.cluster.autoscaling.samples import RouterSample
 from twostroke.protocol.settings import from_plain
 from twostroke.protocol.stats import Role
 
@@ -60,16 +60,17 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
 
 
 def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: float) -> tuple[State, bool]:
-    """As `look`, at what Serve knows."""
+    """Run `look` on what Serve knows."""
     decode, router = named[DEPLOYMENTS["decode"]], named[ROUTER]
     order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder, dec_hook=from_plain)
     targets = {role: named[name].target_num_replicas for role, name in DEPLOYMENTS.items() if name in named}
     routers = {replica.unique_id for replica in router.running_replicas}
-    return look(state, ScalingView(readings_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)
+    return look(state, ScalingView(samples_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)
 
 
-def readings_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, RouterSample]:
-    """What each router told last, from time series by name and replica. Serve's own averages would blur counters."""
+def samples_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, RouterSample]:
+    """Return each router's newest sample, from time series by name and replica. Serve's own averages would blur
+    counters."""
     numbers: dict[str, dict[str, float]] = {}
     for name, series in raw_metrics.items():
         for replica, points in series.items():

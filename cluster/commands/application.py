@@ -1,8 +1,8 @@
-"""What `serve deploy` and `serve shutdown` lack, for an application on a Ray cluster.
+"""`twostroke await` and `twostroke drain`, for an application on a Ray cluster.
 
-`twostroke await`: `serve deploy` says success once the cluster has taken the file. Whether the application runs then,
-only Serve knows. `twostroke drain`: `serve shutdown` cuts every stream, as it ends the proxies first. It runs on a node
-of the Ray cluster, with Ray's token in its environment.
+`serve deploy` reports success once the cluster has taken the file; `await` waits until the application runs. `serve
+shutdown` ends the proxies first and cuts every stream; `drain` lets them end. Both run on a node of the Ray cluster,
+with Ray's token in the environment.
 """
 
 import argparse
@@ -21,7 +21,7 @@ REACH_S = 5.0
 MOST_S = 86400.0
 
 Look = Callable[[], Mapping[str, Any] | None]
-"""What Serve tells of the application; None where it has none of that name, or nobody answers yet."""
+"""Serve's view of the application. It returns None where no application has the name, or nothing answers yet."""
 
 
 def add_await_arguments(parser: argparse.ArgumentParser) -> None:

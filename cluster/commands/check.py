@@ -98,9 +98,8 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
 
 
 def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What can be said of a model that can be served: of a decode worker, and of a prefill worker where that holds the
-    model otherwise. Raises ConfigError where it can't, or its tensors don't fit it.
-    """
+    """Describe a model that can be served: of a decode worker, and of a prefill worker if that holds the model
+    differently. Raises ConfigError where it cannot be served or its tensors do not fit it."""
     from twostroke.model.served import open_model
     from twostroke.router.text.tokenizer import given_end_tokens
 
@@ -118,7 +117,7 @@ def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) 
 def _of_worker(
     role: Role, folder: Path, model: "ServedModel", config: ClusterConfig, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """On this machine's memory as many workers share it as `twostroke serve` would start."""
+    """Describe one worker. On this machine, as many workers share the memory as `twostroke serve` would start."""
     import torch
 
     from twostroke.model.cache.memory import available_bytes
@@ -196,7 +195,7 @@ def _too_small(found: "Fit", memory: int) -> str:
 
 
 def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
-    """For people."""
+    """Return the description as lines for people."""
     from twostroke.model.cache.memory import gibibytes
 
     if told["family"] is None:

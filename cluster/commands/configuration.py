@@ -1,4 +1,5 @@
-"""What helps to write a configuration: `config check`, `config schema` for editors, and its documentation's tables."""
+"""Commands that help to write a configuration: `config check`, `config schema` for editors, and `config reference` for
+the documentation."""
 
 import argparse
 import json

@@ -122,7 +122,7 @@ def _show(
 
 
 def summary(pairs: list[dict[str, Any]], *, has_all_workers: bool) -> str:
-    """What came of the trials, in one sentence."""
+    """Return the result of all probes in one sentence."""
     if not pairs:
         reason = "decode workers read prompts themselves" if has_all_workers else "workers are missing"
         return f"There is no pair of workers that KV could travel between: {reason}."
@@ -136,7 +136,7 @@ def summary(pairs: list[dict[str, Any]], *, has_all_workers: bool) -> str:
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
-    """What the server says in OpenAI's error object, or else the status."""
+    """Return the message of OpenAI's error object, or the status."""
     try:
         return str(json.load(error)["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):

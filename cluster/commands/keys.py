@@ -135,7 +135,7 @@ def _keys(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def _write(path: Path, keys: Sequence[KeyConfig]) -> None:
-    """In one step, for those who read it meanwhile. Raises ConfigError."""
+    """Write the file in one step, because routers read it meanwhile. Raises ConfigError."""
     read_settings(AuthConfig, {"keys": keys})
     text = "".join(f"{_line(key)}\n" for key in keys)
     try:

@@ -44,7 +44,7 @@ IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
 def _count(text: str) -> int | None:
-    """As vLLM takes them: 8192, 8k (thousands), 8K (of 1,024); auto: what there is room for."""
+    """Return a number of tokens as vLLM writes it: 8192, 8k (thousands), 8K (of 1,024); None for `auto`."""
     if text == "auto":
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
@@ -69,7 +69,7 @@ _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--swap-space": (float, "GIB", "host memory for requests that must give their blocks back"),
     "--otlp-traces-endpoint": (str, "URL", "where traces of requests go"),
 }
-"""As vLLM calls them, for the settings that mean the same: their type, what stands for the value, what it is."""
+"""vLLM's flags for settings that mean the same: type, placeholder and help."""
 _SHORT = {"--served-model-name": ("--name",), "--tensor-parallel-size": ("-tp",), "--pipeline-parallel-size": ("-pp",)}
 
 

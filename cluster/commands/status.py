@@ -39,13 +39,13 @@ class WorkerRow:
     seconds: float  # between the two answers
 
     def rate(self, counter: str, unit: float = 1.0) -> str:
-        """How fast a counter grew; a worker that was not there before has no rate yet."""
+        """Return how fast a counter grew. A worker that was not there before has no rate yet."""
         if self.before is None or self.seconds <= 0:
             return "-"
         return f"{(self.stats[counter] - self.before[counter]) / self.seconds / unit:.1f}"
 
     def state(self) -> str:
-        """Whether it takes requests."""
+        """Return whether the worker takes requests, as one word."""
         if not self.worker["reachable"]:
             return UNREACHABLE
         if self.worker.get("ejected"):
@@ -72,7 +72,7 @@ class WorkerRow:
         return f"{(self.stats[counter] - self.before[counter]) / most:.1%}"
 
     def base_ms(self) -> str:
-        """Of an empty step, as fitted."""
+        """Return the fitted time of an empty step, in milliseconds."""
         costs = self.stats["costs"]
         return "-" if costs is None else f"{1e3 * costs[0]:.2f}"
 
@@ -134,7 +134,7 @@ STARTING_S = 60.0
 """A worker that was asked for so lately starts; one that is missing for longer may have no room anywhere."""
 
 LEAST_INTERVAL_S = 0.1
-"""Between two looks."""
+"""Smallest interval between two samples, in seconds."""
 PIPE_COLUMNS = 190
 
 Fetch = Callable[[], dict[str, Any]]
@@ -199,7 +199,7 @@ def headline(status: Numbers) -> Text:
 
 
 def worker_rows(columns: Sequence[Column], before: Numbers | None, after: Numbers, seconds: float) -> list[list[str]]:
-    """Of each worker its name, its role, and what the columns tell."""
+    """Return for each worker its name, its role and its columns."""
     earlier = {worker["epoch"]: worker["stats"] for worker in (before or {"workers": ()})["workers"]}
     rows: list[list[str]] = []
     for worker in after["workers"]:
@@ -214,7 +214,8 @@ def worker_rows(columns: Sequence[Column], before: Numbers | None, after: Number
 
 
 def worker_tables(columns: Sequence[Column], rows: Sequence[Sequence[str]], console: Console) -> list[Table]:
-    """Of `worker_rows`: one table where its rows fit in one line each, else as many as it takes, a column a worker."""
+    """Return tables of `worker_rows`: one table if its rows fit in one line each, else several with a column per
+    worker."""
     headings = ["worker", "role", *(heading for heading, _ in columns)]
     wide = _table(headings, rows, num_texts=headings.index("running"))
     if fits(wide, console):
@@ -230,7 +231,7 @@ def worker_tables(columns: Sequence[Column], rows: Sequence[Sequence[str]], cons
 
 
 def scaling_rows(status: Numbers) -> list[list[str]]:
-    """What _SCALING_HEADINGS name, of each role; nothing where the number of workers is fixed."""
+    """Return the cells of _SCALING_HEADINGS for each role; nothing where the number of workers is fixed."""
     scaling = status.get("autoscaling")
     if scaling is None:
         return []
@@ -248,7 +249,7 @@ def scaling_rows(status: Numbers) -> list[list[str]]:
 
 
 def class_rows(status: Numbers) -> list[list[str]]:
-    """What _CLASS_HEADINGS name, of each class that is configured or waits; the urgent first."""
+    """Return the cells of _CLASS_HEADINGS for each class that is configured or waits, the urgent first."""
     requests: dict[str, int] = defaultdict(int)
     tokens: dict[str, int] = defaultdict(int)
     attainment: dict[str, float] = {one["name"]: one["attainment"] for one in status.get("slo_classes", ())}
@@ -292,7 +293,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_texts: in
 
 @dataclass
 class StatusView:
-    """What is on the screen: the newest answer with the rates since the one before."""
+    """Content of the screen: the newest answer, with rates since the one before."""
 
     url: str
     console: Console
@@ -366,7 +367,7 @@ def table_console() -> Console:
 
 
 def fits(table: Table, console: Console) -> bool:
-    """Whether a row is one line there."""
+    """Return whether each row fits in one line."""
     # Asked of an endless line: within a short one, the table would promise to wrap its cells.
     endless = console.options.update(width=10_000)
     return Measurement.get(console, endless, table).maximum <= console.width

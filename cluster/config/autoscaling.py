@@ -11,7 +11,7 @@ from twostroke.protocol.stats import Role
 
 
 class RoleLimits(Section):
-    """How many workers a role may have."""
+    """Limits of the number of workers of a role."""
 
     min: NonNegativeInt = 1
     """Workers, at most `max`; of decode workers at least 1. With no prefill worker decode workers read the prompts
@@ -27,11 +27,9 @@ class RoleLimits(Section):
 
 
 class AutoscalingConfig(Section):
-    """How many workers there are, decided anew every few seconds from what arrives (docs/autoscaling.md).
-
-    `prefill.replicas` and `decode.replicas` say with how many to begin, and must lie between `min` and `max`. An
-    aggregated server (`prefill.replicas: 0`) leaves `autoscaling.prefill` out.
-    """
+    """Number of workers, decided anew every few seconds from what arrives (docs/autoscaling.md). `prefill.replicas`
+    and `decode.replicas` are the numbers to begin with and must lie between `min` and `max`. An aggregated server
+    (`prefill.replicas: 0`) leaves `autoscaling.prefill` out."""
 
     enabled: bool = False
     """`false`: there are as many workers as `replicas` says."""
@@ -40,11 +38,11 @@ class AutoscalingConfig(Section):
     budget: PositiveFloat | None = None
     """GPUs that both roles may take together; workers, where they have no GPUs. null: the maxima."""
     interval_s: Annotated[float, Ge(0.5)] = 5.0
-    """Between decisions; routers and Serve's controller talk at about the pace of the least."""
+    """Seconds between decisions."""
     cooldown_s: NonNegativeFloat = 900.0
-    """At least `interval_s`. A role shrinks to what so many of the last seconds needed, and so long after its last
-    change at the earliest. Longer for bursts, shorter for load that changes slowly; longer than it takes to start a
-    worker."""
+    """Window of scaling down, in seconds, at least `interval_s`. A role shrinks to what this window needed, at the
+    earliest this long after its last change. Longer for bursts, shorter for load that changes slowly; longer than a
+    worker's start."""
     slack: Annotated[float, Gt(0), Le(1)] = 0.5
     """Share of the promised time to the first token for which prompts may wait. Less for more workers sooner."""
     attainment: Annotated[float, Gt(0), Le(1)] = 0.98
@@ -64,7 +62,7 @@ class AutoscalingConfig(Section):
 
 
 class WorkerCounts(NamedTuple):
-    """Of one role. All the same where the number is fixed; `most` is 0 where there is no such role."""
+    """Numbers of workers of one role. All are equal where the number is fixed; `most` is 0 for an absent role."""
 
     least: int
     first: int  # to begin with
@@ -72,7 +70,7 @@ class WorkerCounts(NamedTuple):
 
 
 def worker_counts(autoscaling: AutoscalingConfig, role: Role, replicas: int) -> WorkerCounts:
-    """Of a role that begins with so many replicas."""
+    """Return the numbers of a role that begins with this many replicas."""
     limits: RoleLimits = getattr(autoscaling, role)
     is_left_out = replicas == 0 and limits == RoleLimits()
     if not autoscaling.enabled or is_left_out:

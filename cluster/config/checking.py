@@ -19,18 +19,16 @@ _PART = re.compile(r"\[(\d+)\]|([\w-]+)")
 
 
 class ConfigFault(NamedTuple):
-    """What is wrong, and where."""
+    """An error of a configuration file, with its line."""
 
     line: int  # the first is 1
     text: str  # begins with the setting's path
 
 
 def faults_of(path: Path) -> list[ConfigFault]:
-    """Of a file for `twostroke serve --config`, or for Ray Serve's tools, which has configurations under `args`.
-
-    What settings say together is judged where each is right by itself. Raises ConfigError for a file that can't be
-    read, is no YAML, or is Serve's and has no such `args`.
-    """
+    """Return all errors of a file for `twostroke serve --config`, or for Ray Serve's tools, whose configurations stand
+    under `args`. Settings are checked together only where each is right alone. Raises ConfigError for a file that
+    cannot be read, is not YAML, or is Serve's and has no `args`."""
     raw, text_of_file = load_yaml_and_text(path)
     root = yaml.compose(text_of_file, yaml.SafeLoader)
     if "applications" not in raw:

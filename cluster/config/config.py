@@ -85,22 +85,22 @@ class ClusterConfig(Section):
 
     @property
     def counts(self) -> Mapping[Role, WorkerCounts]:
-        """How many workers each role may have."""
+        """Return the numbers of workers of each role."""
         return {role: worker_counts(self.autoscaling, role, each.replicas) for role, each in self.roles.items()}
 
     @property
     def gpus_each(self) -> Mapping[Role, float]:
-        """What a worker of each role takes, all ranks together."""
+        """Return the GPUs of one worker of each role, all ranks together."""
         return {role: section.gpus * section.num_ranks for role, section in self.roles.items()}
 
     @property
     def has_prefill(self) -> bool:
-        """Whether there are prefill workers, or may be; otherwise decode workers read all prompts themselves."""
+        """Return whether there are, or may be, prefill workers. Otherwise decode workers compute all prompts."""
         return self.counts["prefill"].most > 0
 
     @property
     def num_workers(self) -> int:
-        """That there may be at most."""
+        """Return the largest number of workers that there may be."""
         return sum(of_role.most for of_role in self.counts.values())
 
     @property
@@ -110,7 +110,7 @@ class ClusterConfig(Section):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Where the workers compute. Raises ConfigError where that is not the same for all."""
+        """Return where the workers compute. Raises ConfigError where that differs between workers."""
         with_gpu = [section.gpus > 0 for role, section in self.roles.items() if role == "decode" or self.has_prefill]
         if self.model.device == "cpu":
             return "cpu"
@@ -140,7 +140,7 @@ class ClusterConfig(Section):
 
     @property
     def transport(self) -> TransportChoice:
-        """How KV is to travel. Raises ConfigError where it can't between these workers, or encoded as they would."""
+        """Return the transport of KV. Raises ConfigError where these workers or the encoding rule it out."""
         chosen = self.kv_transfer.transport
         elsewhere = {"cpu": ("cuda_ipc",), "cuda": ("tcp", "shm")}[self.device]
         if chosen in elsewhere:
@@ -183,7 +183,7 @@ def with_keys(config: ClusterConfig, keys: Sequence[KeyConfig]) -> ClusterConfig
 
 
 def keys_of(config: ClusterConfig) -> tuple[KeyConfig, ...]:
-    """Of the configuration and of its file, as that is now. Raises ConfigError that names the file."""
+    """Return the keys of the configuration and of its file, as it is now. Raises ConfigError that names the file."""
     if config.auth.keys_file is None:
         return config.auth.keys
     path = Path(config.auth.keys_file)

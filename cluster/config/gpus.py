@@ -1,7 +1,5 @@
-"""Which workers get which share of the GPUs that there are, where the settings don't say.
-
-Works on settings as YAML gives them: what is decided travels with them, to wherever the application is built.
-"""
+"""Division of the GPUs among the workers, where the settings do not say. It works on settings as YAML gives them, so
+that the result travels to wherever the application is built."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
@@ -11,7 +9,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role
 
 PREFILL_SHARE = 3 / 8
-"""Of workers, where nobody says how many: answers take longer than prompts."""
+"""Share of prefill workers where no numbers are given, because answers take longer than prompts."""
 
 
 class Shared(NamedTuple):

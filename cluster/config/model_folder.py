@@ -1,4 +1,4 @@
-"""Where a model lies: bundled with the package, in a folder or a GGUF file, or on the Hugging Face hub."""
+"""Location of a model: bundled with the package, a folder, a GGUF file, or the Hugging Face hub."""
 
 import re
 from collections.abc import Sequence
@@ -68,17 +68,15 @@ def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_PATTERNS, revi
 
 
 def served_name(model: ModelSection, folder: Path) -> str:
-    """What clients write in `model`."""
+    """Return the name that clients write in `model`."""
     if model.name is not None:
         return model.name
     return "twostroke-bundled" if model.path == BUNDLED_MODEL else folder.name
 
 
 def chat_template_text(model: ModelSection) -> str | None:
-    """Of `model.chat_template`, which is the text itself or a file's path; None where the model's own is to be taken.
-
-    Raises ConfigError.
-    """
+    """Return the chat template of `model.chat_template`, which is the text itself or a file's path; None for the
+    model's own. Raises ConfigError."""
     given = model.chat_template
     if given is None or _is_template(given):
         return given

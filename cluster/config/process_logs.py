@@ -20,7 +20,7 @@ writes."""
 
 
 class LoggingConfig(Section):
-    """What our own parts log, and where to (docs/observability.md#logs). Ray's and Serve's logs are their own."""
+    """Logs of our own processes (docs/observability.md#logs). Ray's and Serve's logs are their own."""
 
     format: Literal["text", "json"] = "text"
     """Lines for people, or one JSON object a line for programs."""

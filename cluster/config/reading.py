@@ -1,6 +1,7 @@
-"""From YAML to the sections of the configuration, and from pydantic's errors to one line that begins with the setting.
+"""Conversion of YAML to the sections of the configuration, and of pydantic's errors to one line that begins with the
+setting.
 
-A section is a `Section` model beside whatever it configures. What is wrong in one is a ConfigError from here on.
+A section is a `Section` model beside the part that it configures. Errors in it are ConfigErrors from here on.
 """
 
 import difflib
@@ -61,7 +62,8 @@ def fault_of(error: ErrorDetails, kind: type[Section]) -> str:
 
 
 def _hint_of_whole_file(name: str, kind: type[Section], *, is_near: bool) -> str | None:
-    """What to write instead of a name that its section lacks; `is_near`: the section itself has one much like it."""
+    """Return what to write instead of a name that its section lacks. `is_near` tells that the section itself has a
+    similar one."""
     places: dict[str, list[str]] = {}
     for path in setting_paths(kind):
         places.setdefault(path.rpartition(".")[2], []).append(path)
@@ -74,7 +76,7 @@ def _hint_of_whole_file(name: str, kind: type[Section], *, is_near: bool) -> str
 
 
 def setting_paths(kind: type[Section], path: str = "") -> Iterator[str]:
-    """Of all that can be set, as `decode.max_batch`; `auth.keys[].name` where there may be many."""
+    """Return the paths of all settings, such as `decode.max_batch`, or `auth.keys[].name` in a list."""
     for name, field in kind.model_fields.items():
         inner: Any = field.annotation
         if get_origin(inner) is tuple and isinstance(get_args(inner)[0], type):

@@ -33,7 +33,7 @@ DOZEN: Mapping[tuple[str, ...], str] = {
 
 _REQUIRED = "required"
 _ROLE = re.compile("|".join(get_args(Role)))
-_PAGE = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
+_PAGE = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
 
 
 class Setting(NamedTuple):
@@ -46,7 +46,8 @@ class Setting(NamedTuple):
 
 
 def settings_of(kind: type[Section], path: str = "") -> Iterator[Setting]:
-    """Of a section and of those within; what a section adds of its own comes before what it has of others."""
+    """Return the settings of a section and of those within. A section's own settings come before those that it
+    inherits."""
     schema = kind.model_json_schema()
     fields = [name for cls in kind.__mro__ for name in get_annotations(cls) if name in kind.model_fields]
     for name in dict.fromkeys(fields):
@@ -84,7 +85,7 @@ def _dozen(known: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def _table(settings: Sequence[Setting]) -> Iterator[str]:
-    """What both roles have with the same words is one row, and stands side by side where the words differ."""
+    """Return a table. Settings that both roles describe in the same words share a row; the others are side by side."""
     yield "| setting | default | values | what it is, and when to change it |"
     yield "|---|---|---|---|"
     rows: dict[str, dict[Sequence[str], list[str]]] = {}
@@ -99,7 +100,7 @@ def _names(paths: Iterable[str]) -> str:
 
 
 def _plain(default: object) -> str:
-    """As YAML has it, without a line of its own."""
+    """Return a default as YAML writes it, in one line."""
     if isinstance(default, list):
         return f"[{', '.join(map(_plain, default))}]"
     if isinstance(default, dict):
@@ -110,7 +111,7 @@ def _plain(default: object) -> str:
 
 
 def _values(told: Mapping[str, Any]) -> str:
-    """What a value may be, from its JSON schema."""
+    """Return the allowed values, from the JSON schema."""
     kinds = [kind for kind in told.get("anyOf", [told]) if kind.get("type") != "null"]
     words = [word for kind in kinds for word in _options(kind)]
     return ", ".join([*words, *(_range(kind) for kind in kinds if not _options(kind))])
@@ -146,5 +147,5 @@ def _many(values: str) -> str:
 
 
 def _sentence(docstring: str) -> str:
-    """In one line, with links to the pages that it names."""
+    """Return a docstring in one line, with links to the pages that it names."""
     return _PAGE.sub(lambda page: f"[{page[1]}]({page[1]}{page[2] or ''})", " ".join(docstring.split()))

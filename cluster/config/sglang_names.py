@@ -38,7 +38,7 @@ AS_VLLM: Mapping[str, str] = {
     "lora_paths": "lora_modules",
     "dist_init_addr": "headless",
 }
-"""By SGLang's name, as its Python and YAML have it: vLLM's name for the same."""
+"""vLLM's names by SGLang's, as Python and YAML have them."""
 
 INSTEAD: Mapping[str, str] = {
     "disable_radix_cache": "prefixes are always cached: leave it out",

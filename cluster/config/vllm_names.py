@@ -36,7 +36,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "uvicorn_log_level": ("logging.level",),
     "api_key": ("auth.keys",),
 }
-"""By vLLM's name, as its Python and YAML have it: settings that do the same, though some take other values."""
+"""Settings by vLLM's name for the same, as its Python and YAML have it. Some take other values."""
 
 INSTEAD: Mapping[str, str] = {
     "async_scheduling": "steps are always scheduled ahead (decode.run_ahead): leave it out",
@@ -70,7 +70,7 @@ INSTEAD: Mapping[str, str] = {
     "enable_sleep_mode": "weights stay in memory: leave it out",
     "enforce_eager": "there is nothing to choose: leave it out",
     "guided_decoding_backend": "there is one: leave it out",
-    "headless": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
+    "headless": "`ray start` makes a machine a node of the cluster: docs/hosts.md",
     "hf_config_path": "the model's folder has it",
     "hf_overrides": "change config.json in a copy of the folder",
     "hf_token": "set the environment variable HF_TOKEN",
@@ -81,15 +81,15 @@ INSTEAD: Mapping[str, str] = {
     "limit_mm_per_prompt": "prompts are text alone: leave it out",
     "load_format": "the files tell, safetensors or GGUF: leave it out",
     "lora_modules": "adapters are not served: merge them into the weights",
-    "master_addr": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
+    "master_addr": "`ray start` makes a machine a node of the cluster: docs/hosts.md",
     "max_log_len": "no prompt reaches a log: leave it out",
     "max_logprobs": "requests may ask for 20: leave it out",
     "max_lora_rank": "adapters are not served: merge them into the weights",
     "max_seq_len_to_capture": "there is nothing to compile ahead: leave it out",
     "middleware": "there is none: put a proxy in front",
     "mm_processor_kwargs": "prompts are text alone: leave it out",
-    "nnodes": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
-    "node_rank": "`ray start` makes a machine a node of the cluster: docs/nodes.md",
+    "nnodes": "`ray start` makes a machine a node of the cluster: docs/hosts.md",
+    "node_rank": "`ray start` makes a machine a node of the cluster: docs/hosts.md",
     "num_speculative_tokens": "no tokens are guessed ahead: leave it out",
     "optimization_level": "there is nothing to compile ahead: leave it out",
     "override_generation_config": "change generation_config.json in a copy of the folder",
@@ -114,7 +114,7 @@ INSTEAD: Mapping[str, str] = {
     "tool_parser_plugin": "model.response_template describes a format of your own: docs/tools.md",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
 }
-"""What to do about those that have no setting here."""
+"""Advice for vLLM's settings that have no counterpart."""
 
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -147,7 +147,7 @@ COMMANDS: Mapping[str, str] = {
     "complete": "`curl http://HOST:PORT/v1/completions`",
     "run-batch": "requests to a running server, as many at once as you like",
 }
-"""What there is for vLLM's commands that have another name here."""
+"""Our commands for vLLM's."""
 
 OF_BENCH_SERVE: Mapping[str, str] = {
     "backend": "any OpenAI server is asked alike: leave it out",

@@ -1,4 +1,4 @@
-"""What a worker is told of the configuration."""
+"""The part of the configuration that a worker gets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PeerShape(NamedTuple):
-    """What lanes to a worker are told by."""
+    """Properties of peers that determine the lanes to a worker."""
 
     cut: RankCut
     block_size: int  # tokens
@@ -48,7 +48,7 @@ def check_parts(config: ClusterConfig) -> None:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker of either role is told. Travels from the process that deploys to the worker's ranks."""
+    """Settings of a worker of either role. They travel from the process that deploys to the worker's ranks."""
 
     model: ModelSection
     resources: WorkerResources
@@ -105,7 +105,7 @@ class WorkerSettings:
 
     @property
     def staged(self) -> Staged:
-        """What links with staging memory take of each rank's GPU."""
+        """Return the memory that staging links take of each rank's GPU."""
         stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
         return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
@@ -122,7 +122,7 @@ class WorkerSettings:
         return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
-        """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
+        """Return the engine's configuration for a rank. `gpu` is the rank's number among the visible GPUs."""
         from twostroke.model.costs.sizes import StepBounds
         from twostroke.model.engine_config import EngineConfig
 

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def worker_metadata(info: WorkerInfo) -> dict[str, object]:
-    """What a worker's `record_replica_metadata` returns. Plain JSON types: Serve's controller carries it."""
+    """Return what a worker's `record_replica_metadata` returns: plain JSON types, because Serve's controller carries
+    it."""
     return {METADATA_KEY: msgspec.to_builtins(info), PROTOCOL_KEY: PROTOCOL}
 
 
@@ -46,7 +47,7 @@ def read_worker_metadata(metadata: dict[str, object]) -> WorkerInfo | None:
 
 
 class Departure(Enum):
-    """How a worker went."""
+    """Reason of a worker's departure."""
 
     LEAVES = "leaves"  # Serve takes it down, and its process goes on for a while
     DIED = "died"
@@ -91,7 +92,7 @@ class WorkerDirectory:
         for name in sorted(self._other_versions - before):
             _log.warning(
                 "worker %s runs another version than this router and is left out: roll all nodes to one version "
-                "(docs/deploy.md)",
+                "(docs/hosts.md)",
                 name,
             )
         self._replace(workers, Departure.LEAVES)
@@ -210,7 +211,7 @@ class ServeFleet:
                 del self._calls[worker]
 
     def _on_departed(self, workers: frozenset[Peer], how: Departure) -> None:
-        """On any thread."""
+        """Handle a departure. It may be called on any thread."""
         self._loop.call_soon_threadsafe(self._part_with, workers, how)
 
     def _part_with(self, workers: frozenset[Peer], how: Departure) -> None:

@@ -79,7 +79,7 @@ def main() -> NoReturn:
 
 
 def _set_deadline(path: Path) -> None:
-    """In one step, and in the same place: Serve knows its HAProxy by the file's name."""
+    """Write the deadline in one step and at the same path, because Serve finds its HAProxy by the file's name."""
     config = path.read_text(encoding="utf-8")
     changed = with_deadline(config)
     if changed != config:

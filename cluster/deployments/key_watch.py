@@ -1,4 +1,4 @@
-"""How routers learn of API keys that are added, changed and revoked: each looks whether the file of keys is another."""
+"""Reload of API keys that are added, changed and revoked. Each router checks whether the file of keys has changed."""
 
 import asyncio
 import logging

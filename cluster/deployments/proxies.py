@@ -1,13 +1,11 @@
-"""What stands before the routers beside HAProxy: one middleware, whoever reaches the port, and the switches of Ray that
-our replicas count on.
+"""The parts of Serve's HTTP entry that are ours: one middleware, a warning, and the Ray switches that replicas need.
 
 The middleware goes around Serve's own, in its proxies and in router replicas that take requests themselves. Serve
 appends an `X-Request-Id` of its own to every answer, and echoes whatever the client sent. `RequestIds` outside of it
-lets it see sound ids alone, and answers with one.
+shows it valid ids alone, and answers with one id.
 
-The switches exist as environment variables alone. `twostroke serve` sets them itself. On a cluster they are in the
-environment of Ray's processes on every node, from `deploy/ray.env`, which says why each is there; a test compares the
-two. Who forgets them is told so in the log of each router.
+The switches exist as environment variables alone. `twostroke serve` sets them itself. On a cluster they come from
+`deploy/ray.env`, which says why each is there; a test compares the two. Each router logs a switch that is missing.
 """
 
 import ipaddress
@@ -19,12 +17,13 @@ from twostroke.router.http.middleware import RequestIds
 
 
 def http_middlewares() -> list[Middleware]:
-    """For Serve: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
+    """Return Serve's middlewares. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
     return [Middleware(RequestIds)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on `host`. A name that is no address counts as reachable."""
+    """Return whether only this machine reaches a listener on `host`. A name that is not an address counts as
+    reachable."""
     if host == "localhost":
         return True
     try:
@@ -34,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def exposure_warning(host: str, *, has_keys: bool) -> str | None:
-    """What to say of an endpoint on `host`; None where it is no concern."""
+    """Return the warning about an endpoint on `host`, or None."""
     if has_keys or is_loopback(host):
         return None
     return (
@@ -53,27 +52,25 @@ SWITCHES: Mapping[str, str] = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.4",
 }
-"""On whichever machine, with whichever proxy."""
+"""Ray switches that are needed with any proxy."""
 
 HAPROXY_SWITCHES: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "90",  # longer than router.body_timeout_s, so that its 408 comes
 }
-"""Where HAProxy is the proxy: everywhere that Ray brings one for."""
+"""Ray switches with HAProxy as the proxy."""
 
 NO_HAPROXY_SWITCHES: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "0",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else the option for throughput would start no proxy at all
 }
-"""Where Serve's own proxy is."""
+"""Ray switches with Serve's own proxy."""
 
 
 def forgotten_switches(environment: Mapping[str, str]) -> str | None:
-    """What to say of an environment that lacks switches, or has others; None where it is as it should be.
-
-    Serve's own proxy in place of HAProxy is a choice, and not complained of.
-    """
+    """Return what is wrong with Ray's environment, or None. Serve's own proxy in place of HAProxy is a choice and not
+    reported."""
     with_haproxy = environment.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
     expected = {**SWITCHES, **HAPROXY_SWITCHES} if with_haproxy else SWITCHES
     forgotten = [f"{name}={value}" for name, value in expected.items() if environment.get(name) != value]
@@ -81,5 +78,5 @@ def forgotten_switches(environment: Mapping[str, str]) -> str | None:
         return None
     return (
         f"Ray runs on this node without {', '.join(forgotten)}: start Ray with deploy/ray.env in its environment, on "
-        "every node (docs/deploy.md)"
+        "every node (docs/hosts.md)"
     )

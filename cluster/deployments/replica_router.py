@@ -1,8 +1,8 @@
-"""How Serve reaches exactly the replica that the pipeline picked, and how the router learns who is there.
+"""Delivery of Serve calls to exactly the replica that the pipeline picked, and discovery of the live replicas.
 
 Serve makes one RequestRouter per handle, inside the process that holds the handle, and gives it the live replicas with
-the metadata they published. Ours doesn't choose: it reads the chosen worker from the call's first argument, and it
-writes the live workers down in this process's directory. Those that Serve has begun to take down are not among them.
+the metadata they published. Ours does not choose: it reads the chosen worker from the call's first argument, and writes
+the live workers into this process's directory. Replicas that Serve has begun to take down are left out.
 """
 
 from ray.serve._private.common import RequestMetadata

@@ -62,7 +62,7 @@ class OtherRouters:
         self._own = own
 
     async def readings(self) -> Sequence[RouterMetricsSample]:
-        """Of those that answer in time."""
+        """Return the samples of routers that answer in time."""
         try:
             # What is public waits for all replicas, or fails with any of them.
             calls = await asyncio.wait_for(
@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """What a router replica is told."""
+    """Settings of a router replica."""
 
     model: ModelSection
     router: RouterSection
@@ -238,7 +238,7 @@ class RouterReplica:
         return None if self._decisions is None else self._decisions.latest()
 
     def _workers(self) -> Mapping[Role, int]:
-        """How many of each role there are to be now."""
+        """Return how many workers of each role there should be now."""
         scaling = self._scaling()
         return self._expected if scaling is None else {**self._expected, **scaling.targets}
 
@@ -274,7 +274,7 @@ def _own_names() -> set[str]:
 
 
 def _host() -> str:
-    """Where Serve's proxies listen, which no public function tells."""
+    """Return the address of Serve's proxies, which no public function tells."""
     client = _get_global_client()
     assert client is not None  # this is one of its replicas
     return client.http_config.host or ""
@@ -297,7 +297,7 @@ def router_options(router: RouterSection) -> dict[str, Any]:
 
 
 FAREWELL_S = 0.5
-"""Before the end, for the errors that end streams to reach their clients."""
+"""Seconds before the end in which errors that end streams reach their clients."""
 DRAIN_LOOK_S = 0.2
 
 Ask = Callable[[Literal["drain", "cut"]], Awaitable[int]]
@@ -327,7 +327,7 @@ async def drain_routers(
 
 
 async def drain_application(app_name: str, grace_s: float, notice_s: float, tell: Callable[[str], None]) -> None:
-    """As `drain_routers`, of an application on the Ray that this process is connected to. Raises RayServeException."""
+    """Drain the routers of an application on the Ray that this process is connected to. Raises RayServeException."""
     routers = serve.get_deployment_handle(ROUTER, app_name)
 
     async def ask(method: Literal["drain", "cut"]) -> int:

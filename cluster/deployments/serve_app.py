@@ -44,7 +44,7 @@ _LOOK_BACK_S = 10.0  # of what routers noted, Serve's controller keeps so much; 
 
 @dataclass(frozen=True)
 class WorkerClasses:
-    """What the workers are replicas of; tests deploy ones that can be harmed."""
+    """Replica classes of the workers. Tests deploy ones that can be harmed."""
 
     prefill: type[PrefillReplica] = PrefillReplica
     decode: type[DecodeReplica] = DecodeReplica
@@ -122,10 +122,8 @@ def replica_options(counts: WorkerCounts, order: ScalingOrder | None) -> dict[st
 
 
 def cluster_secret() -> bytes:
-    """What all parts authenticate their connections with: from the environment, else random and of this application.
-
-    Raises ConfigError for one that is too short to be a secret.
-    """
+    """Return the secret that authenticates all our connections: from the environment, else random. Raises ConfigError
+    for one that is too short."""
     given = os.environ.get(SECRET_VARIABLE)
     if given is None:
         return secrets.token_bytes(32)
@@ -135,7 +133,7 @@ def cluster_secret() -> bytes:
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """For Serve's own tools: `args` are the sections of the configuration. Raises ConfigError."""
+    """Build the application for Serve's own tools. `args` are the sections of the configuration. Raises ConfigError."""
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     shared = one_for_each_rank(args, has_gpus=has_gpus)
     if shared.line is not None:

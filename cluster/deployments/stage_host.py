@@ -29,16 +29,16 @@ class StageHost:
         self._ranks = RankProcesses()
 
     async def start(self, orders: Sequence[RankOrder]) -> None:
-        """As StageRanks.start; they are reached at this node's address."""
+        """Start ranks as StageRanks.start does. They are reached at this node's address."""
         host = ray.util.get_node_ip_address()
         await self._ranks.start([msgspec.structs.replace(order, host=host) for order in orders])
 
     async def ended(self) -> str:
-        """As StageRanks.ended."""
+        """Wait as StageRanks.ended does."""
         return await self._ranks.ended()
 
     async def close(self) -> None:
-        """As StageRanks.close."""
+        """Close as StageRanks.close does."""
         await self._ranks.close()
 
 
@@ -70,7 +70,7 @@ class HostedStage:
 
 
 def host_stages(settings: WorkerSettings) -> list[HostedStage] | None:
-    """Of the replica that calls this: its stages behind the first; None where it has one."""
+    """Return the hosts of the calling replica's stages behind the first; None where it has one stage."""
     if not settings.parallel.has_stages:
         return None
     resources, group = stage_resources(settings), ray.util.get_current_placement_group()

@@ -36,17 +36,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ENDING_S = 10.0
-"""What a replica needs to end once it has no calls any more, beyond which Serve ends its process."""
+"""Seconds in which a replica without calls ends, after which Serve ends its process."""
 
 DRAIN_S = 6.0
-"""How much of that transfers under way may take, whose calls have returned."""
+"""Seconds of that for transfers whose calls have returned."""
 
 
 WorkerT = TypeVar("WorkerT", bound="PrefillWorker | DecodeWorker")
 
 
 class _WorkerReplica(Generic[WorkerT]):
-    """What both kinds have in common. A constructor that raises leaves `_worker` unset, and Serve starts it again."""
+    """Common part of both kinds of replicas. A constructor that raises leaves `_worker` unset, and Serve starts the
+    replica again."""
 
     _worker: WorkerT | None = None
     _role: Role
@@ -70,11 +71,11 @@ class _WorkerReplica(Generic[WorkerT]):
         freeze_start_up()
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
-        """As LinkProbe.source."""
+        """Run LinkProbe.source."""
         return await self._meant(worker).probe.source(tickets, num_tokens)
 
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
-        """As LinkProbe.target."""
+        """Run LinkProbe.target."""
         await self._meant(worker).probe.target(tickets, num_tokens)
 
     def _meant(self, worker: Peer) -> WorkerT:
@@ -101,7 +102,8 @@ class _WorkerReplica(Generic[WorkerT]):
             await self._parts.close()
 
     async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        """As PrefillWorker.read. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        """Score a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
+        another."""
         return await self._meant(worker).read(request)
 
 
@@ -120,7 +122,8 @@ class PrefillReplica(_WorkerReplica["PrefillWorker"]):
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
-        """As PrefillWorker.prefill. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        """Compute a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
+        another."""
         return await self._meant(worker).prefill(request, ticket, pull)
 
 
@@ -139,7 +142,8 @@ class DecodeReplica(_WorkerReplica["DecodeWorker"]):
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
-        """As DecodeWorker.decode. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        """Generate an answer. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
+        another."""
         return await self._meant(worker).decode(request, ticket, pull)
 
 

@@ -1,4 +1,4 @@
-"""How this machine asks a running server: the address, the key, and what is told where none answers."""
+"""Requests of this machine's commands to a running server: address, key, and the error where none answers."""
 
 import json
 import os
@@ -14,10 +14,8 @@ API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is
 
 
 def endpoint(url: str, path: str) -> str:
-    """Where the server that was named by `--url` has this path. Raises ConfigError for what is no address of one.
-
-    `h:8000` will do, and so will http://h:8000/v1, which clients of OpenAI's API are given.
-    """
+    """Return the URL of a path on the server that `--url` names. Raises ConfigError for what is not its address.
+    `h:8000` and `http://h:8000/v1` are accepted too."""
     server = url if "://" in url else f"http://{url}"
     server = server.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
@@ -42,7 +40,7 @@ def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) ->
 
 
 def fetch_status(url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What GET /status says. Raises ConfigError where no server of ours answers."""
+    """Return the answer of GET /status. Raises ConfigError where no server of ours answers."""
     try:
         with ask(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
             status: dict[str, Any] = json.load(answer)

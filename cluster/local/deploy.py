@@ -1,7 +1,8 @@
-"""How the process that drives Ray for `twostroke serve` starts the application, and learns why it does not start.
+"""Start of the application by the process that drives Ray for `twostroke serve`, and the reason where it does not
+start.
 
-A policy of the application's own, as the autoscaler is, can only be given to Serve in a config, as a file for
-`serve deploy` is one: Serve then builds the application by itself, in a process of its own. Otherwise that is spared.
+An application's own policy, such as the autoscaler, can only be given to Serve in a config, as a file for `serve
+deploy`. Serve then builds the application in a process of its own; without a policy that is avoided.
 """
 
 import re
@@ -46,7 +47,8 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
 
 
 def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """For `build_app`, in another folder: the settings with this process's own key, whole paths, the chat template."""
+    """Return the arguments of `build_app` for another folder: the settings with this process's own key, absolute paths
+    and the chat template."""
     arguments = dict(settings)
     if config.auth.keys:
         arguments["auth"] = config.auth.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""What can be found out before anything is started: each check raises ConfigError with one line to act on."""
+"""Checks before anything is started. Each raises ConfigError with one line to act on."""
 
 import errno
 import socket

@@ -62,7 +62,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def haproxy_switches(folder: Path, *, stats: int, metrics: int, fallback: int) -> dict[str, str]:
-    """Of a HAProxy with ports and files of its own: they have fixed defaults, over which two on a machine fall out."""
+    """Return Ray switches that give a HAProxy ports and files of its own. Their defaults are fixed, so two on a
+    machine would collide."""
     return {
         **HAPROXY_SWITCHES,
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),

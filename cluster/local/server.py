@@ -35,7 +35,7 @@ LOOK_TIMEOUT_S = 2.0  # also how long a silent server may delay the end
 
 
 class ServeOrder(msgspec.Struct, frozen=True):
-    """What to serve: the one line of input."""
+    """The server's settings, as one line of input."""
 
     settings: dict[str, Any]  # the configuration, as YAML gives it
     host: str
@@ -56,7 +56,7 @@ class ServerReport(msgspec.Struct, frozen=True):
 
 
 class _Starter:
-    """Who started this process: gone when our standard input ends."""
+    """The process that started this one. It is gone when our standard input ends."""
 
     def __init__(self) -> None:
         self._gone = threading.Event()
@@ -64,7 +64,8 @@ class _Starter:
         threading.Thread(target=self._watch, name="starter", daemon=True).start()
 
     def is_gone_within(self, seconds: float) -> bool:
-        """From the first call on, the caller is not interrupted any more."""
+        """Return whether the starter ends within `seconds`. After the first call the caller is not interrupted any
+        more."""
         self._interrupts = False
         return self._gone.wait(seconds)
 
@@ -77,10 +78,10 @@ class _Starter:
 
 
 class FleetWatch:
-    """What is told on the console: which workers are lost, and when all are there again.
+    """Report lost workers, and their return, on the console.
 
-    Compares one answer of GET /status with the one before. `expected` is how many workers each role is to have, until
-    the autoscaler says otherwise.
+    It compares one answer of GET /status with the one before. `expected` is the number of workers of each role until
+    the autoscaler decides otherwise.
     """
 
     def __init__(self, expected: Mapping[str, int]):
@@ -237,7 +238,7 @@ def check_is_anywhere(config: ClusterConfig) -> None:
             setting = "node_labels" if placement.node_labels else "node_resources"
             raise ConfigError(
                 f"{name}.{setting}: `twostroke serve` has this machine alone, and would wait for such a node for ever: "
-                "delete it, or deploy on a Ray cluster (docs/nodes.md)"
+                "delete it, or deploy on a Ray cluster (docs/hosts.md)"
             )
 
 
@@ -275,7 +276,7 @@ def _describe_workers(url: str, api_key: str | None) -> list[str]:
 
 
 def own_url(host: str, port: int) -> str:
-    """Where this machine itself reaches a listener on `host`."""
+    """Return the URL by which this machine reaches a listener on `host`."""
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

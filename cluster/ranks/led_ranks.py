@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 6.0
-"""How long a rank may take to end, once rank 0 has hung up."""
+"""Seconds that a rank gets to end after rank 0 has hung up."""
 
 
 class StageRanks(Protocol):
@@ -96,7 +96,7 @@ class LedRanks:
 
         self.connections = connections
         self.place = RankPlace(0, rendezvous.address, host)
-        """Of rank 0 in the group."""
+        """Place of rank 0 in the group."""
         self.own = RankProcesses()
         """Those of rank 0's stage, and of all where no others start them."""
         self._rendezvous: Rendezvous | None = rendezvous

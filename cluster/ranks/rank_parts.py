@@ -1,4 +1,4 @@
-"""What one rank of a worker is told and made of, loaded in its own process. Where it is the only one, it is all."""
+"""The parts of one rank of a worker, loaded in its own process. A single rank is the whole worker."""
 
 import asyncio
 import sys
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """What a rank's process is told."""
+    """Settings of a rank's process."""
 
     worker: Peer
     rank: int

@@ -43,9 +43,9 @@ from twostroke.protocol.settings import from_plain
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long a step may go on once rank 0 has hung up."""
+"""Seconds that a step may go on after rank 0 has hung up."""
 HITS_S = 1.0
-"""From one time that rank 0 is told how often experts were chosen to the next."""
+"""Seconds between two reports of expert hits to rank 0."""
 
 
 async def run_rank(order: RankOrder) -> None:
@@ -155,11 +155,10 @@ class _Rank:
             self._messages.put_nowait(RankFailed(f"{type(error).__name__}: {error}"))
 
     def _tell_hits(self, parts: RankParts) -> None:
-        """By one rank of each stage, since all of a stage have the same; those of its own rank 0 can read."""
-        if (
-            self._order.rank % self._order.settings.parallel.tensor_ranks
-            or time.monotonic() < self._told_hits_at + HITS_S
-        ):
+        """Report expert hits from one rank of each stage, because all ranks of a stage have the same. Rank 0 reads
+        those of its own stage itself."""
+        of_stage = self._order.rank % self._order.settings.parallel.tensor_ranks
+        if of_stage or time.monotonic() < self._told_hits_at + HITS_S:
             return
         self._told_hits_at = time.monotonic()
         if (hits := parts.loaded.expert_hits) is not None:

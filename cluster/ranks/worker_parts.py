@@ -1,6 +1,6 @@
-"""What every worker of the cluster is made of, loaded in the worker's own process: rank 0, and whoever it leads.
+"""The parts of every worker of the cluster, loaded in the worker's own process: rank 0 and the ranks that it leads.
 
-torch is imported inside the functions, since the processes that only deploy load this module too.
+torch is imported inside the functions, because processes that only deploy load this module too.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ async def load_parts(
 
 
 def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None":
-    """What moves copies of experts among so many ranks; None: they have no room for any."""
+    """Return what moves copies of experts among the ranks; None where they have no room for any."""
     from twostroke.model.parallel.expert_slots import STEP_BYTES
     from twostroke.worker.experts.expert_balance import ExpertBalance, Room
     from twostroke.worker.experts.expert_load import ExpertLoad

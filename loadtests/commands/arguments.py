@@ -1,7 +1,7 @@
-"""From a command's arguments to a plan: what `run`, `sweep` and `compare` share.
+"""Conversion of a command's arguments to a plan, shared by `run`, `sweep` and `compare`.
 
-What a single argument says is checked as it is read, what arguments say together by `plan_of`. The options of arrivals
-and workloads are the fields of the plan's own classes.
+Each argument is checked as it is read; `plan_of` checks them together. The options of arrivals and workloads are the
+fields of the plan's own classes.
 """
 
 import argparse
@@ -120,7 +120,7 @@ _WORKLOADS: dict[str, type[Fixed | Chat | SharedPrompt | LongPrompts]] = _by_tag
     Fixed | Chat | SharedPrompt | LongPrompts
 )
 _Options = dict[str, tuple[str, Any, str, str]]
-"""By field: the option, its type, what stands for its value, and its help."""
+"""Options by field: the option, its type, its placeholder and its help."""
 
 _ARRIVAL_OPTIONS: _Options = {
     "rate": ("--rate", float, "RATE", "requests a second (of sessions, for chat); of ramp the first"),
@@ -262,7 +262,7 @@ def add_options(group: argparse._ArgumentGroup, options: Iterable[Option]) -> li
 
 
 def add_ci_arguments(group: argparse._ArgumentGroup) -> None:
-    """Where what was required and found is written, for CI systems."""
+    """Add the options that write requirements and findings for CI systems."""
     group.add_argument(
         "--summary", type=Path, metavar="FILE", help="add a Markdown summary to it ($GITHUB_STEP_SUMMARY)"
     )

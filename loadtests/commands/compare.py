@@ -113,8 +113,8 @@ def run_all(arguments: Namespace, output: Path) -> Iterator[tuple[str, Path]]:
 
 
 def alike(plans: Sequence[Plan]) -> list[Plan]:
-    """So that all servers are sent the same requests: within the shortest context, with token ids only where all take
-    them and have them."""
+    """Return plans that send all servers the same requests: within the shortest context, with token ids only where
+    all take them."""
     with_ids = all(plan.prompts == "ids" for plan in plans)
     return [
         msgspec.structs.replace(

@@ -1,1 +1,1 @@
-"""From a plan to records: sends what is scheduled, on Locust, and keeps what comes."""
+"""The load generator: it sends a plan's requests through Locust and records the answers."""

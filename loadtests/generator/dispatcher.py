@@ -35,7 +35,7 @@ class Crew(Protocol):
         """Have somebody do it, beside the caller."""
 
     def join(self) -> None:
-        """Until all who were spawned are done."""
+        """Wait until all spawned greenlets are done."""
 
     def kill(self) -> None:
         """End all who are not, and wait until they are."""
@@ -43,7 +43,7 @@ class Crew(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """What conversations are held over."""
+    """Connection settings of conversations."""
 
     post: Post
     asks_stages: bool  # the server is ours, and tells its stages
@@ -165,8 +165,8 @@ class Conversation:
 PREPARED_AHEAD = 32  # sessions whose first request lies ready
 PREPARING_S = 0.02  # nothing is prepared so shortly before a request is due
 UNANSWERED_S = 1.0
-"""How long a closed loop's user pauses whose request was refused or failed: asking on at once, as fast as a server that
-is not there can refuse, would be a load that nobody asked for, and fill the disk with its records."""
+"""Seconds that a closed loop's user pauses after a refused or failed request. Otherwise a server that is gone would
+be asked thousands of times a second, and the disk would fill with records."""
 
 
 class Dispatcher:

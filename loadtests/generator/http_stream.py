@@ -30,7 +30,7 @@ Piece = tuple[float, bytes]
 
 
 class BadResponse(Exception):
-    """What came is no complete, successful stream of completions."""
+    """The response is not a complete, successful stream of completions."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ServerSentEvent:
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """What comes before the body."""
+    """Head of a response, before its body."""
 
     status: int
     status_line: str
@@ -238,7 +238,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
-    """What the server says that it took; None: it doesn't say."""
+    """Usage that the server reports. None means that it reports none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -268,13 +268,14 @@ class StreamChoice(msgspec.Struct, frozen=True):
 
     @property
     def new_text(self) -> str:
-        """Of a completion's or a chat's chunk; what a model thinks is text that a user sees."""
+        """Text of a completion's or a chat's chunk. A model's thoughts are text that a user sees."""
         delta = self.delta or StreamDelta()
         return self.text or delta.content or delta.reasoning_content or delta.reasoning or ""
 
 
 class StreamChunk(msgspec.Struct, frozen=True):
-    """What is read of an event; servers add more. Another type of one of these is no answer of an OpenAI server."""
+    """Fields of an event that are read; servers add more. Another type in one of these is not an answer of an OpenAI
+    server."""
 
     choices: list[StreamChoice] | None = None
     usage: ReportedUsage | None = None
@@ -283,7 +284,7 @@ class StreamChunk(msgspec.Struct, frozen=True):
 
 @dataclass
 class StreamedAnswer:
-    """As far as it came. Times are those of the stamps."""
+    """The answer as far as it came. Times are those of the stamps."""
 
     status: Status = "failed"
     error: str | None = None  # of one that was refused or failed
@@ -298,8 +299,8 @@ _DECODE = msgspec.json.Decoder(StreamChunk).decode
 
 
 def read_stream(exchange: ClientExchange, pause: Callable[[], None] = lambda: None) -> StreamedAnswer:
-    """What the bytes of an exchange say; `pause` is called now and then, to let others run. Never raises BadResponse:
-    the answer then has an error."""
+    """Parse the bytes of an exchange. `pause` is called now and then, to let others run. It never raises
+    BadResponse: the answer then has an error."""
     answer = StreamedAnswer()
     try:
         _read(_with_pauses(exchange.arrivals, pause), answer)

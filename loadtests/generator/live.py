@@ -1,7 +1,7 @@
-"""How a run goes while it goes on, for people to watch: reports are made of the records.
+"""Progress of a run, for people to watch. Reports are made of the records.
 
-Counts and histograms of each second, small enough to be sent by each process and to be added up; the curves that the
-live page draws of them; and on the terminal one line that changes, into a file or a pipe a line every ten seconds.
+Each process sends counts and histograms of each second, which can be added up. The live page draws curves of them;
+the terminal shows one line that changes, and a file or pipe gets a line every ten seconds.
 """
 
 import math
@@ -23,11 +23,11 @@ RATIO = 1.02  # between a histogram's neighbouring buckets: its percentiles are 
 LEAST_S = 1e-4
 
 Histogram = dict[int, int]
-"""How many values fell into each bucket."""
+"""Number of values per bucket."""
 
 
 class Second(msgspec.Struct):
-    """What happened in one second of a run."""
+    """Events of one second of a run."""
 
     sent: int = 0
     ok: int = 0
@@ -57,7 +57,7 @@ class Second(msgspec.Struct):
 
 
 class LiveFigures:
-    """By second of the run: of one process, or of all together."""
+    """Figures by second of the run, of one process or of all together."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, Second] = {}
@@ -96,7 +96,7 @@ class LiveFigures:
 
 
 def met(record: Record, slo: SLO) -> bool:
-    """Whether it got what was asked for: SLO.ttft_s and SLO.tpot_s, as far as they are set."""
+    """Return whether the answer met SLO.ttft_s and SLO.tpot_s, as far as they are set."""
     if record.status != "ok" or record.ttft_s is None:
         return False
     in_time = slo.ttft_s is None or record.ttft_s <= slo.ttft_s
@@ -110,7 +110,7 @@ def count(histogram: Histogram, value_s: float) -> None:
 
 
 def percentile(histograms: Iterable[Histogram], percent: float) -> float | None:
-    """Of the values of several histograms together, in seconds; None of none."""
+    """Return a percentile over several histograms together, in seconds; None where they are empty."""
     together: Histogram = {}
     for histogram in histograms:
         for bucket, number in histogram.items():
@@ -159,7 +159,7 @@ def _both(histograms: list[Histogram]) -> list[float | None]:
 
 
 class RunProgress(msgspec.Struct, frozen=True):
-    """Of a run so far, all processes together."""
+    """Progress of a run over all its processes."""
 
     elapsed_s: float
     sent: int
@@ -205,7 +205,7 @@ LINE_INTERVAL_S = 10.0
 
 
 class ProgressDisplay:
-    """On standard error, so that results can be piped. Without `show` it is silent."""
+    """Display on standard error, so that results can be piped. Without `show` it is silent."""
 
     def __init__(self, plan: Plan, show: bool):
         self._console = Console(stderr=True, quiet=not show)

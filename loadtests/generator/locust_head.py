@@ -60,7 +60,7 @@ class LocustHead:
 
     @property
     def whole_seconds(self) -> int:
-        """How many of the run's seconds all processes have told of."""
+        """Number of the run's seconds that all processes have reported."""
         if len(self._elapsed_s) < self.plan.num_workers:
             return 0
         return int(self.elapsed_s) + 1 if self.is_over else max(0, int(min(self._elapsed_s.values())))
@@ -177,7 +177,7 @@ def add_to(web_ui: Any, head: LocustHead) -> None:
 
 
 def figures(head: LocustHead, first: int) -> dict[str, Any]:
-    """What is new from second `first` on, and how the whole stands."""
+    """Return the figures that are new from second `first` on, and the totals."""
     plan = head.plan
     return {
         "name": plan.name,

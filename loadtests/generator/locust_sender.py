@@ -27,7 +27,7 @@ PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", 
 
 
 class PrepareOrder(msgspec.Struct, frozen=True):
-    """What one process is to send."""
+    """The part of the plan that one process is to send."""
 
     plan: Plan
     worker: int
@@ -40,7 +40,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class SenderReport(msgspec.Struct, frozen=True):
-    """What happened since the last."""
+    """Figures since the last report."""
 
     worker: int
     elapsed_s: float

@@ -1,4 +1,4 @@
-"""What the server tells of itself and of its model, and what else a run is done with: machine and versions."""
+"""Facts of a run: what the server reports of itself and its model, the machine, and versions."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def api_key() -> str | None:
 
 
 def get(url: str, path: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """What a GET answers. Raises HTTPException and OSError, for all but 200."""
+    """Return the body of a GET. Raises HTTPException and OSError for everything but 200."""
     request = urllib.request.Request(url.rstrip("/") + path)
     key = api_key()
     if key is not None:
@@ -71,12 +71,13 @@ def _key_hint() -> str:
 
 
 def is_ours(models: list[dict[str, Any]]) -> bool:
-    """Whether the server takes what is no field of OpenAI's API. A load balancer lets this be seen, but no /status."""
+    """Return whether the server takes fields that OpenAI's API lacks. A load balancer lets this be seen, but not
+    /status."""
     return any(model.get("owned_by") == OWNER for model in models)
 
 
 def server_facts(url: str, models: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the server tells of itself; of others' the models alone, of ours also version, workers and classes."""
+    """Return what the server reports: of any server the models, of ours also version, workers and classes."""
     facts: dict[str, Any] = {"models": models}
     if not is_ours(models):
         return facts
@@ -89,7 +90,7 @@ def server_facts(url: str, models: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def begin_facts(url: str, models: list[dict[str, Any]]) -> RunFacts:
-    """Of a run that begins now; until it is completed it counts as ended early."""
+    """Return the facts of a run that begins now. Until it is completed it counts as ended early."""
     return RunFacts(
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         server=server_facts(url, models),
@@ -100,7 +101,7 @@ def begin_facts(url: str, models: list[dict[str, Any]]) -> RunFacts:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Of the one that this process runs on."""
+    """Return the facts of this process's machine."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _field_of(Path("/proc/cpuinfo"), "model name"),
@@ -110,7 +111,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _field_of(path: Path, name: str) -> str:
-    """Of a file of lines `name : value`; empty where there is none."""
+    """Return a field of a file of lines `name : value`; empty if there is none."""
     if not path.exists():
         return ""
     fields = (line.partition(":") for line in path.read_text().splitlines())

@@ -59,7 +59,8 @@ class LocustProcesses:
                 raise RunLost(f"sending process {number} {self.fate(worker, f'worker-{number}')}")
 
     def interrupt(self) -> None:
-        """As Ctrl-C: all that is under way is given up and recorded. Waits until the head has ended."""
+        """Interrupt the run as Ctrl-C does: everything in progress is given up and recorded. Waits until the head
+        has ended."""
         _end(self.head, at_once=True)
 
     def end(self) -> None:
@@ -69,7 +70,7 @@ class LocustProcesses:
         os.close(self.pipe)
 
     def fate(self, process: subprocess.Popen[bytes], name: str) -> str:
-        """How a process came to its end; one that was killed had no time to say why."""
+        """Return how a process ended. One that was killed had no time to say why."""
         if process.returncode is not None and process.returncode < 0:
             by = signal.Signals(-process.returncode).name
             why = ", as the kernel does where memory runs out" if by == "SIGKILL" else ""
@@ -251,7 +252,7 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
 
 
 def _watch(processes: LocustProcesses, display: ProgressDisplay, plan: Plan) -> RunProgress | None:
-    """Until the head has ended, sampling the server about once a second. Returns the head's last word."""
+    """Wait until the head has ended, sampling the server about once a second. Return the head's last message."""
     last: RunProgress | None = None
     began = time.monotonic()
     sampled_at = 0.0

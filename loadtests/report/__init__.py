@@ -1,1 +1,1 @@
-"""From records to figures, plots and one HTML file."""
+"""Reports: records become figures, plots and one HTML file."""

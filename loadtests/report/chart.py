@@ -1,4 +1,4 @@
-"""How all our plots look: one palette that colour-blind readers can tell apart, readable sizes, no clutter."""
+"""Style of all our plots: one palette that colour-blind readers can tell apart, readable sizes, no clutter."""
 
 import io
 import math
@@ -110,7 +110,7 @@ def duration_ticks(axis: Any, *, close: bool) -> None:
 
 
 def slo_line(axis: Any, limit_s: float | None, *, upright: bool = False) -> None:
-    """Where the SLO lies on an axis of times, if there is one; `upright` on x."""
+    """Draw the SLO on an axis of times, if there is one; `upright` on x."""
     if limit_s is not None:
         draw = axis.axvline if upright else axis.axhline
         draw(limit_s, color=GREY, linewidth=1.2, linestyle=":", label=f"SLO {duration(limit_s)}")

@@ -26,7 +26,7 @@ _COUNTS = ("scheduled", "ok", "refused", "failed", "unfinished")
 _SPREADS = ("ttft", "tpot", "itl", "e2e")
 _POINTS = ("mean", "p50", "p90", "p95", "p99", "max")
 FIGURES = (*_WHOLE, "offered_rate", *_COUNTS, *(f"{name}_{point}_s" for name in _SPREADS for point in _POINTS))
-"""What can be required of a run, by the names that `report.json` has; times are seconds, shares 0 to 1."""
+"""Figures that may be required of a run, by their names in `report.json`. Times are seconds, shares 0 to 1."""
 
 _REQUIREMENT = re.compile(r"\s*(\w+)\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*")
 
@@ -43,7 +43,7 @@ class Requirement(NamedTuple):
 
 
 class Check(NamedTuple):
-    """What was required and what was found, in words, and whether that is enough."""
+    """A requirement, what was found, and whether that is enough."""
 
     name: str
     found: str
@@ -61,7 +61,8 @@ def requirement_of(text: str) -> Requirement:
 
 
 def checks_of_run(summary: Summary, requirements: Sequence[Requirement]) -> list[Check]:
-    """That it is valid, and each requirement; what nobody knows, such as the attainment of no SLO, is not enough."""
+    """Return the checks that the run is valid and that each requirement holds. A figure that is unknown is not
+    enough."""
     checks = [Check("the run is valid", "; ".join(summary.validity.reasons) or "yes", summary.validity.valid)]
     for required in requirements:
         value = value_of(summary, required.figure)
@@ -86,7 +87,7 @@ def value_of(summary: Summary, figure: str) -> float | None:
 
 
 def checks_of_comparison(comparison: RunComparison, *, fail_on_worse: bool) -> list[Check]:
-    """That all runs are valid, and each figure of each of the others, which may be worse unless that is to fail."""
+    """Return the checks that all runs are valid and that no figure is worse, if worse figures should fail."""
     num_invalid = comparison.invalid_runs
     checks = [Check("all runs are valid", f"{num_invalid} are not" if num_invalid else "yes", not num_invalid)]
     for index, name in enumerate(comparison.names[1:]):
@@ -99,7 +100,7 @@ def checks_of_comparison(comparison: RunComparison, *, fail_on_worse: bool) -> l
 
 
 def append_markdown(path: Path, title: str, sentences: Sequence[str], checks: Sequence[Check]) -> None:
-    """For the summary that a CI system shows of a job, to which each of its steps adds. Raises LoadTestError."""
+    """Append Markdown to a CI system's summary of a job, to which each step adds. Raises LoadTestError."""
     rows = [f"| {'✅' if holds else '❌'} | {_cell(name)} | {_cell(found)} |" for name, found, holds in checks]
     parts = [
         f"## {_cell(title)}",
@@ -114,7 +115,7 @@ def append_markdown(path: Path, title: str, sentences: Sequence[str], checks: Se
 
 
 def write_junit(path: Path, suite: str, checks: Sequence[Check]) -> None:
-    """As test runners do. Raises LoadTestError."""
+    """Write the checks as JUnit XML. Raises LoadTestError."""
     num_failed = sum(not check.holds for check in checks)
     root = ElementTree.Element(
         "testsuite", name=_xml(suite), tests=str(len(checks)), failures=str(num_failed), errors="0"

@@ -30,7 +30,7 @@ COMPARED_FIELDS = (
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """Of another's figure to the first's, round by round."""
+    """Ratio of another's figure to the first's, round by round."""
 
     median: float
     low: float
@@ -141,7 +141,7 @@ def verdict_of(value: Estimate | None, first: Estimate | None, higher_is_better:
 
 
 def differences(plans: Mapping[str, Plan]) -> list[str]:
-    """What the servers were asked otherwise than the first, in words."""
+    """Return in words what the servers were asked differently from the first."""
     first, *others = plans
     found = []
     for name in others:

@@ -32,7 +32,7 @@ class Estimate(msgspec.Struct, frozen=True):
     high: float | None = None
 
     def overlaps(self, other: "Estimate") -> bool | None:
-        """Whether the two may be the same; None where an interval is missing."""
+        """Return whether the two may be equal; None where an interval is missing."""
         if self.low is None or self.high is None or other.low is None or other.high is None:
             return None
         return self.low <= other.high and other.low <= self.high
@@ -81,16 +81,17 @@ class Slices:
         return np.clip(index, 0, NUM_SLICES - 1)
 
     def rate(self, slices: Ints, amounts: Floats | None = None) -> Estimate:
-        """Of events in these slices, a second; or of their `amounts`."""
+        """Return the rate per second of events in these slices, or of their `amounts`."""
         counts = np.bincount(slices, amounts, minlength=NUM_SLICES)
         rates = (self._weights @ counts) / (NUM_SLICES * self._width_s)
         return _estimate(float(counts.sum()) / (NUM_SLICES * self._width_s), rates)
 
     def percentile(self, values: Floats, slices: Ints, percent: float) -> Estimate | None:
-        """Of `values`, each of which belongs to a slice. No interval where they are too few, or all in one slice.
+        """Return a percentile of `values`, each of which belongs to a slice. It has no interval where the values are
+        too few or all in one slice.
 
-        Too few are n where even the largest may well be below the true percentile: (percent / 100)^n is the chance.
-        A P99 needs 368.
+        n values are too few where even the largest may well be below the true percentile; the chance of that is
+        (percent / 100)^n. A P99 needs 368.
         """
         value = percentile(values, percent)
         if value is None:
@@ -120,7 +121,7 @@ MISSING = "-"
 
 
 def duration(seconds: float | None) -> str:
-    """With the unit that suits its size: 0.25 ms, 40 ms, 1.2 s; a dash for None."""
+    """Return a time with a unit that suits its size: 0.25 ms, 40 ms, 1.2 s; a dash for None."""
     if seconds is None or math.isnan(seconds):
         return MISSING
     factor, unit = _unit(seconds)
@@ -135,7 +136,7 @@ def number(value: float | None) -> str:
 
 
 def percent(part: float | None) -> str:
-    """With a digit after the point; more where it would be rounded to 0% or 100%, which it isn't."""
+    """Return a percentage with one digit after the point; more where it would be rounded to 0% or 100%."""
     if part is None:
         return MISSING
     if part in (0.0, 1.0):

@@ -1,14 +1,12 @@
-"""From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure.
+"""Figures of a run, from its records: `report.json`. The definitions are those of docs/loadtests.md. Pure.
 
-Records are read one by one into columns; of 12,000 requests of 100 tokens some 20 MB are kept. Whether they tell of the
-server, or of the generator, is judged, too: then the run is invalid.
+Records are read one by one into columns; 12,000 requests of 100 tokens take some 20 MB. The run is judged invalid where
+the records describe the generator rather than the server.
 
-Of where an answer's time went, the server's stages (docs/observability.md) overlap: KV travels while the prompt is
-computed, so `transfer_s` begins with the attempt; and `decode_s` begins with the first token, which the prefill worker
-sends before the KV has arrived. So that nothing counts twice, of the transfer only what goes on after prefill is a
-part, and decode begins after it and after the wait for the first decode step. Only durations are subtracted, never
-moments of two clocks.
-"""
+The server's stages (docs/observability.md) overlap: KV travels while the prompt is computed, so `transfer_s` begins
+with the attempt; and `decode_s` begins with the first token, which the prefill worker sends before the KV has
+arrived. So that nothing counts twice, only what the transfer does after prefill is a part, and decode begins after
+that and after the wait for the first decode step. Only durations are subtracted, never moments of two clocks."""
 
 import re
 from array import array
@@ -75,7 +73,8 @@ class Observations:
         return complete if slo.ttft_s is None else complete & (self.ttft_s <= slo.ttft_s * scale)  # NaN is a miss
 
     def met_tpot(self, slo: SLO, scale: float = 1.0) -> Bools:
-        """As `met_ttft`. One token has no time between tokens, and counts as met."""
+        """Return which rows met the TPOT, as `met_ttft` does for the TTFT. One token has no time between tokens and
+        counts as met."""
         complete = self.is_status("ok")
         if slo.tpot_s is None:
             return complete
@@ -241,7 +240,7 @@ _WITH_DIGITS = re.compile(r"[\w.-]*\d[\w.-]*")
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How a quantity is spread, in seconds; the intervals are of P50 and P99."""
+    """Spread of a quantity, in seconds. The intervals are of P50 and P99."""
 
     count: int
     mean: float
@@ -271,7 +270,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class KindFigures(msgspec.Struct, frozen=True):
-    """Of the requests of one kind."""
+    """Figures of the requests of one kind."""
 
     kind: str
     counts: Counts
@@ -419,7 +418,8 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
 
 
 def num_workers(facts: RunFacts, samples: Sequence[Sample]) -> dict[str, float]:
-    """By role: what the server told before the run, or, where others were seen during it, the mean of the samples."""
+    """Return the number of workers by role: what the server reported before the run, or the mean of the samples if
+    that differs."""
     told = facts.server.get("workers")
     workers = told if isinstance(told, list) else []
     before = Counter(str(each["role"]) for each in workers if isinstance(each, dict) and "role" in each)
@@ -456,7 +456,7 @@ def stages_of(seen: Observations, complete: Bools) -> list[StagePart]:
 
 
 def scale_points(slo: SLO, seen: Observations, rows: Bools) -> list[ScalePoint]:
-    """Of these rows, at each of SLO_SCALES."""
+    """Return the points of these rows at each of SLO_SCALES."""
     points = []
     for scale in SLO_SCALES:
         ttft, tpot = seen.met_ttft(slo, scale)[rows], seen.met_tpot(slo, scale)[rows]
@@ -550,6 +550,7 @@ def _errors(seen: Observations, inside: Bools) -> list[FrequentError]:
 
 
 def gist_of(error: str) -> str:
-    """What errors of one kind share: the code of an OpenAI API's error, else the words without numbers and ids."""
+    """Return what errors of one kind share: the code of an OpenAI API's error, else the words without numbers and
+    ids."""
     code = _CODE.search(error)
     return code[1] if code else _WITH_DIGITS.sub("#", error)

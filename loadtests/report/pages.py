@@ -130,7 +130,7 @@ def write_sweep_report(folder: Path) -> SweepResult:
 
 
 def rated_runs(folder: Path, sweep: SweepResult) -> list[RatedRun]:
-    """In the order of the sweep's points."""
+    """Return the runs in the order of the sweep's points."""
     return [RatedRun(point.rate, read_summary(folder / point.folder)) for point in sweep.points]
 
 
@@ -208,7 +208,7 @@ def write_comparison(folder: Path, entries: Mapping[str, Sequence[Path]]) -> Run
 
 
 Compared = tuple[RunComparison, list[Plot], list[tuple[str, str]]]
-"""What was found, its pictures, and what was asked."""
+"""Comparison, its plots, and what was asked."""
 
 
 def _of_runs(entries: Mapping[str, Sequence[Path]]) -> Compared:
@@ -273,7 +273,7 @@ def _of_sweeps(entries: Mapping[str, Sequence[Path]]) -> Compared:
 
 
 def _at_rates(curves: Sequence[Sequence[RatedRun]]) -> tuple[AtRate, ...]:
-    """At each rate of the first sweep at which all have a valid run."""
+    """Return the comparison at each rate of the first sweep at which all have a valid run."""
     found: list[AtRate] = []
     for rate in sorted({run.rate for run in curves[0]}):
         runs = [

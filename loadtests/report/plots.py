@@ -44,7 +44,7 @@ from twostroke.loadtests.run_folder import Sample
 STAGE_COLOURS = (GREY, PURPLE, SKY, BLUE, "#bdbdbd", ORANGE, YELLOW, GREEN)
 
 Answers = tuple[Observations, Bools]
-"""Which rows of a run are meant."""
+"""A run and the rows of it that are meant."""
 
 
 def run_plots(plan: Plan, summary: Summary, seen: Observations, complete: Bools) -> list[Plot]:
@@ -159,7 +159,7 @@ ROLE_COLOURS = {"prefill": BLUE, "decode": ORANGE}
 
 
 def time_plots(plan: Plan, seen: Observations, samples: Sequence[Sample]) -> list[Plot]:
-    """Of the whole run, the warm-up included, which is shaded."""
+    """Return plots of the whole run. The warm-up is shaded."""
     plots = []
     if len(seen):
         plots += [load_over_time(plan, seen), latency_over_time(plan, seen)]
@@ -260,7 +260,7 @@ def server_over_time(plan: Plan, samples: Sequence[Sample]) -> Plot:
 
 
 def bin_edges(seconds: float, most: int = MOST_BINS) -> Floats:
-    """From 0 to at least `seconds`, in equal steps that are easy to name, about `most` of them at the most."""
+    """Return bin edges from 0 to at least `seconds` in equal steps that are easy to name, about `most` at the most."""
     width_s = next((width for width in BIN_WIDTHS_S if seconds / width <= most), BIN_WIDTHS_S[-1])
     return np.arange(int(np.ceil(seconds / width_s)) + 1, dtype=np.float64) * width_s
 
@@ -274,8 +274,8 @@ def requests_in_flight(seen: Observations) -> tuple[Floats, Floats]:
 
 
 def server_means(samples: Sequence[Sample], edges: Floats) -> tuple[Floats, tuple[Floats, ...]]:
-    """Of one role, a value for each step of time that has samples: its mean moment; then the means of running and of
-    waiting requests, both summed over the workers, of the workers' KV use, and of their number."""
+    """Return one role's means per step of time that has samples: the moments, then running and waiting requests
+    summed over workers, the workers' KV use, and their number."""
     at_s = np.array([sample.at_s for sample in samples])
     _, step = np.unique(np.digitize(at_s, edges), return_inverse=True)
     running, waiting, kv_usage = (
@@ -314,7 +314,7 @@ class RatedRun:
 
 
 Curves = Mapping[str, Sequence[RatedRun]]
-"""By name, each by rate. Runs that are not valid are drawn as crosses and in no curve."""
+"""Runs by name, each sorted by rate. Invalid runs are drawn as crosses and in no curve."""
 
 
 def sweep_plots(curves: Curves, capacity: Estimate | None = None) -> list[Plot]:

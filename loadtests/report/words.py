@@ -1,4 +1,4 @@
-"""How figures, plans and verdicts are said: in reports and on the console."""
+"""Wording of figures, plans and verdicts, in reports and on the console."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -36,7 +36,7 @@ def slo_words(slo: SLO) -> str:
 
 
 def setting_words(setting: msgspec.Struct, but: Collection[str] = ()) -> str:
-    """Of arrivals or a workload: its tag and what it is set to, without the fields `but`."""
+    """Return an arrival's or a workload's tag and settings, without the fields `but`."""
     tag = type(setting).__struct_config__.tag
     values = ", ".join(
         f"{name.replace('_', ' ')} {_value(value)}"
@@ -53,12 +53,12 @@ def workers_words(num_workers: Mapping[str, float]) -> str:
 
 
 def utilization_words(mfu: Mapping[str, float], mbu: Mapping[str, float]) -> str:
-    """Per role, mean over the run's samples."""
+    """Return the mean utilisation per role over the run's samples."""
     return ", ".join(f"{role} {mfu[role]:.1%} and {mbu.get(role, 0.0):.1%}" for role in sorted(mfu, reverse=True))
 
 
 def verdict(plan: Plan, summary: Summary) -> str:
-    """What was asked and attained, in one or two sentences."""
+    """Return what was asked and attained, in one or two sentences."""
     counts = summary.counts
     if not counts.scheduled:
         return "No request was scheduled in the window."
@@ -77,7 +77,7 @@ def verdict(plan: Plan, summary: Summary) -> str:
 
 
 def level(summary: Summary) -> Level:
-    """How the attainment is judged: by the two shares that capacities are asked for."""
+    """Return the grade of the attainment, by the two shares that capacities are measured at."""
     if summary.attainment is None:
         return "unjudged"
     if summary.attainment.value >= 0.99:
@@ -86,13 +86,13 @@ def level(summary: Summary) -> Level:
 
 
 def sweep_rows(plan: Plan) -> list[tuple[str, str]]:
-    """As `plan_rows`, of what a sweep's runs have in common: rate and seed are each run's own."""
+    """Return `plan_rows` of what a sweep's runs have in common. Rate and seed are each run's own."""
     arrivals = ("Arrivals", setting_words(plan.arrivals, but=("rate",)))
     return [arrivals if row[0] == "Arrivals" else row for row in plan_rows(plan) if row[0] != "Seed"]
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What was asked, for tables."""
+    """Return the plan as rows of a table."""
     return [
         ("SLO", slo_words(plan.slo)),
         ("Arrivals", setting_words(plan.arrivals)),
@@ -110,7 +110,7 @@ def in_unit(unit: Unit, estimate: Estimate | None) -> str:
 
 
 def comparison_sentences(comparison: RunComparison) -> list[str]:
-    """For each of the others, where it is better and where worse than the first."""
+    """Return for each of the others where it is better and where worse than the first."""
     first, *others = comparison.names
     if not comparison.figures:
         return ["There is nothing that both have."]

@@ -1,1 +1,1 @@
-"""What is sent, and when: sessions that follow from a plan and its seed."""
+"""Workloads: sessions that follow from a plan and its seed."""

@@ -33,7 +33,7 @@ WORDS = tuple(_COMMON_WORDS.split())
 
 
 def token_ids(pieces: Sequence[Piece], vocabulary: int) -> list[int]:
-    """As many ids as the pieces have tokens, below `vocabulary`."""
+    """Return as many ids as the pieces have tokens, below `vocabulary`."""
     parts = [_ids(piece, vocabulary) for piece in pieces[:-1]]
     parts += [_ids.__wrapped__(own, vocabulary) for own in pieces[-1:]]  # not kept: it is mostly this prompt's alone
     return [number for part in parts for number in part.tolist()]

@@ -1,4 +1,4 @@
-"""From a plan to its sessions: what is sent, and when. Lazy, pure, and the same on every machine."""
+"""Conversion of a plan to its sessions: what is sent, and when. Lazy, pure, and the same on every machine."""
 
 import random
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def sessions(plan: Plan) -> Iterator[Session]:
 
 
 def _replayed(plan: Plan, speed: float) -> Iterator[tuple[float, Turns]]:
-    """With the workload's own times."""
+    """Yield sessions at the workload's own times."""
     if not speed > 0:
         raise LoadTestError(f"replay has speed {speed:g}: give one above 0")
     timed: Iterator[tuple[float, Turns]]

@@ -136,7 +136,7 @@ class OnOff:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Which prompts begin as others did."""
+    """Prompts that begin as others did."""
 
     common_blocks: int  # all prompts begin with these
     continued_share: float  # of requests that go on from an earlier one

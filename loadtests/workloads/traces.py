@@ -129,7 +129,7 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
 
 
 def _format_of(path: Path) -> str:
-    """By the names of the columns."""
+    """Return the format, found by the names of the columns."""
     with path.open(encoding="utf-8-sig") as lines:
         head = lines.readline(65536)
     if head.startswith("{"):
@@ -180,7 +180,7 @@ class _Bailian(_Mooncake):
 
 @dataclass(frozen=True)
 class TraceFormat:
-    """How a format's files are read: JSONL where blocks of prompts have hashes, else CSV."""
+    """Reader of a format: JSONL where blocks of prompts have hashes, else CSV."""
 
     row: type[_Azure | _BurstGPT | _Mooncake]
     second: float = 1.0  # in the file's unit of time, where it has no dates

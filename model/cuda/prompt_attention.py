@@ -4,7 +4,7 @@ FlashAttention-3 (Shah et al. 2024) is for Hopper and comes as a package of its 
 the paged cache as it lies. Before it is taken for a shape and form of attention it is held against our kernel. No GPU
 has confirmed it here, so nothing takes it unasked.
 
-Two other ways were measured on an H200 (2026-11-26, docs/results/gpu.md) and are gone: a kernel of ours by TMA, to
+Two other ways were measured on an H200 (2026-11-26, docs/results/index.md) and are gone: a kernel of ours by TMA, to
 whose loads and products Triton 3.6 gives warps of their own, gave wrong results over blocks of 64 tokens, and without
 such warps it was no faster; torch's attention by cuDNN won 2 to 10 % of the attention of lone prompts without a prefix.
 """

@@ -43,8 +43,8 @@ def day_of(text: str, mean_rate: float) -> RateSteps:
 
 
 def scaling_of(fleet: CoarseFleet, start: tuple[int, int], ends_s: float) -> dict[str, float]:
-    """What a fleet cost that has served until `ends_s`: hours of workers from their order on, the most of each role,
-    and the most turns of a role, from up to down or back, in any hour."""
+    """Return what a fleet that served until `ends_s` cost: worker-hours from each order on, the most workers of each
+    role, and the most reversals of a role in any hour."""
     targets = [Change(0.0, *start), *(one for one in fleet.changes if one.at_s <= ends_s)]
     return {
         "worker_hours": round(fleet.worker_s() / HOUR_S, 2),

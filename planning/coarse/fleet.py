@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
+from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, Signals
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarsePrefillWorker, CoarseRequest
 from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
@@ -57,11 +57,11 @@ class CoarseFleet:
 
     @property
     def reader_profile(self) -> WorkerProfile:
-        """Of prefill workers."""
+        """Profile of prefill workers."""
         return self.profile if self.prefill_profile is None else self.prefill_profile
 
     def signals(self) -> Signals:
-        """What the policy is shown."""
+        """Return the policy's input."""
         running_p, running_d = self.running_prefill(), self.running_decode()
         for worker in self.decode:
             worker.advance(self.now_s)
@@ -159,7 +159,7 @@ def run(
 
 
 class _Run:
-    """What happens next lies in heaps; of a worker that has changed since, what was expected is passed over."""
+    """One run of the event loop. Events lie in heaps; an event of a worker that has changed since is skipped."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 
 CANDIDATES = 4
-"""Of each role: with so many and with 32, latencies of a fleet of 64 differ by less than those of two seeds."""
+"""Candidates per role. With 4 and with 32, latencies of a fleet of 64 differ by less than those of two seeds."""
 _NO_LOAD = WorkerLoad()
 
 W = TypeVar("W", CoarsePrefillWorker, CoarseDecodeWorker)
@@ -101,7 +101,8 @@ class LiveRouter:
     def choose(
         self, request: CoarseRequest, now_s: float
     ) -> tuple[CoarsePrefillWorker | CoarseDecodeWorker, CoarseDecodeWorker] | None:
-        """Who reads and who writes; None where the request is refused. Raises NoPath without a decode worker."""
+        """Choose the prefill and the decode worker; None where the request is refused. Raises NoPath without a
+        decode worker."""
         self._now_s = now_s
         self._turn += 1
         need = PathQuery(

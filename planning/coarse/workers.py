@@ -28,7 +28,7 @@ class CoarseRequest:
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival."""
+        """Time to first token from arrival, in seconds."""
         return self.first_s - self.at_s
 
     @property
@@ -135,7 +135,7 @@ class CoarseDecodeWorker:
 
     @property
     def step_s(self) -> float:
-        """Of the step that runs."""
+        """Time of the running step, in seconds."""
         costs = self.profile.costs
         rows = len(self.rows)
         return costs.reading_s(rows) + rows * costs.row_s + self.context * costs.context_s

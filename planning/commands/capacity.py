@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures there")
     said.add_argument("--json", action="store_true", help="nothing but the last line")
     said.add_argument("--check", action="store_true", help="hold the calculators against the literature, instead")
-    said.add_argument("--tables", action="store_true", help="print the tables of docs/planning.md, instead")
+    said.add_argument(
+        "--tables", action="store_true", help="print tables of hardware, models, room, floors, links and costs, instead"
+    )
 
 
 def _contexts(text: str) -> tuple[int, ...]:

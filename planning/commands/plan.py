@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for."""
+    """Arguments of a plan."""
 
     shape: ModelConfig
     workload: Workload

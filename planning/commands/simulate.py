@@ -91,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run.add_argument("--max-context", type=context_tokens, default=8192, metavar="TOKENS")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
     of_run.add_argument("--seed", type=int, default=0)
-    of_run.add_argument("--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/simulation.md")
+    of_run.add_argument(
+        "--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/design/simulation.md"
+    )
     of_run.add_argument("--baselines", action="store_true", help="the table of the literature's ways to batch, instead")
     of_run.add_argument("--report", type=Path, metavar="FOLDER", help="a load test's report of what was simulated")
     of_run.add_argument("--json", action="store_true", help="nothing but the last line")
@@ -278,7 +280,7 @@ class ProgressLine:
 
 
 def _lengths(plan: Plan, most: int | None) -> Iterator[tuple[float, int, int, str]]:
-    """Of each request: when it comes, tokens of its prompt and its answer, and what profile it is."""
+    """Yield each request's arrival, prompt tokens, answer tokens and kind."""
     for number, session in enumerate(sessions(plan)):
         if number == most:
             return
@@ -287,7 +289,7 @@ def _lengths(plan: Plan, most: int | None) -> Iterator[tuple[float, int, int, st
 
 
 def _nothing(line: str) -> None:
-    """Where nothing but the last line is wanted."""
+    """Print nothing, where only the last line is wanted."""
 
 
 def _faults(path: Path | None) -> Sequence[WorkerCrash]:
@@ -339,7 +341,7 @@ def _coarse(
 
 
 def _coarse_records(requests: Sequence[CoarseRequest]) -> Iterator[Record]:
-    """Of each answer the first and the last token alone."""
+    """Yield records that have each answer's first and last token alone."""
     for number, one in enumerate(requests):
         token_s = None if one.is_refused else (one.first_s + CALL_S, one.last_s + CALL_S)
         yield record_of(number, one.at_s, one.prompt_tokens, one.output_tokens, token_s)

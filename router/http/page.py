@@ -68,7 +68,7 @@ async def file(name: str, request: Request) -> Response:
 
 @feed.get("/events", include_in_schema=False)
 async def events(request: Request) -> Response:
-    """What goes on at this router, as server-sent events: docs/page.md."""
+    """What goes on at this router, as server-sent events: docs/start.md#the-page."""
     service: RouterService = request.app.state.service
     tenant = tenant_of(request)
     name, sees_all = (None, True) if tenant is None else (tenant.name, tenant.is_admin)

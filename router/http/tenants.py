@@ -131,14 +131,14 @@ class KeyConfig(Section):
 
 
 class AuthConfig(Section):
-    """API keys (docs/routing.md#tenants). Without any, whoever reaches the endpoint may use it."""
+    """API keys (docs/slo-classes.md#api-keys). Without any, whoever reaches the endpoint may use it."""
 
     keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
     """Those that stand here; `twostroke key new NAME` prints one."""
     keys_file: str | None = None
     """A YAML file with more `keys`, so that they need not be in this one. Every router's node has to have it; routers
-    look every 2 s whether it has changed (docs/routing.md#tenants). A relative path starts where `twostroke serve` was
-    started."""
+    look every 2 s whether it has changed (docs/slo-classes.md#api-keys). A relative path starts where `twostroke
+    serve` was started."""
 
     @model_validator(mode="after")
     def _check(self) -> "AuthConfig":

@@ -1,8 +1,8 @@
 """Which workers serve a request: the path with the least predicted time (`cheapest_path`), by load, or in turn. Pure.
 
-docs/routing.md has the formulas. The costs of whoever reads the prompt and of the decode worker add up, so the best of
-each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is settled with
-the chosen prefill worker's time.
+docs/design/routing.md has the formulas. The costs of whoever reads the prompt and of the decode worker add up, so the
+best of each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is
+settled with the chosen prefill worker's time.
 
 Everything asks of a worker how much of the prompt it has (`KnownWorker.held`), which is set for each decision.
 """

@@ -30,8 +30,8 @@ class PathConfig(Section):
     """How workers are chosen, and when prefixes are pulled."""
 
     policy: Policy = "kv_aware"
-    """How workers are chosen: by predicted time, counting what each has cached (docs/routing.md); by load alone; in
-    turn. The other two are there to compare with."""
+    """How workers are chosen: by predicted time, counting what each has cached (docs/design/routing.md); by load
+    alone; in turn. The other two are there to compare with."""
     decodes_alone: bool = True
     """Whether a decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill
     workers. With false decode workers read prompts only for want of a prefill worker."""

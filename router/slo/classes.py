@@ -42,7 +42,7 @@ class SLOClass(Section):
 
 
 class SLOConfig(Section):
-    """What is promised to whom, and refused where it can't be kept (docs/routing.md#slo-classes-and-admission).
+    """What is promised to whom, and refused where it can't be kept (docs/slo-classes.md).
 
     Without classes there is one, `standard`, that promises nothing.
     """

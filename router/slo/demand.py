@@ -2,7 +2,7 @@
 
 Counts what *arrives*, also what is turned away: what was served tells of the workers that there are, not of those that
 there should be. All numbers are flat, since that is how they travel; several routers' counters add up, and what each
-tells of the workers is of the same workers (`cluster/autoscaling/readings.py` puts them together).
+tells of the workers is of the same workers (`cluster/autoscaling/samples.py` puts them together).
 
 Sums that forget: what was added lately, and how much of it comes a second. Pure: the time is an argument.
 """

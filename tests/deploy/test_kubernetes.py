@@ -1,6 +1,6 @@
 """deploy/kubernetes: what Kustomize makes of each overlay, by the schemas of those who read it, and against itself.
 
-KubeRay's is checked at every depth, in the oldest version that will do and in the one that docs/deploy.md recommends.
+KubeRay's is checked at every depth, in the oldest version that will do and in the one that docs/kubernetes.md names.
 """
 
 import json
@@ -280,7 +280,7 @@ def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
 
 
 def test_the_line_that_lets_pods_of_a_running_cluster_go_is_about_those_with_gpus() -> None:
-    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
     (number,) = re.findall(r"/spec/workerGroupSpecs/(\d+)/minReplicas", page)
     group = ray_cluster("h100-16")["workerGroupSpecs"][int(number)]
     assert gpus_of(group) == 8
@@ -393,7 +393,7 @@ def secrets_in(node: Any) -> Iterator[tuple[str, str]]:
 
 
 def test_the_page_makes_every_secret_that_a_manifest_asks_for() -> None:
-    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8").replace("\\\n", "")
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8").replace("\\\n", "")
     made = {
         (secret, key)
         for secret, rest in re.findall(r"create secret generic (\S+)(.*)", page)

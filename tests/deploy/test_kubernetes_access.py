@@ -114,8 +114,8 @@ def test_an_overlay_with_tls_listens_on_443_alone_and_asks_itself_by_https(overl
 
 
 def test_the_page_says_of_every_overlay_where_its_tls_ends_and_a_gateway_of_kuberays_is_not_the_place() -> None:
-    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
-    told = page.partition('<a id="tls-on-kubernetes"></a>')[2].partition("\n\n<a id")[0]
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    told = page.partition("\n## TLS\n")[2].partition("\n## ")[0]
     for overlay in OVERLAYS:
         row = next(line for line in told.splitlines() if line.startswith("| ") and f"`{overlay}`" in line)
         gateway = ray_service(overlay)["spec"]["upgradeStrategy"]["type"] == "NewClusterWithIncrementalUpgrade"
@@ -130,7 +130,7 @@ def test_the_example_for_cert_manager_makes_the_secret_that_the_pods_mount(tmp_p
     assert example["spec"]["secretName"] == secret["secretName"]
     assert [item["key"] for item in secret["items"]] == ["tls.crt", "tls.key"]  # as in every kubernetes.io/tls
     assert example["metadata"]["namespace"] == found["metadata"]["namespace"]
-    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
     assert f"create secret tls {secret['secretName']} " in page
 
 

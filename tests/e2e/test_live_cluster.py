@@ -36,7 +36,7 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 ALLOWED_ON_ALL_INTERFACES = ("ServeReplica:", "haproxy")
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("api", "tools", "structured_output", "clients"))]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("api", "tools", "clients", "tutorials/first-request"))]
 WRITTEN_URL = "http://127.0.0.1:8000/"
 
 

@@ -1,4 +1,4 @@
-"""The files of deploy/ on a Ray cluster of three nodes, by the commands of docs/deploy.md."""
+"""The files of deploy/ on a Ray cluster of three nodes, by the commands of docs/hosts.md."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Workers in closed form against the exact simulation, on small fleets: the bounds that docs/simulation.md states."""
+"""Workers in closed form agree with the exact simulation on small fleets, as docs/design/simulation.md states."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What the bundled model reads: the standard library's sources and docstrings, as the running CPython has them.
+"""Training text of the bundled model: the standard library's sources and docstrings, as the running CPython has them.
 
 Everything is a pure function of the interpreter's version and SEED: the same CPython gives the same documents in the
 same order. Whole files go to one side of the train / held-out split, and the conversations made from a file's

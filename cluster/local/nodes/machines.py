@@ -1,13 +1,12 @@
-"""What a node runs on: a stand-in for a machine, with an address and processes of its own, that can die at once.
+"""Machines that a node runs on: stand-ins with an address and processes of their own, that can die at once.
 
-In namespaces each has its own network, with an address on a bridge, and its own process ids. That needs root. Nothing
-there has a name that could be left behind: the bridge is in a network namespace that this process enters, and the
-machines' are those of their first process, which ends when its standard input does. So whichever way this process ends,
-the kernel ends the machines' processes, and takes the bridge and all interfaces down with the last of them.
+An isolated machine has namespaces of its own: a network with an address on a bridge, and process ids. That needs root.
+Nothing in it has a name that could be left behind: the bridge is in a network namespace that this process enters, and a
+machine's namespaces are those of its first process, which ends when its standard input does. So however this process
+ends, the kernel ends the machines' processes and removes the bridge and all interfaces.
 
-On the loopback interface machines are only processes: each has an address of 127.0.0.0/8, and shares all else. That
-needs no rights. Ports are shared, so Serve's proxy can run on one of them only; and so is memory, which workers would
-use between them.
+A loopback machine is only a group of processes with an address of 127.0.0.0/8. That needs no rights. Ports and memory
+are shared, so Serve's proxy can run on one of them only.
 """
 
 import contextlib
@@ -67,10 +66,10 @@ class Machine(ABC):
 
 
 class Machines(ABC):
-    """Where machines come from; a context manager that leaves none of them behind."""
+    """Source of machines. It is a context manager that leaves none behind."""
 
     has_own_ports: bool
-    """Whether each machine has all ports for itself, so that every one can have Serve's proxy on the same."""
+    """True where each machine has all ports for itself, so that each can have Serve's proxy on the same port."""
 
     def __init__(self) -> None:
         self._machines: list[Machine] = []
@@ -114,7 +113,7 @@ _PROGRAMS = ("ip", "unshare", "nsenter")
 
 
 def why_not() -> str | None:
-    """What is missing for such machines here; None where they can be had."""
+    """Return what is missing for such machines here, or None."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} can't be found (Debian: iproute2 and util-linux)"
@@ -127,7 +126,7 @@ def why_not() -> str | None:
 
 
 class IsolatedMachine(Machine):
-    """In namespaces of its own."""
+    """A machine in namespaces of its own."""
 
     def __init__(self, number: int):
         """Raises OSError where the kernel refuses."""
@@ -226,7 +225,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _has_link(name: str) -> bool:
-    """Whether this thread's network has an interface of that name."""
+    """Return whether this thread's network has an interface of that name."""
     return any(name == one for _, one in socket.if_nameindex())
 
 
@@ -241,7 +240,7 @@ _LOOPBACK_PREFIX = "127.0.77."
 
 
 class LoopbackMachine(Machine):
-    """What its processes start must stay below them, or end with them, as Ray's do."""
+    """A machine on the loopback interface. Its processes must stay below their parent, or end with it, as Ray's do."""
 
     def _inside(self) -> list[str]:
         return ["setpriv", "--pdeathsig", "TERM"]  # on which `ray start --block` ends what it has started
@@ -261,7 +260,7 @@ class LoopbackMachine(Machine):
 
 
 class LoopbackMachines(Machines):
-    """Of which there are as many as addresses."""
+    """Machines on the loopback interface, one per address."""
 
     has_own_ports = False
 

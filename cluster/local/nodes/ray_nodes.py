@@ -29,9 +29,9 @@ NODE_STARTS = 4
 """A node that does not come up is started again, as systemd and KubeRay do: Ray's raylet waits 15 s for its agent,
 which may take longer on a busy machine, and gives up (https://github.com/ray-project/ray/issues/65983)."""
 HEADLESS_S = 600.0
-"""That nodes live without their head, as with deploy/ray.env."""
+"""Seconds that nodes live without their head, as in deploy/ray.env."""
 STORE_BYTES = 80_000_000
-"""Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
+"""Size of a node's object store. Ray's minimum is 75 MB, and we store next to nothing there."""
 
 # Sockets of Ray and HAProxy have these in their paths, for which there are 97 characters.
 _TEMPORARY, _FOLDERS = Path("/tmp"), "ts-nodes-"
@@ -61,7 +61,7 @@ class NodeFailed(Exception):
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What a node is to be. The name is for people."""
+    """Description of a node. The name is for people."""
 
     name: str
     num_cpus: int = 1
@@ -184,7 +184,7 @@ class RayNodes:
             raise NodeFailed(f"{' '.join(command)} ended with {process.returncode}: {said}")
 
     def serve_status(self) -> dict[str, str]:
-        """What Serve's controller says of each application, asked on the head. Raises NodeFailed."""
+        """Return the state of each application, from Serve's controller on the head. Raises NodeFailed."""
         log = self._folder / "status.log"
         log.unlink(missing_ok=True)
         process = self.head.machine.start(

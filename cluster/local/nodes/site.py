@@ -19,7 +19,7 @@ NO_STAGES: Mapping[WorkerRole, int] = {"prefill": 1, "decode": 1}
 
 @dataclass(frozen=True)
 class ListedWorker:
-    """As /status tells it."""
+    """A worker as /status lists it."""
 
     role: WorkerRole
     worker_id: str
@@ -105,7 +105,7 @@ class Site:
         )
 
     def status(self) -> dict[str, Any]:
-        """What the entry says. Raises ConfigError where it doesn't answer."""
+        """Return the entry's status. Raises ConfigError where it does not answer."""
         return fetch_status(self.url)
 
     def workers(self) -> list[ListedWorker]:
@@ -134,7 +134,8 @@ class Site:
         return self.workers()
 
     def await_that(self, what: str, condition: Callable[[], bool]) -> float:
-        """How long it took; meanwhile the site need not answer. Raises NodeFailed."""
+        """Wait for a condition and return the seconds that it took. Meanwhile the site need not answer. Raises
+        NodeFailed."""
         began = time.monotonic()
         while True:
             why = ""

@@ -59,11 +59,11 @@ class PrefillTiling:
     num_stages: int  # depth of the loop's software pipeline
 
 
-# For 16-bit types, by architecture and head dimension; the least sufficient row wins. Chosen from what compiles without
-# spills within the shared memory. Hopper's row of 128 is the fastest of ten that an H200 measured (2026-11-26, Triton
-# 3.6, docs/results/gpu.md): 365 to 425 TFLOP/s where 8 warps with 128 keys a step reach 343 to 368. All other rows are
-# predicted. A load through the block table takes two levels of the pipeline, table entry and then keys, so 3 stages
-# hold one step in use and one in flight on Hopper (5 elsewhere).
+# For 16-bit types, by architecture and head dimension; the least sufficient row wins. Chosen from what compiles
+# without spills within the shared memory. Hopper's row of 128 is the fastest of ten that an H200 measured (2026-11-26,
+# Triton 3.6, docs/results/index.md): 365 to 425 TFLOP/s where 8 warps with 128 keys a step reach 343 to 368. All other
+# rows are predicted. A load through the block table takes two levels of the pipeline, table entry and then keys, so 3
+# stages hold one step in use and one in flight on Hopper (5 elsewhere).
 #
 # A tile of M rows does M operations for each byte of keys and values that it loads. At M = 128 an A100's 312 TFLOP/s
 # ask 2.4 TB/s of its second-level cache, which is why M is 128 wherever sums (M D / threads), scores and weights

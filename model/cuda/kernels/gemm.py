@@ -198,7 +198,7 @@ def with_splits(config: GemmConfig, target: GpuTarget, rows: int, columns: int) 
 #
 # Hopper's rows of 16 bits, and of 8 and 4 bits up to 16 tokens, were measured on an H200 (2026-11-26, Triton 3.6) over
 # tiles of 16 to 128 rows, steps of 64 to 256 columns, 1 to 8 warps and 1 to 8 splits, with an 8B model's weights read
-# from memory (docs/results/gpu.md). Tiles of 64 rows are the least that warpgroup instructions take; of 16 bits they
+# from memory (docs/results/index.md). Tiles of 64 rows are the least that warpgroup instructions take; of 16 bits they
 # reach 0.85 of the memory's bandwidth, where tiles of 16 rows, one warp each, reached 0.62. A weight of 16 bits needs
 # no more than three programs for four multiprocessors; one that is widened in registers waits for its arithmetic, and
 # needs two to four programs a multiprocessor.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
-from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, ScalingDecision, Signals
+from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 

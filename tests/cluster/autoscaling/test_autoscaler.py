@@ -9,7 +9,7 @@ import pytest
 from twostroke.cluster.autoscaling import autoscaler
 from twostroke.cluster.autoscaling.autoscaler import STALE_S, ScalingOrder, ScalingView, State, is_due, look
 from twostroke.cluster.autoscaling.policy import PolicyMemory
-from twostroke.cluster.autoscaling.readings import Reason, RouterSample, ScalingDecision, Signals
+from twostroke.cluster.autoscaling.samples import Reason, RouterSample, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.settings import from_plain, to_plain
 

@@ -107,12 +107,3 @@ def nested(path: str, value: object) -> dict[str, Any]:
         raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw, **BESIDE.get(part, {})}
     assert isinstance(raw, dict)
     return raw
-
-
-def test_the_readme_shows_the_dozen_with_their_defaults() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    shown = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
-    assert read_config(shown) == read_config({})
-    assert {f"{name}.{setting}" for name, section in shown.items() for setting in section} == {
-        path for paths in DOZEN for path in paths
-    }

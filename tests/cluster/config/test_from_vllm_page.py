@@ -1,4 +1,4 @@
-"""docs/from-vllm.md: what it says of flags, metrics and fields is what the parsers take."""
+"""The parsers take the flags, metrics and fields that docs/from-vllm.md names."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from twostroke.cluster.commands.serve import add_arguments, merged_settings
 from twostroke.cluster.config import sglang_names
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import setting_paths
-from twostroke.cluster.config.vllm_names import COMMANDS, INSTEAD, OF_BENCH_SERVE, SAME
+from twostroke.cluster.config.vllm_names import COMMANDS, INSTEAD, SAME
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, UnknownFields
 
@@ -67,33 +67,21 @@ def value_at(config: object, path: str) -> Any:
 FLAGS = [cells for cells in cells_of("Flags") if len(cells) == 4]
 
 
-def test_every_name_that_hints_know_is_on_the_page_with_what_they_say() -> None:
+def test_every_setting_that_is_ours_under_another_name_is_on_the_page() -> None:
     assert {name_of(cells[0]): tuple(words(cells[1])) for cells in FLAGS} == SAME
-    assert {name_of(cells[0]): cells[1] for cells in cells_of("Flags") if len(cells) == 2} == INSTEAD
     assert {setting for settings in SAME.values() for setting in settings} <= SETTINGS
-    rows = {words(cells[0])[0]: cells[1] for cells in cells_of("Commands")}
-    assert rows.pop("vllm bench serve") == "`twostroke loadtest run`"
-    theirs = {f"vllm {name}": text for name, text in COMMANDS.items() if name != "bench serve"}
-    assert rows == theirs | {f"--{name.replace('_', '-')}": text for name, text in OF_BENCH_SERVE.items()}
+    ours = {name for cells in cells_of("Commands") for name in words(cells[0])}
+    assert ours == {f"vllm {name}" for name in COMMANDS} - {"vllm complete"}
 
 
-def test_the_page_has_what_hints_say_of_sglangs_names_and_none_is_vllms_too() -> None:
-    rows = list(cells_of("SGLang's flags"))
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    expected = {}
-    for name, theirs in sglang_names.AS_VLLM.items():
-        flag = f"--{theirs.replace('_', '-')}"
-        if theirs in SAME:
-            settings = ", ".join(f"`{setting}`" for setting in SAME[theirs])
-            expected[name] = [settings, f"`{flag}`" if flag in parser._option_string_actions else "no"]
-        else:
-            expected[name] = [INSTEAD[theirs]]
-    expected |= {name: [text] for name, text in sglang_names.INSTEAD.items()}
-    assert {name_of(cells[0]): cells[1:] for cells in rows} == expected
-    assert not expected.keys() & (SAME.keys() | INSTEAD.keys())
-    for name in expected:
-        assert sglang_names.what_is_ours(name).startswith(f"SGLang's {name}")
+@pytest.mark.parametrize("name", [*sglang_names.AS_VLLM, *sglang_names.INSTEAD])
+def test_a_name_of_sglangs_is_answered_and_is_none_of_vllms(name: str) -> None:
+    assert name not in SAME.keys() | INSTEAD.keys()
+    hint = sglang_names.what_is_ours(name)
+    assert hint.startswith(f"SGLang's {name}")
+    theirs = sglang_names.AS_VLLM.get(name)
+    assert all(setting in hint for setting in SAME.get(theirs or "", ()))
+    assert sglang_names.INSTEAD.get(name, INSTEAD.get(theirs or "", "")) in hint
 
 
 @pytest.mark.parametrize("cells", FLAGS, ids=lambda cells: words(cells[0])[0])

@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingContext
 from tests.simulation.autoscaling.traffic import Trace
 from twostroke.cluster.autoscaling.demand import decode_capacity
 from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
-from twostroke.cluster.autoscaling.readings import ScalingDecision
+from twostroke.cluster.autoscaling.samples import ScalingDecision
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, run

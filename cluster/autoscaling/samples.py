@@ -1,8 +1,8 @@
-"""What the policy sees, and what it says: one look at the system, put together from what the routers tell. Pure.
+"""The policy's input and output: the state of the system, put together from what the routers report. Pure.
 
-The load is counted as it arrives. Each router counts what arrived at itself: those numbers add up. Of the workers all
-of them tell the same: there the router counts that sees most of them, and of those the one that told last. A router
-that has been silent for a while may still tell of workers and queues that are gone.
+The load is counted as it arrives. Each router counts its own arrivals, and these numbers add up. All routers report the
+same workers, so the report of the router that reaches most of them counts, and of those the newest. A router that has
+been silent for a while may still report workers and queues that are gone.
 """
 
 from collections.abc import Collection, Mapping
@@ -53,7 +53,7 @@ class Arrived(NamedTuple):
     ended: float = 0.0  # requests whose answers have ended
 
     def since(self, before: "Arrived") -> "Arrived":
-        """What has come after `before`."""
+        """Return what has arrived since `before`."""
         return Arrived(*(max(0.0, now - then) for now, then in zip(self, before, strict=True)))
 
     def plus(self, more: "Arrived") -> "Arrived":
@@ -79,7 +79,7 @@ class RoleSignals:
     step_tokens: int = 2048  # prompt tokens in one step of a worker
 
     def times(self, factor: float) -> "RoleSignals":
-        """As if so many times the requests were there."""
+        """Return the signals with this many times the requests."""
         return replace(
             self, queued_tokens=round(factor * self.queued_tokens), owned_tokens=round(factor * self.owned_tokens)
         )
@@ -99,7 +99,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class ScalingDecision:
-    """How many workers each role is to have, and why."""
+    """Number of workers that each role should have, with reasons."""
 
     prefill: int
     decode: int
@@ -109,7 +109,7 @@ class ScalingDecision:
 
 
 LATE_S = 5.0
-"""Behind the reading that was heard last: what is older says nothing of the workers where others tell. Readings are
+"""Behind the sample that was heard last: what is older says nothing of the workers where others tell. Samples are
 delayed by no more, either, or the delay is taken for time that has passed."""
 
 
@@ -122,7 +122,7 @@ class RouterSample:
 
     @property
     def num_workers(self) -> float:
-        """How many it can reach."""
+        """Return how many workers the router can reach."""
         return self.numbers.get("prefill.running", 0.0) + self.numbers.get("decode.running", 0.0)
 
 
@@ -141,7 +141,7 @@ class Counted:
 
     begun_s: float  # by the listener's monotonic clock: nobody knows when what had arrived before did
     arrived: Arrived = field(default_factory=Arrived)
-    # Of time that the routers have told of. A reading that comes late is not taken for a burst.
+    # Of time that the routers have told of. A sample that comes late is not taken for a burst.
     elapsed_s: float = 0.0
     last: Mapping[str, RouterCounters] = field(default_factory=dict)  # of each router, by its replica's id
 
@@ -150,7 +150,7 @@ class Counted:
         return {router for router, told in self.last.items() if told.heard_s > at_s}
 
 
-def count(before: Counted, readings: Mapping[str, RouterSample], routers: Collection[str], now_s: float) -> Counted:
+def count(before: Counted, samples: Mapping[str, RouterSample], routers: Collection[str], now_s: float) -> Counted:
     """Add what has arrived meanwhile. `routers` are all that run, also those that have told nothing lately.
 
     `now_s` is the listener's monotonic clock. Time passes as the routers tell, each by its own clock: from the newest
@@ -159,33 +159,33 @@ def count(before: Counted, readings: Mapping[str, RouterSample], routers: Collec
     """
     last = {router: told for router, told in before.last.items() if router in routers}
     arrived = before.arrived
-    for router, reading in readings.items():
+    for router, sample in samples.items():
         if router not in routers:
             continue
-        known, now = last.get(router), _arrived(reading)
+        known, now = last.get(router), _arrived(sample)
         if known is None:
-            is_new = reading.uptime_s <= now_s - before.begun_s
+            is_new = sample.uptime_s <= now_s - before.begun_s
             arrived = arrived.plus(now if is_new else Arrived())
-            last[router] = RouterCounters(reading.uptime_s, now_s, before.elapsed_s, now)
-        elif reading.uptime_s > known.uptime_s:
+            last[router] = RouterCounters(sample.uptime_s, now_s, before.elapsed_s, now)
+        elif sample.uptime_s > known.uptime_s:
             arrived = arrived.plus(now.since(known.arrived))
-            step_s = min(reading.uptime_s - known.uptime_s, now_s - known.heard_s + LATE_S)
-            last[router] = RouterCounters(reading.uptime_s, now_s, known.at_s + step_s, now)
+            step_s = min(sample.uptime_s - known.uptime_s, now_s - known.heard_s + LATE_S)
+            last[router] = RouterCounters(sample.uptime_s, now_s, known.at_s + step_s, now)
     elapsed_s = max((told.at_s for told in last.values()), default=0.0)
     return Counted(before.begun_s, arrived, max(before.elapsed_s, elapsed_s), last)
 
 
 def signals_of(
-    readings: Mapping[str, RouterSample],
+    samples: Mapping[str, RouterSample],
     counted: Counted,
     targets: Mapping[Role, int],
     gpus_each: Mapping[Role, float],
 ) -> Signals:
-    """One look. `readings` are of routers that are counted, one at least; a role without a target has no workers."""
-    heard_s = {router: counted.last[router].heard_s for router in readings}
+    """One look. `samples` are of routers that are counted, one at least; a role without a target has no workers."""
+    heard_s = {router: counted.last[router].heard_s for router in samples}
     newest_s = max(heard_s.values())
-    timely = (router for router in readings if heard_s[router] > newest_s - LATE_S)
-    seen = readings[max(timely, key=lambda router: (readings[router].num_workers, heard_s[router]))].numbers
+    timely = (router for router in samples if heard_s[router] > newest_s - LATE_S)
+    seen = samples[max(timely, key=lambda router: (samples[router].num_workers, heard_s[router]))].numbers
 
     def role_signals(role: Role) -> RoleSignals:
         names = [one.name for one in fields(RoleSignals) if f"{role}.{one.name}" in seen]
@@ -197,8 +197,8 @@ def signals_of(
         arrived=counted.arrived,
         prefill=role_signals("prefill"),
         decode=role_signals("decode"),
-        ttft_s=_tightest(readings, "ttft_s"),
-        tpot_s=_tightest(readings, "tpot_s"),
+        ttft_s=_tightest(samples, "ttft_s"),
+        tpot_s=_tightest(samples, "tpot_s"),
     )
 
 
@@ -217,10 +217,10 @@ def _costs(role: Role, numbers: Mapping[str, float]) -> StepCosts | None:
     )
 
 
-def _tightest(readings: Mapping[str, RouterSample], name: str) -> float | None:
-    promised = [reading.numbers.get(name, 0.0) for reading in readings.values()]
+def _tightest(samples: Mapping[str, RouterSample], name: str) -> float | None:
+    promised = [sample.numbers.get(name, 0.0) for sample in samples.values()]
     return min((one for one in promised if one > 0), default=None)
 
 
-def _arrived(reading: RouterSample) -> Arrived:
-    return Arrived(*(reading.numbers.get(name, 0.0) for name in Arrived._fields))
+def _arrived(sample: RouterSample) -> Arrived:
+    return Arrived(*(sample.numbers.get(name, 0.0) for name in Arrived._fields))
