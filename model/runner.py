@@ -56,7 +56,8 @@ class TokenSampler(Protocol):
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """Return the log-probabilities of the tokens `targets` [N] under logits fp32 [N, vocab], which may be modified."""
+        """Return the log-probabilities of the tokens `targets` [N] under logits fp32 [N, vocab], which may be
+        modified."""
 
     def take(self, drawn: Tensor, draws: Sequence[Draw]) -> "list[SampledToken] | DrawnTokens":
         """int64 [2, N]: tokens that were drawn without it, and whether their rows were broken."""

@@ -285,7 +285,8 @@ class Constraint:
             self._failed_at = position
 
     def masks_failed(self, position: int) -> bool:
-        """Note that there is a mask for `position`; return True if the mask failed because the grammar takes too much."""
+        """Note that there is a mask for `position`; return True if the mask failed because the grammar takes too
+        much."""
         if self.matcher.is_error():
             self.fail(position)
         return self._failed_at is not None

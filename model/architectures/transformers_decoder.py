@@ -152,7 +152,8 @@ class HeadModule(nn.Module):
 
 
 class EmbeddingModule(nn.Module):
-    """Replaces the token embedding: looks up this rank's rows, or those of the shared LM head, and sums over the ranks."""
+    """Replaces the token embedding: looks up this rank's rows, or those of the shared LM head, and sums over the
+    ranks."""
 
     def __init__(
         self, table: Tensor | Linear, first: int, dtype: torch.dtype, backend: Backend, parallel: TensorParallel

@@ -349,7 +349,8 @@ def check_stages(config: ModelShape, count: int) -> None:
 
 
 def _have_the_windows(config: ModelShape, count: int) -> bool:
-    """Return True if each stage has the groups of layers that the model has: stages share each request's block table."""
+    """Return True if each stage has the groups of layers that the model has: stages share each request's block
+    table."""
     stages = (stage_layers(config.num_layers, count, stage) for stage in range(count))
     return all(config.groups_of(layers).windows == config.kv_groups.windows for layers in stages)
 

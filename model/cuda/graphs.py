@@ -32,7 +32,8 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays `run` on the current stream. Runs it once before: compiling can't be captured."""
+        """Return a function that replays `run` on the current stream. Runs it once before: compiling can't be
+        captured."""
         run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()

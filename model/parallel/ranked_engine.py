@@ -199,7 +199,8 @@ class TensorParallelEngine:
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> list[SampledToken | None]:
-        """Implement Engine.step. Raises WorkerLost as soon as a rank is lost, though this rank's part may hang for it."""
+        """Implement Engine.step. Raises WorkerLost as soon as a rank is lost, though this rank's part may hang for
+        it."""
         is_wanted = True
 
         def deliver(layer: int) -> None:

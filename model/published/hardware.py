@@ -73,8 +73,8 @@ class Efficiency:
 
 PEAK = Efficiency(1.0, 1.0, 0.0)
 EFFICIENCY = Efficiency(compute=0.55, read=0.72)
-"""Efficiency for Llama-3.1-8B on an H100 as docs/results/index.md predicts it: 0.7 of the 798 TFLOP/s and 0.8 of the 3.0
-TB/s that its own kernels reach. No GPU has confirmed it."""
+"""Efficiency for Llama-3.1-8B on an H100 as docs/results/index.md predicts it: 0.7 of the 798 TFLOP/s and 0.8 of the
+3.0 TB/s that its own kernels reach. No GPU has confirmed it."""
 
 
 def efficiency_of(text: str | None) -> Efficiency:

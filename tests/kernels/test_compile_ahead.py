@@ -129,7 +129,8 @@ def test_kernels_compiled_in_threads_are_there_when_they_are_launched(process: A
 
 
 def compile_in_two_threads() -> bool:
-    """Return True if Triton launches as before once both threads are done, the second of which began within the first."""
+    """Return True if Triton launches as before once both threads are done, the second of which began within the
+    first."""
     run, within, second_is_in = JITFunction.run, threading.Event(), threading.Event()
 
     def first() -> None:

@@ -294,7 +294,7 @@ def test_tokens_that_follow_come_from_the_step_before(
 
 
 def test_tables_that_grow_are_written_as_whole_ones_are_whoever_comes_and_goes() -> None:
-    """Of a list that was there before, only its new end is looked at."""
+    """Only the new end of a list that was there before is looked at."""
     rng, kept, num_read = random.Random(2), DecodeInputs(8, MAX_CONTEXT, BLOCK_SIZE), [0]
 
     class Blocks(list[int]):

@@ -480,7 +480,8 @@ def decode_attention_kernel(
 def decode_attention(
     q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeTiling
 ) -> None:
-    """Attend as model/reference.py does, for the layout's decodes, whose rows come first; zeros for an empty context."""
+    """Attend as model/reference.py does, for the layout's decodes, whose rows come first; zeros for an empty
+    context."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     sequences, split = layout.num_decodes, config.split

@@ -19,7 +19,8 @@ GPU = torch.device("cuda", 3)
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device | None, bool]]:
-    """Return, of each wait for an event, the stream waited for, the thread's current device, and if the thread sleeps."""
+    """Return, of each wait for an event, the stream waited for, the thread's current device, and if the thread
+    sleeps."""
     current = threading.local()
     found: list[tuple[str, torch.device | None, bool]] = []
 

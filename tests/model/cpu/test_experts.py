@@ -17,7 +17,8 @@ WEIGHTS = ["bf16", *FORMS, "fp4 by 32"]
 
 
 def weights_of(form: str) -> Any:
-    """Return weights with outputs that fill no panel, and inputs that fill neither a depth of AMX's tiles nor a group."""
+    """Return weights with outputs that fill no panel, and inputs that fill neither a depth of AMX's tiles nor a
+    group."""
     return expert_weights(torch.bfloat16, form="" if form == "bf16" else form, size=72, hidden=328)
 
 

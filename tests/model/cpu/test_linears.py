@@ -163,7 +163,8 @@ def test_a_start_finds_the_machine_code_of_the_last_one(module: ModuleType) -> N
 @needs_packing
 @pytest.mark.parametrize("tile", [gemm._tile_of_pairs, gemm._tile_of_floats], ids=["bf16", "fp32"])
 def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(tile: Any) -> None:
-    """This happens to a tile on its way into a kernel: each function that it becomes a part of is optimised as a whole."""
+    """This happens to a tile on its way into a kernel: each function that it becomes a part of is optimised as a
+    whole."""
 
     @compiled
     def once(words):
