@@ -70,8 +70,11 @@ def step_shapes(max_tokens: int, max_sequences: int, most_rows: int) -> list[Ste
     return sorted((shape for shape in shapes if shape.rows <= most_rows), key=lambda shape: (-shape.rows, shape))
 
 
-class
-_Inputs: """Inputs of steps of shapes up to `rows` and `sequences`, always in the same memory of one device; empty at first."""
+class _Inputs:
+    """Inputs of steps of shapes up to `rows` and `sequences`, always in the same memory of one device.
+
+    They are empty at first.
+    """
 
     def __init__(self, rows: int, sequences: int, width: int, groups: int, device: torch.device | None, pinned: bool):
         """Allocate the inputs, on the host where no device is named. Tables are `width` blocks wide."""
