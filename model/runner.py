@@ -35,7 +35,7 @@ from twostroke.model.step import (
     BlockCopy,
     Draw,
     OnLayer,
-    PromptReading,
+    PromptScorer,
     ScoredRows,
     SequenceStep,
     with_drawn_tokens,
@@ -304,7 +304,7 @@ class ModelRunner:
         if copied := [step for step in batch if step.copied_from is not None]:
             targets = [step.block_ids[step.start // cache.block_size] for step in copied]
             cache.copy_blocks([step.copied_from for step in copied if step.copied_from is not None], targets)
-        if on_layer is None and all(step.reading is None for step in batch):
+        if on_layer is None and all(step.scorer is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._replays.decodes.logits(batch, drawn)) is not None:
                 return self._sample(logits, batch, list(range(len(batch))), earlier)
@@ -323,7 +323,7 @@ class ModelRunner:
         if self._pipeline is not None:
             return self._run_over_stages(self._pipeline, batch, steps, order, on_layer, drawn, earlier)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
-        if all(step.reading is None for step in steps):
+        if all(step.scorer is None for step in steps):
             logits = self._replays.prompts.logits(steps, drawing, drawn)
             if logits is not None:
                 self._announce_all(on_layer)  # they are there once all of the graph has run
@@ -335,7 +335,7 @@ class ModelRunner:
                 make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.held),
                 self._kv_cache.tensors,
                 Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
-                self._reader(steps),
+                self._scoring(steps),
             ),
             on_layer,
         )
@@ -357,9 +357,9 @@ class ModelRunner:
         entries: list[int] = []
         rows: list[Tensor] = []
         for found in pipeline.run(steps, lambda some: self._token_ids(some, drawn), on_layer):
-            read_all = self._reader(found.batch.steps)
-            if read_all is not None:
-                read_all(found.hidden)
+            score_all = self._scoring(found.batch.steps)
+            if score_all is not None:
+                score_all(found.hidden)
             rows.append(found.drawn)
             entries += [order[found.batch.entries[i]] for i in found.batch.drawing]
         if not entries:
@@ -371,39 +371,39 @@ class ModelRunner:
             for layer in range(self._kv_cache.layout.num_layers):
                 on_layer(layer)
 
-    def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
+    def _scoring(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
         """Return a function that scores and pools the step's prompts from their hidden states; None where there are
         none."""
         ends = np.cumsum([len(step.token_ids) for step in steps]).tolist()
-        read = [(one.reading, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
+        chunks = [(one.scorer, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
 
-        def read_all(hidden: Tensor) -> None:
-            for reading, start, first, end in read:
-                if reading is not None and reading.fault.error is None:
+        def score_all(hidden: Tensor) -> None:
+            for scorer, start, first, end in chunks:
+                if scorer is not None and scorer.fault.error is None:
                     try:
-                        self._read(reading, start, hidden[first:end])
+                        self._score_chunk(scorer, start, hidden[first:end])
                     except RuntimeError:
                         raise  # torch's word for what a device does: the step's own
                     except Exception as error:
-                        reading.fault.note(error)
+                        scorer.fault.note(error)
 
-        return None if all(reading is None for reading, *_ in read) else read_all
+        return None if all(scorer is None for scorer, *_ in chunks) else score_all
 
-    def _read(self, reading: PromptReading, start: int, hidden: Tensor) -> None:
+    def _score_chunk(self, scorer: PromptScorer, start: int, hidden: Tensor) -> None:
         """Score and pool a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Logits are computed
         in blocks of rows: those of a whole chunk would be gigabytes."""
-        reading.begin(start)
-        pooled = hidden[reading.pooled_rows(start, len(hidden))]
+        scorer.begin(start)
+        pooled = hidden[scorer.pooled_rows(start, len(hidden))]
         if len(pooled):
-            reading.add_hidden(pooled.float().sum(0).cpu().numpy())
-        targets = reading.targets(start, len(hidden))
+            scorer.add_hidden(pooled.float().sum(0).cpu().numpy())
+        targets = scorer.targets(start, len(hidden))
         most = max(1, min(MOST_SCORED_ROWS, _SCORED_BYTES // (4 * self._decoder.vocab_size)))
         for first in range(0, len(targets), most):
             block = targets[first : first + most]
             logits = self._decoder.logits(hidden[first : first + len(block)])
             logits = gather_logits(logits, self._decoder.vocab_size, self._parallel)
             if self._sampler is not None:
-                reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
+                scorer.add_scores(self._sampler.score(logits, block, scorer.params.logprobs or 0))
 
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""

@@ -143,9 +143,9 @@ class Decoder:
         """Implement StepDecoder.forward for a model of one stage."""
         drawn = step.drawing.rows
         # Nobody reads what comes after the last layer's KV, but of the rows that draw.
-        read = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
+        needed = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
         x = self._run_layers(
-            self.embed(step.token_ids), step.layouts, step.kv_tensors, read, self._ends.final_norm, on_layer
+            self.embed(step.token_ids), step.layouts, step.kv_tensors, needed, self._ends.final_norm, on_layer
         )
         if x is None:
             return None
@@ -168,16 +168,16 @@ class Decoder:
         hidden: Tensor,
         layouts: Sequence[BatchLayout],
         kv_tensors: Sequence[Tensor],
-        read: Drawing | None,
+        needed: Drawing | None,
         on_layer: OnLayer | None = None,
     ) -> Tensor | None:
         """Run the stage's layers over hidden states [T, hidden], which may be written into; the last layer ends without
         a norm.
 
-        `read` names the rows that are needed of the result, of which there are no others then; None: all of them.
+        `needed` names the rows that are needed of the result, of which there are no others then; None: all of them.
         Returns None where none is. `on_layer` as to StepDecoder.forward, with the model's numbers.
         """
-        return self._run_layers(hidden, layouts, kv_tensors, read, None, on_layer)
+        return self._run_layers(hidden, layouts, kv_tensors, needed, None, on_layer)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """[N, hidden] behind the last layer -> what `logits` takes; of the first stage. May write into them."""
@@ -201,7 +201,7 @@ class Decoder:
         residual: Tensor,
         layouts: Sequence[BatchLayout],
         kv_tensors: Sequence[Tensor],
-        read: Drawing | None,
+        needed: Drawing | None,
         final_norm: Tensor | None,
         on_layer: OnLayer | None,
     ) -> Tensor | None:
@@ -216,11 +216,11 @@ class Decoder:
             if on_layer is not None:  # on CUDA the write is launched
                 on_layer(self._model_layers[index])
             is_last = index == len(layers) - 1
-            if is_last and read is not None:
-                if read.rows.numel() == 0:
+            if is_last and needed is not None:
+                if needed.rows.numel() == 0:
                     return None
-                q, residual = q[read.rows], residual[read.rows]
-                layout = layout.of_last_tokens(read)
+                q, residual = q[needed.rows], residual[needed.rows]
+                layout = layout.of_last_tokens(needed)
             if isinstance(layer.qkv, LatentWeights):
                 x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
             else:

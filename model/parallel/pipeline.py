@@ -2,7 +2,7 @@
 
 Prompts are cut into micro-batches, which all stages take in order: one stage computes the next micro-batch while the
 following stage computes the one before. With n stages and m micro-batches of equal length, each stage waits for
-(n - 1) / (n - 1 + m) of a step. Micro-batches read the weights once each; steps of decodes alone stay whole.
+(n - 1) / (n - 1 + m) of a step. Micro-batches load the weights once each; steps of decodes alone stay whole.
 
 Stage 0 has the embedding, the first layers, and what stands behind the last layer: final norm, LM head, sampling. The
 stages are therefore a ring. Each rank sends its rows to the rank of its number in the next stage, since all ranks of a
@@ -104,14 +104,14 @@ class MicroBatch:
         return [ends[index] - 1 for index in self.drawing]
 
     @property
-    def is_read(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """True if all rows are needed, and not only those that draw."""
-        return any(step.reading is not None for step in self.steps)
+        return any(step.scorer is not None for step in self.steps)
 
     @property
-    def num_read(self) -> int:
+    def num_needed(self) -> int:
         """Rows that are needed behind the last layer."""
-        return self.num_tokens if self.is_read else len(self.drawing)
+        return self.num_tokens if self.needs_all_rows else len(self.drawing)
 
 
 def num_micro_batches(steps: Sequence[SequenceStep], num_stages: int) -> int:
@@ -146,20 +146,20 @@ def _piece(step: SequenceStep, first: int, end: int) -> SequenceStep:
     if first == 0 and end == len(step.token_ids):
         return step
     draw = step.draw if end == len(step.token_ids) else None
-    return SequenceStep(step.token_ids[first:end], step.start + first, step.block_ids, draw, reading=step.reading)
+    return SequenceStep(step.token_ids[first:end], step.start + first, step.block_ids, draw, scorer=step.scorer)
 
 
 @dataclass(frozen=True)
-class ReadRows:
+class NeededRows:
     """Rows of a micro-batch that the first stage needs, behind the final norm."""
 
     batch: MicroBatch
-    hidden: Tensor  # [num_read, hidden]: all of the micro-batch's, or only those that draw
+    hidden: Tensor  # [num_needed, hidden]: all of the micro-batch's, or only those that draw
 
     @property
     def drawn(self) -> Tensor:
         """[rows that draw, hidden]."""
-        return self.hidden[self.batch.drawn_rows] if self.batch.is_read else self.hidden
+        return self.hidden[self.batch.drawn_rows] if self.batch.needs_all_rows else self.hidden
 
 
 class PipelinedSteps:
@@ -177,9 +177,9 @@ class PipelinedSteps:
         steps: Sequence[SequenceStep],
         token_ids: Callable[[Sequence[SequenceStep]], Tensor],
         on_layer: OnLayer | None = None,
-    ) -> list[ReadRows]:
+    ) -> list[NeededRows]:
         """Compute a step, of which all stages are told, and wait for what comes back: on the first stage, in order,
-        each micro-batch of which rows are read; nothing on others.
+        each micro-batch of which rows are needed; nothing on others.
 
         `token_ids` gives int64 [T] on the device; only the first stage asks. `on_layer` is called as by StepDecoder's
         forward, while the last micro-batch is computed.
@@ -194,21 +194,21 @@ class PipelinedSteps:
             cache = self._kv_cache
             layouts = make_layouts(batch.steps, cache.block_size, self._device, cache.groups, cache.held)
             announce = on_layer if index == len(batches) - 1 else None
-            read = self._read_rows(batch) if stage.is_last else None
-            rows = decoder.run_layers(hidden, layouts, self._kv_cache.tensors, read, announce)
+            needed = self._needed_rows(batch) if stage.is_last else None
+            rows = decoder.run_layers(hidden, layouts, self._kv_cache.tensors, needed, announce)
             if rows is not None:
                 link.send(rows)
         if not stage.is_first:
             return []
         return [
-            ReadRows(batch, decoder.final_norm(link.receive(batch.num_read, *shape).wait()))
+            NeededRows(batch, decoder.final_norm(link.receive(batch.num_needed, *shape).wait()))
             for batch in batches
-            if batch.num_read
+            if batch.num_needed
         ]
 
-    def _read_rows(self, batch: MicroBatch) -> Drawing | None:
+    def _needed_rows(self, batch: MicroBatch) -> Drawing | None:
         """Return the rows that the first stage needs, as Decoder.run_layers takes them."""
-        if batch.num_read == batch.num_tokens:
+        if batch.num_needed == batch.num_tokens:
             return None
         rows, sequences = (np.array(places, np.int64) for places in (batch.drawn_rows, batch.drawing))
         return Drawing(place(rows, self._device), place(sequences, self._device))

@@ -15,7 +15,7 @@ from twostroke.model.step import (
     Draw,
     Engine,
     OnLayer,
-    PromptReading,
+    PromptScorer,
     SequenceStep,
 )
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
@@ -261,8 +261,8 @@ class TensorParallelEngine:
 
 def for_ranks(step: SequenceStep) -> RankSequence:
     """Return what the other ranks need of a step."""
-    reading = step.reading
-    scored_rows = None if reading is None else len(reading.targets(step.start, len(step.token_ids)))
+    scorer = step.scorer
+    scored_rows = None if scorer is None else len(scorer.targets(step.start, len(step.token_ids)))
     return RankSequence(
         tuple(step.token_ids),
         step.start,
@@ -282,10 +282,10 @@ _LARGEST = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0
 def as_on_rank_0(each: RankSequence) -> SequenceStep:
     """Return another rank's step: all that the leader computes, with as many rows of logits."""
     draw = None if not each.draws else _LARGEST if each.takes_largest else _DRAWN_ELSEWHERE
-    reading = None
+    scorer = None
     if each.scored_rows is not None:
-        reading = PromptReading(ScoringParams(logprobs=0), range(each.start + 1 + each.scored_rows))
-    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading, each.copied_from)
+        scorer = PromptScorer(ScoringParams(logprobs=0), range(each.start + 1 + each.scored_rows))
+    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, scorer, each.copied_from)
 
 
 def _look_at(stepping: "asyncio.Future[Any]") -> None:

@@ -32,7 +32,7 @@ from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import prompt_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.step import Draw, OnLayer, PromptReading, SequenceStep
+from twostroke.model.step import Draw, OnLayer, PromptScorer, SequenceStep
 from twostroke.protocol.requests import SamplingParams, ScoringParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -201,13 +201,13 @@ def test_places_that_a_step_leaves_empty_have_no_context_to_read(write_checkpoin
 def test_steps_that_fit_no_graph_or_draw_nothing_or_are_read_run_eagerly(write_checkpoint: Callable[..., Any]) -> None:
     _, graphs, (_, runner) = both(made(write_checkpoint(**TINY)))
     read = step(8, 0, [1])
-    reading = PromptReading(ScoringParams(logprobs=0), read.token_ids)
+    scorer = PromptScorer(ScoringParams(logprobs=0), read.token_ids)
     for batch in (
         [step(33, 0, [1, 2, 3])],
         [step(1, row, [row]) for row in range(5)],
         [step(2, 0, [row]) for row in range(MOST_CHUNKS + 1)],
         [step(8, 0, [1], draws=False)],
-        [SequenceStep(read.token_ids, 0, [1], read.draw, reading=reading)],
+        [SequenceStep(read.token_ids, 0, [1], read.draw, scorer=scorer)],
     ):
         runner.run(batch)
         assert not graphs.taken

@@ -28,7 +28,7 @@ from twostroke.model.parallel.pipeline import micro_batches
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import RankPlace, Rendezvous, SingleRank
 from twostroke.model.served import open_model
-from twostroke.model.step import BlockCopy, Draw, PromptReading, SequenceStep
+from twostroke.model.step import BlockCopy, Draw, PromptScorer, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams, ScoringParams
 
@@ -92,12 +92,12 @@ class Engines:
             loaded.kv_cache.close()
 
 
-async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], PromptReading]:
+async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], PromptScorer]:
     """All tokens that three requests are given: one is read in two chunks beside the others, whose draws are random,
     follow each other unseen, and go on from other blocks by way of host memory."""
     groups = engines.loaded[0].kv_cache.groups.count
     read, *others = ([(7 * i + row) % 90 for i in range(length)] for row, length in enumerate((41, 13, 1)))
-    reading = PromptReading(params, read)
+    scorer = PromptScorer(params, read)
     tokens: list[int] = []
 
     def table(first: int, rows: int) -> list[int]:
@@ -108,7 +108,7 @@ async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], Pr
 
     def chunk(first: int, end: int) -> SequenceStep:
         drawn = Draw(SamplingParams(temperature=0.0), read, len(read)) if end == len(read) else None
-        return SequenceStep(read[first:end], first, table(0, 7), drawn, reading=reading)
+        return SequenceStep(read[first:end], first, table(0, 7), drawn, scorer=scorer)
 
     prompts = [
         SequenceStep(prompt, 0, table(8 + 4 * i, 3), draw(prompt, frequency_penalty=0.5))
@@ -130,13 +130,13 @@ async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], Pr
         for i, prompt in enumerate(others)
     ]
     tokens += [token.token_id for token in await engines.step(moved, copies) if token is not None]
-    return tokens, reading
+    return tokens, scorer
 
 
 @pytest.mark.parametrize("shape", ["tied, an odd vocabulary", "stacked experts with biases, sinks"])
 async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape: str, write_checkpoint: Any) -> None:
     folder = write_checkpoint(seed=3, **SHAPES[shape] | LAYERS[shape])
-    found: list[tuple[list[int], PromptReading]] = []
+    found: list[tuple[list[int], PromptScorer]] = []
     for stages, size in ((1, 1), (2, 2), (2, 1)):
         config = EngineConfig(
             folder,
@@ -156,10 +156,10 @@ async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape
         engines.close()
     (expected, read), *others = found
     assert len(expected) == 2 + 3 + 2
-    for tokens, reading in others:
+    for tokens, scorer in others:
         assert tokens == expected
-        np.testing.assert_allclose(*(np.frombuffer(one.embedding(), "<f4") for one in (reading, read)), atol=1e-5)
-        ours, theirs = reading.scores(), read.scores()
+        np.testing.assert_allclose(*(np.frombuffer(one.embedding(), "<f4") for one in (scorer, read)), atol=1e-5)
+        ours, theirs = scorer.scores(), read.scores()
         assert ours is not None
         assert theirs is not None
         assert (ours.token_ids, ours.ranks) == (theirs.token_ids, theirs.ranks)
