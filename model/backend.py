@@ -39,7 +39,7 @@ class Linear(Protocol):
     def out_features(self) -> int: ...
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, in] -> [T, out], in x's dtype unless told otherwise."""
+        """x [T, in] -> [T, out], in x's dtype unless `out_dtype` is given."""
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """Look up rows as Backend.embed does, with these weights as the table: for an embedding tied to the LM head."""

@@ -27,7 +27,7 @@ class BatchLayout:
     slots: Tensor  # int64 [T]: where its KV goes, block id * block_size + offset; negative: nowhere here
     query_starts: Tensor  # int32 [B + 1]: token range of sequence b is [query_starts[b], query_starts[b + 1])
     context_lens: Tensor  # int32 [B]: tokens of context including this step's own
-    block_tables: Tensor  # int32 [B, blocks of the longest]: 0 where there is none, which is where nobody looks
+    block_tables: Tensor  # int32 [B, blocks of the longest]: 0 where there is none; those entries are never used
     num_decodes: int  # the first `num_decodes` sequences have one token each
     max_query_len: int
     max_context_len: int

@@ -132,7 +132,7 @@ class Routing:
     normalises: bool = False  # the weights of the chosen ones, which are their scores, are divided by their sum
     scale: float = 1.0  # of weights, after that
     groups: int = 1  # of neighbours, as many in each
-    top_groups: int = 1  # so many groups' experts can be chosen: those with the highest sums
+    top_groups: int = 1  # number of groups, by the highest sums, whose experts can be chosen
     summed: int = 1  # of each group's highest scores (DeepSeek-V2: 1; V3: 2)
 
     def expected_hit(self, tokens: float) -> float:

@@ -38,7 +38,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
     host_ranks: int = 1  # of all workers
-    swap_bytes: int = 0  # of host memory, for KV of requests that give way
+    swap_bytes: int = 0  # of host memory, for KV of preempted requests
     staging_bytes: int = 0  # of the GPU's memory, that links take while KV travels
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     prefill_kernel: PrefillKernel = "plain"
@@ -93,7 +93,7 @@ def check_cores(config: EngineConfig) -> None:
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError where there is no such device."""
+    """Return the torch device. Raises ConfigError where it does not exist."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, but torch finds no CUDA device: use device cpu")
     return torch.device("cuda", config.gpu) if config.device == "cuda" else torch.device("cpu")
@@ -104,8 +104,8 @@ def resolve_num_blocks(
 ) -> int | None:
     """Return the number of blocks of the cache; None: as many as fit, on a GPU.
 
-    On a CPU a size that nobody says is one of the `free` bytes (None: of those that are free now), of which this rank
-    has `needed` for weights and steps. Raises ConfigError where the size does not hold one block.
+    On a CPU the default size is a part of the `free` bytes (None: those that are free now), after the `needed` bytes of
+    this rank's weights and steps. Raises ConfigError where the size does not hold one block.
     """
     if config.num_blocks is not None:
         return config.num_blocks

@@ -72,7 +72,7 @@ class LoadedEngine:
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
-    expert_hits: ExpertHits | None  # None: the model has no experts, or nobody counts their hits
+    expert_hits: ExpertHits | None  # None: the model has no experts, or their hits are not counted
     expert_slots: ExpertSlots | None  # None: ranks have no room for copies of experts
     limits: MachineLimits  # of this rank's device
 
@@ -386,7 +386,7 @@ def largest_batch(
 def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     """Run each kind of work once, so that no request waits for a kernel to be compiled.
 
-    The blocks written are nobody's yet, and what they hold then is as good as zeros.
+    The blocks belong to no sequence yet; their content counts as zeros.
     """
     length = min(max_context - 1, 2 * kv_cache.block_size + 1)
     if length < 1:

@@ -195,7 +195,7 @@ def write_latents(
 
 
 def absorb(q: Tensor, heads: LatentHeads, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """q [T, H (N + P)] -> [T, H, R + P]: queries that meet latents as they lie in the cache."""
+    """q [T, H (N + P)] -> [T, H, R + P]: queries ready for latents as the cache stores them."""
     still, turning = _parts_of_queries(q, heads)
     absorbed = torch.einsum("thn,hnr->thr", still.float(), heads.keys.float()).to(q.dtype)
     return torch.cat((absorbed, rope(turning, positions, cos_sin)), dim=2)

@@ -119,7 +119,7 @@ class SilentStep(LaunchedStep):
 
 @dataclass(frozen=True)
 class AnnouncedStep(LaunchedStep):
-    """A step whose layers a LayerAnnouncer tells of: it has not ended before they are told."""
+    """A step whose layers a LayerAnnouncer announces: it ends after the last announcement."""
 
     step: LaunchedStep
     announcements: StepAnnouncements

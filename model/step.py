@@ -26,7 +26,7 @@ class SequenceStep(msgspec.Struct, frozen=True):
     # The entry of the step before this one that draws this entry's only token, whose place is kept in `token_ids`. So a
     # step can be handed over while the one before it runs.
     follows: int | None = None
-    scorer: "PromptScorer | None" = None  # gets what is to be read off the tokens of a prompt
+    scorer: "PromptScorer | None" = None  # collects the prompt's scores and pooled states
     # A block of the cache to be copied, before all else, into the table's block of the position `start`: another
     # request has computed the tokens before that one in it.
     copied_from: int | None = None
@@ -181,7 +181,7 @@ def note_broken(draws: Sequence[Draw], rows: Iterable[int]) -> None:
 class PromptScorer:
     """Scores and pooled hidden states of one prompt, which steps collect chunk by chunk until the caller takes them.
 
-    A prompt that gave way is computed again: a chunk at position 0 begins anew.
+    A preempted prompt is computed again: a chunk at position 0 begins anew.
     """
 
     def __init__(self, params: ScoringParams, token_ids: Sequence[int]):

@@ -35,7 +35,7 @@ class ExpertHits:
             self._host = torch.zeros((len(counts), len(counts[0])), dtype=torch.int64, pin_memory=True)
 
     def clear(self) -> None:
-        """Begin anew, on the thread of `copy`: what was computed until now was nobody's."""
+        """Reset the counters, on the thread of `copy`: steps before this belong to no request."""
         for hits in self._counts:
             hits.zero_()
         if self._host is not None:
@@ -58,13 +58,14 @@ class ExpertHits:
 
 
 class StagesHits:
-    """The counts of all layers' experts, of a model that stages share: those of rank 0's, and what others told last."""
+    """Counters of all layers' experts where stages share the model: rank 0's own, and the last reports of other
+    stages."""
 
     def __init__(
         self, own: ExpertHits | None, told: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
     ):
-        """`told` is filled by others: of each stage's first rank, hits of its layers. `own` is None where stage 0 has
-        no experts."""
+        """`told` is filled from outside: the hits of its layers by each stage's first rank. `own` is None where stage
+        0 has no experts."""
         self._own = own
         self._told = told
         self._layout = layout

@@ -43,7 +43,7 @@ class AttentionCall:
     window: int  # 0: none
     soft_cap: float  # 0: none
     sinks: Tensor | None  # [H]
-    others: dict[str, Any]  # what else it said, for whoever checks whether we may ignore it
+    others: dict[str, Any]  # its other arguments, to check that they may be ignored
 
 
 def _attend(

@@ -3,12 +3,12 @@ for a layer of each group (protocol/kv_layout.py). Of latents they are [num_bloc
 share each block's tokens with this rank's part of block_size.
 
 A block of a tensor is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
-Which block belongs to whom is the block pool's business, not ours.
+The block pool decides which block belongs to which sequence.
 
 On a CPU the cache is a memfd, mapped MAP_SHARED, so that other processes of this machine can read it where it lies. A
 memfd has no name, so a killed process leaves nothing behind, and no mount limits it: the 64 MB that containers get for
-/dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
-meet a SIGBUS, and nobody but its maker ever writes into it.
+/dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so a process that has mapped it
+never gets a SIGBUS, and only its creator writes into it.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class KVCache:
         device = self.tensors[0].device
         from_, to = place(np.array(sources, np.int64), device), place(np.array(targets, np.int64), device)
         for tensor in self.tensors:
-            content = tensor.view(torch.uint8)  # torch has no such copies of FP8 on CPUs
+            content = tensor.view(torch.uint8)  # torch can't index-copy FP8 on CPUs
             content.index_copy_(0, to, content.index_select(0, from_))
 
 
@@ -80,7 +80,8 @@ class SharedKVCache(HostKVCache):
     """A cache in host memory that processes of this machine can map and read: a SharedStore."""
 
     def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int, memory_fd: int, layer_stride: int):
-        """The descriptor of a memfd with all layers, which is closed with the cache, or when nobody has it any more."""
+        """Take the descriptor of a memfd with all layers. It is closed with the cache, or when the cache is
+        collected."""
         super().__init__(tensors, layout, rank)
         self._memory_fd = memory_fd
         self._close_fd = weakref.finalize(self, os.close, memory_fd)

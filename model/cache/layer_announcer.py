@@ -36,13 +36,13 @@ class LaunchedWork:
 
 
 class LayerAnnouncer:
-    """Tells of layers whose KV a GPU has written, on a thread of its own that lives from step to step.
+    """Announces layers whose KV a GPU has written, on a thread of its own that lives from step to step.
 
-    So the thread that launches a step waits for none of its layers. For the use of that one thread.
+    The thread that launches steps therefore never waits for a layer. Only that thread uses this object.
     """
 
     def __init__(self, begin: Callable[[], None], record: Callable[[], Waited]):
-        """`begin` is called first on the announcer's thread. `record` gives what is launched so far."""
+        """`begin` is called first on the announcer's thread. `record` returns all work launched so far."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
         self._begun = self._thread.submit(begin)
         self._record = record
@@ -52,7 +52,7 @@ class LayerAnnouncer:
         return StepAnnouncements(self._thread, self._begun, self._record, on_layer)
 
     def close(self) -> None:
-        """End the thread, once what was announced so far has been told."""
+        """End the thread after all announcements so far."""
         self._thread.shutdown(wait=True)
 
 
@@ -72,12 +72,12 @@ class StepAnnouncements:
         self._last = begun
 
     def announce(self, layer: int) -> None:
-        """Have the layer told once what is launched so far has run, its KV's write last. Never waits."""
+        """Announce the layer once all work launched so far has run, its KV's write last. Never waits."""
         self._last = self._thread.submit(self._tell, self._last, layer, self._record())
 
     def result(self) -> None:
-        """Wait until all that was announced has been told. Raises the first error of a call, or of the device, after
-        which no further layer of the step is told."""
+        """Wait until all layers are announced. Raises the first error of a call, or of the device, after which no
+        further layer of the step is announced."""
         self._last.result()
 
     def _tell(self, before: "Future[None]", layer: int, event: Waited) -> None:

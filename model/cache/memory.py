@@ -58,7 +58,7 @@ def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int
     four full contexts if there is room for them.
 
     `ranks` share the host. Room is half of what its equal part of the memory has left beside what the rank has
-    `needed` for weights and steps. Where that is next to nothing, a small cache lets the sum be checked and told.
+    `needed` for weights and steps. Where that is next to nothing, a small cache lets `check_memory` name the whole sum.
     """
     wanted = max(int(free * HOST_SHARE) // ranks, FULL_CONTEXTS * full_context)
     return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
@@ -178,7 +178,7 @@ def _left(folder: Path, limit: str, usage: str) -> int | None:
         used = int((folder / usage).read_text(encoding="ascii"))
         fields = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
-        return None  # this host has no such file: no such limit
+        return None  # this host lacks the file: there is no limit
     if most == "max":
         return None
     return max(0, int(most) - used + int(fields.get("inactive_file", fields.get("total_inactive_file", "0"))))

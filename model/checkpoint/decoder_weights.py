@@ -330,7 +330,7 @@ class _ExpertsLoader:
         read = self._of_stack if spec.are_stacked else self._of_one
         parts = [read(prefix, spec, expert, inner) for expert in range(held.start, held.stop)]
         places, spare = None, self._options.spare_experts
-        if spare:  # nobody reads what lies there at first; it has the form of the others
+        if spare:  # unused at first; the slots have the form of the other experts
             parts += parts[:1] * spare
             places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None

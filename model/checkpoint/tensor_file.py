@@ -42,7 +42,7 @@ class TensorFile(Protocol):
         """A tensor that is a quantised weight by itself; None for any other."""
 
     def content(self, name: str) -> memoryview:
-        """The tensor's bytes as they lie in the file."""
+        """Return the tensor's bytes as stored in the file."""
 
 
 class RenamedTensor:

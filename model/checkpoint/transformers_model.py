@@ -1,4 +1,4 @@
-"""A folder whose architecture has no decoder of ours: whether transformers' modules can serve it, and its weights.
+"""A folder without a native decoder: checks if transformers' modules can serve it, and loads their weights.
 
 The model is built on the meta device, where nothing has memory, and one forward pass is traced there: what its modules
 hand to the attention, layer by layer, says what its KV is made of. What our attention would compute otherwise is
@@ -260,7 +260,7 @@ class TransformersModel:
         )
 
     def _of_ranks(self, size: int) -> tuple[Any, dict[str, Style]]:
-        """The first of so many ranks' model, as `_cut` leaves it, without weights."""
+        """Return the model of the first of `size` ranks, as `_cut` leaves it, without weights."""
         if size == 1:
             return self._model, {}
         model = self._build(torch.float32)
@@ -550,7 +550,7 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
     )
     for index, call in enumerate(calls):
         if kinds[index] == "sliding_attention" and not call.window:
-            raise error(f"layer {index} has a window that its attention is not told of")
+            raise error(f"layer {index} has a window that its attention does not get")
         if call.key.shape != first.key.shape or call.query.shape != first.query.shape:
             raise error(f"the KV of layer {index} has another shape than the first one's")
         if call.value.shape[:3] != call.key.shape[:3] or call.value.shape[-1] > call.key.shape[-1]:

@@ -24,7 +24,7 @@ class MachineLimits:
     read: float  # bytes a second
 
     def times(self, count: int) -> "MachineLimits":
-        """The limits of so many machines together."""
+        """Return the limits of `count` machines together."""
         return MachineLimits(self.gemm * count, self.read * count)
 
     def mean(self, other: "MachineLimits") -> "MachineLimits":
@@ -252,7 +252,7 @@ def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
 
 
 def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
-    """Weights of a layer's MLP that so many tokens take: of experts, so many as they are expected to hit."""
+    """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
     experts = shape.experts_of(layer) if isinstance(shape, ModelConfig) else None
     if experts is None:
         return 3 * shape.hidden_size * shape.intermediate_size
@@ -295,7 +295,7 @@ class StepWork:
 
 
 def step_work(shape: ModelShape, held: Held = AS_BF16) -> StepWork:
-    """The coefficients of a model whose numbers are held in so many bytes."""
+    """Return the coefficients of a model whose numbers are held in `held` bytes."""
     far = _BEYOND_WINDOWS
     token, nearer, further = (prefill_operations(shape, 1, before, held, is_last=False) for before in (0, far, far + 1))
     row, short, longer = (decode_operations(shape, 1, context, held) for context in (0, far, far + 1))

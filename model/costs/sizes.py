@@ -335,7 +335,7 @@ def check_contexts(config: ModelShape, parallel: ParallelForm, block_size: int) 
 
 
 def check_stages(config: ModelShape, count: int) -> None:
-    """Raises ConfigError where so many stages can't share the model's layers, with the numbers that can."""
+    """Raises ConfigError where `count` stages can't share the model's layers, with the counts that can."""
     if count > config.num_layers:
         raise ConfigError(
             f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
@@ -384,7 +384,7 @@ DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
 
 
 def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
-    """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
+    """Estimate the bytes of the largest step: the live activations between a layer's operations, and the logits."""
     widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
     return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES

@@ -103,7 +103,7 @@ class CpuExperts:
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
         self.places = weights.places
         self._number = number
-        # With copies choices are of slots, whose hits are nobody's, and of one more for those elsewhere.
+        # With copies, choices name slots, whose hits nobody counts, and one more slot for experts elsewhere.
         self._slot_hits = torch.zeros(number + 1, dtype=torch.int64)
         self._held = range(weights.first, weights.first + number) if self.places is None else range(number)
         self._activation = activation

@@ -129,7 +129,7 @@ class CpuLatentAttention:
         return out
 
     def _absorb(self, q: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Queries [T, H, N + P] -> [T, H, R + P], which meet latents as they lie in the cache."""
+        """Queries [T, H, N + P] -> [T, H, R + P], ready for latents as the cache stores them."""
         out = self._turned(q, positions, cos_sin, self._rank + q.shape[2] - self._key)
         self._absorbed(q[..., : self._key], out[..., : self._rank])
         return out

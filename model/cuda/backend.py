@@ -236,7 +236,9 @@ class CudaExperts:
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64, device=self._gate_up.device)
         self.places = weights.places
         self._number = weights.number
-        self._slot_hits = torch.zeros(weights.number, dtype=torch.int64, device=self._gate_up.device)  # nobody's
+        self._slot_hits = torch.zeros(
+            weights.number, dtype=torch.int64, device=self._gate_up.device
+        )  # of slots; not counted
         self._held = range(weights.first, weights.first + weights.number)
         self._activation = activation
         self._is_compiled = False

@@ -1,8 +1,8 @@
 """Small steps that prompts are part of as CUDA graphs: one launch each, where the host would take longer than the GPU.
 
-A graph is captured for each of some shapes: rows for so many sequences that bring one token, and behind them for so
-many tokens of up to MOST_CHUNKS prompts. What a step leaves empty belongs to no sequence: its KV goes nowhere, nothing
-attends to it, and what is computed there is dropped. Lengths are read on the device, so launches follow the shape.
+A graph is captured for each of some shapes: rows for a number of sequences that bring one token, and behind them rows
+for the tokens of up to MOST_CHUNKS prompts. Rows that a step leaves empty belong to no sequence: their KV goes nowhere,
+nothing attends to them, and their results are dropped. Lengths are read on the device, so launches follow the shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,9 @@ on its way for 0.7 ms at 25 GB/s."""
 MOST_CHUNKS = 7
 _TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _SINGLES = (8, 32, 128)
-_FEW_TOKENS = 384  # of prompts, beside which rows for decodes are told apart finely; beside more they are few anyway
+_FEW_TOKENS = (
+    384  # tokens of prompts up to which shapes differ finely in rows for decodes; beyond, decodes matter little
+)
 _NO_SLOT = -1
 
 
@@ -149,7 +151,7 @@ class PromptGraphs:
         Raises ValueError as make_layouts does.
         """
         layouts = make_layouts(steps, self._block_size, torch.device("cpu"), self._groups)
-        first, shift = layouts[0], shape.singles - singles  # chunks stand so many rows, and places, further down
+        first, shift = layouts[0], shape.singles - singles  # chunks move down by this many rows and places
         starts = first.query_starts.numpy()
         total, count, width = int(starts[-1]), len(steps), first.block_tables.shape[1]
 

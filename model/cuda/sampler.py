@@ -1,4 +1,4 @@
-"""The sampler of GPUs: tokens are drawn and stay there, and come to the host when somebody asks for them.
+"""The sampler of GPUs: tokens are drawn and stay there, and reach the host only when they are collected.
 
 So the next step can be launched before this one's tokens are known. Same draws as model/sampling/sampler.py.
 """
@@ -44,7 +44,7 @@ class DrawnTokens:
     _draws: Sequence[Draw]
 
     def collect(self) -> list[int]:
-        """Do what `wait` does, and have broken rows counted, and told to their draws. To be called once."""
+        """Wait as `wait` does, count broken rows, and note them at their draws. To be called once."""
         tokens, are_broken = self.wait(), self._on_host[1, : len(self.tokens)].tolist()
         if any(are_broken):
             self._sampler.num_broken_drawn += sum(are_broken)

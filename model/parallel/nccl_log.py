@@ -29,7 +29,7 @@ class NcclLog:
         self._beginning = threading.Lock()
 
     def begin(self) -> None:
-        """Have NCCL write here from its first group on, unless somebody has asked it for a log already."""
+        """Have NCCL write here from its first group on, unless the environment already asks for a log."""
         with self._beginning:
             asked = os.environ.get(_FILE, "") if _DEBUG in os.environ or _FILE in os.environ else _OURS
             # A parent's, which this process has inherited, is as good as none.

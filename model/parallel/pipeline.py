@@ -178,7 +178,7 @@ class PipelinedSteps:
         token_ids: Callable[[Sequence[SequenceStep]], Tensor],
         on_layer: OnLayer | None = None,
     ) -> list[NeededRows]:
-        """Compute a step, of which all stages are told, and wait for what comes back: on the first stage, in order,
+        """Compute a step, which all stages get, and wait for the rows that come back: on the first stage, in order,
         each micro-batch of which rows are needed; nothing on others.
 
         `token_ids` gives int64 [T] on the device; only the first stage asks. `on_layer` is called as by StepDecoder's

@@ -99,7 +99,7 @@ class RankConnections:
             raise WorkerLost(self.loss)
 
     def tell(self, message: Message) -> None:
-        """Send it to every rank; never waits. A lost rank is told of by `lost` alone."""
+        """Send a message to every rank; never waits. Only `lost` reports a lost rank."""
         for rank, connection in self._connections.items():
             try:
                 connection.send(message)
@@ -172,7 +172,7 @@ class Rebalancing:
 
 
 class TensorParallelEngine:
-    """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one.
+    """Implements model.step.Engine: each step is sent to the other ranks first, and then begins on this one.
 
     As with one rank, the next step is begun while the one before is under way: the ranks hand on what was drawn among
     themselves (ModelRunner.launch). Only steps that announce layers run alone, since what is said of the KV of one must
@@ -186,7 +186,7 @@ class TensorParallelEngine:
         self._turn = asyncio.Lock()  # to begin a step
         self._last: asyncio.Task[list[SampledToken | None]] | None = None
         self._last_announces = False
-        self._arranging: asyncio.Future[None] | None = None  # kept, or nobody would
+        self._arranging: asyncio.Future[None] | None = None  # kept, or the task would be collected
 
     @property
     def num_broken_rows(self) -> int:
@@ -246,7 +246,7 @@ class TensorParallelEngine:
             running = asyncio.create_task(self._own.step(batch, on_layer, copies))
         drawn = await running
         if before is not None:
-            await asyncio.wait({before})  # ends are told in the steps' order
+            await asyncio.wait({before})  # ends are reported in the steps' order
         self._ranks.tell(StepEnded())
         return drawn
 

@@ -117,7 +117,7 @@ NCCL_ENVIRONMENT = {
     # ends the process eight minutes later.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # The watchdog of a group with a failed operation sleeps four times as long, by default a minute, and whoever aborts
+    # The watchdog of a group with a failed operation sleeps four times as long, by default a minute, and an abort of
     # the group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
@@ -133,7 +133,7 @@ def listening_store(host: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gloo_host: str | None) -> Any:
-    """One of gloo, whose connections come to `gloo_host`, or of NCCL where that is None.
+    """Return a group of gloo that listens on `gloo_host`, or of NCCL where that is None.
 
     Torch's stubs know neither gloo's options nor a backend's operations.
     """
@@ -185,7 +185,7 @@ class GroupRanks:
         """
         self.shard = shard
         self.stage = stage
-        # The rendezvous is there before any rank is started: who can't reach it at once comes after its end.
+        # The rendezvous starts before any rank: a rank that can't reach it at once is late, after its end.
         joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
         joined.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
         self._store = PrefixStore(f"tp/{stage.index}", joined)
@@ -220,7 +220,7 @@ class GroupRanks:
             _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
 
     def _peers_fault(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> str:
-        # Before anybody waits for the others in a rendezvous that one of them can't come to.
+        # Agree first, before any rank waits in a rendezvous that another one can't reach.
         first = self.stage.index * self.shard.size
         indices = [int(word) for word in self.exchange(str(self._device.index or 0))][first : first + self.shard.size]
         own = indices[self.shard.rank]

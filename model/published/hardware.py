@@ -42,7 +42,7 @@ class Hardware:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of such a number."""
+        """Bytes of the native number."""
         return 2.0 if self.native == "bf16" else 4.0
 
     def peak(self, number: Number | None = None, *, is_sparse: bool = False) -> float:

@@ -334,7 +334,7 @@ class ConfigFields:
         return ConfigError(f"{self._source}: {self._prefix}{name}: {what}")
 
     def unread(self) -> list[str]:
-        """Fields that are there, and that nobody has asked for."""
+        """Fields of the file that no reader has taken."""
         return [name for name in self._raw if f"{self._prefix}{name}" not in self._asked]
 
     def value(self, name: str) -> Any:

@@ -65,7 +65,7 @@ class GgufFile:
         tensor = self._tensors[name]
         numbers = tensor.data.view({"F32": np.float32, "F16": np.float16}.get(tensor.kind.name, np.int16))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # nobody writes into what is mapped
+            warnings.simplefilter("ignore", UserWarning)  # the mapping is never written to
             found = torch.from_numpy(numbers.reshape(tensor.shape))
         found = found.view(torch.bfloat16) if tensor.kind.name == "BF16" else found
         return found[rows, columns] if found.dim() == 2 else found[rows]

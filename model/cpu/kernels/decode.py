@@ -75,7 +75,7 @@ def num_segments(contexts, window, tokens):
 
 @compiled
 def token_range(context, window, tokens, index):
-    """The tokens of a sequence's `index`-th segment that are within the window; none where there is no such segment."""
+    """Return the tokens of a sequence's `index`-th segment within the window; none where the segment does not exist."""
     first, _ = segment_range(context, window, tokens)
     begin = (first + index) * tokens
     return max(begin, context - window), min(begin + tokens, context)

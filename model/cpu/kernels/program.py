@@ -115,7 +115,7 @@ def call(builder, address):
 
 @written_in_llvm()
 def arrive(builder, program):
-    """Count one arrival; what this thread wrote before is seen by those who see the count."""
+    """Count one arrival. A thread that sees the count also sees what this thread wrote before it."""
     builder.atomic_rmw("add", program, WIDE(1), "acq_rel")
 
 
@@ -127,7 +127,7 @@ def arrivals(builder, program):
 
 @written_in_llvm()
 def pause(builder):
-    """Tell the core that this is a waiting loop, where there is such an instruction."""
+    """Emit the instruction that marks a waiting loop, on cores that have one."""
     if platform.machine() in ("x86_64", "AMD64"):
         function = ir.FunctionType(ir.VoidType(), ())
         builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), ())
@@ -162,7 +162,7 @@ def _walk(program):
         if threads > 1:
             _meet(program, (op + 1) * threads)
         if thread == 0:
-            as_integers(words)[0] = 0  # the items, for the next replay: nobody takes any now
+            as_integers(words)[0] = 0  # the items, for the next replay: no thread takes any now
 
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector
@@ -180,7 +180,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """All places together; pages that nobody wrote take no memory."""
+        """Bytes of all places together; pages that were never written take no memory."""
         return sum(map(len, self._places))
 
     @property

@@ -48,7 +48,7 @@ _HOPELESS: tl.constexpr = tl.constexpr(-50.0)  # the largest logit of a row scor
 
 TILE = 2048  # logits that a program looks at, at a time
 GROUP = 512  # of them whose largest is kept
-_PROGRAMS = 1024  # rows are split into parts of one tile until there are so many, and then into larger ones
+_PROGRAMS = 1024  # rows are split into parts of one tile up to this many programs, and then into larger parts
 _LARGEST_PART = 4  # tiles
 
 

@@ -57,7 +57,7 @@ def route_kernel(
     choosing = scores
     if HAS_CORRECTION:
         choosing += tl.load(correction + number, mask=is_real, other=0.0)
-    # NaN is the least of what can be chosen: who is chosen must be an expert.
+    # NaN ranks below every number, so that the chosen are always experts.
     choosing = tl.where(choosing == choosing, choosing, -3.0e38)
     choosing = tl.where(is_real, choosing, NOTHING)
     if GROUPS > 1:

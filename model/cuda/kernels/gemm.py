@@ -52,7 +52,7 @@ from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, await_i
 Bits = Literal[16, 8, 4]
 """Bits of a weight's number: 16 for any float type, fp32 too."""
 
-BYTE_ZERO = 128  # what stands for 0
+BYTE_ZERO = 128  # the code of 0
 NIBBLE_ZERO = 8
 FP8_GROUP = 128  # columns of a weight in FP8 that share a scale, where not all of a row do
 

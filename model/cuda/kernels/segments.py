@@ -67,7 +67,7 @@ def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) ->
 def steps_of(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the first key of a context's first step, its steps): of a number or of a tensor of them.
 
-    An empty context, a padding row of a captured graph, has one step of no keys: somebody must write its zeros.
+    An empty context, a padding row of a captured graph, has one step of no keys: a program must write its zeros.
     """
     begin = context_lens * 0
     if WINDOW:

@@ -109,7 +109,7 @@ _paired_4, _paired_8, _paired = (_make_product(PAIRED_TILES, form) for form in (
 
 
 def _make_scaling(groups: int) -> Any:
-    """c[rows, 32] += the sums of so many groups, [rows, 32] each, by their scales and with their offsets."""
+    """Add the sums of `groups` groups, [rows, 32] each, to c[rows, 32], with their scales and offsets."""
 
     @written_in_llvm()
     def scaling(builder, rows, sums, sums_stride, scales, offsets, x_sums, x_sums_stride, c):
