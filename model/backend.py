@@ -177,7 +177,7 @@ class Experts(Protocol):
         """
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """All that one of its slots holds, as contiguous tensors in memory: the same shapes for each slot."""
+        """Return the memory of one slot as contiguous tensors: the same shapes for each slot."""
 
 
 class Backend(Protocol):
@@ -196,7 +196,7 @@ class Backend(Protocol):
         """
 
     def embed(self, token_ids: Tensor, table: "Tensor | Linear", first: int, dtype: torch.dtype) -> Tensor:
-        """Rows of a table whose first row is token `first`'s; zeros for tokens outside of it (another rank's).
+        """Return rows of a table whose first row is token `first`'s; zeros for tokens of other ranks.
 
         token_ids int64 [T]; table [rows, hidden]. Returns `dtype` [T, hidden].
         """

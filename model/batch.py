@@ -95,7 +95,7 @@ class StepDecoder(Protocol):
         """Width of this rank's logits, which are its part of the vocabulary: `Shard.vocabulary`."""
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """This rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
+        """Return this rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
 
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, on CUDA once what writes it is launched.
         """
@@ -201,7 +201,7 @@ def make_layouts(
     groups: KVGroups,
     held: range | None = None,
 ) -> tuple[BatchLayout, ...]:
-    """Each group's layout of a batch whose single-token sequences come first.
+    """Return each group's layout of a batch whose single-token sequences come first.
 
     `held` are those tokens of each block that this rank has, where there are others.
     Raises ValueError where a token's KV has no block to go to.

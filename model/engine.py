@@ -80,7 +80,7 @@ class ThreadEngine:
             wanted.clear()
 
     async def arrange_experts(self, order: ArrangeExperts) -> None:
-        """This rank's part of it, between the steps that were asked for before and behind it.
+        """Arrange this rank's experts, after the steps requested before and before those requested later.
 
         Raises WorkerLost when it fails, as does every step from then on.
         """

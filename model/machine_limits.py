@@ -72,7 +72,7 @@ def gpu_here() -> Hardware | None:
 
 
 def measure_rounds(rounds: int, say: Callable[[str], None]) -> tuple[list[MachineLimits], torch.dtype]:
-    """This machine's limits, round by round, and the numbers that they were measured in."""
+    """Return this machine's limits by round, and the number format that they were measured in."""
     dtype = resolve_dtype("auto", torch.bfloat16, CPU)
     machine, measured = LimitsMeter(dtype=dtype), list[MachineLimits]()
     for number in range(rounds):

@@ -244,7 +244,7 @@ class ModelRunner:
 
     @property
     def num_broken_rows(self) -> int:
-        """Rows of logits so far that held NaN or +inf: rank 0 alone has whole rows."""
+        """Number of rows of logits so far that held NaN or +inf. Only rank 0 has whole rows."""
         return 0 if self._sampler is None else self._sampler.num_broken_rows
 
     def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:

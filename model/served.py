@@ -54,7 +54,7 @@ class ServedModel(Protocol):
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token is computed with."""
+        """Number of parameters that one token is computed with."""
 
     def weight_bytes(
         self,
@@ -74,11 +74,11 @@ class ServedModel(Protocol):
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> StepDecoder:
-        """One rank's, over loaded weights."""
+        """Return one rank's decoder over loaded weights."""
 
 
 def open_model(folder: Path, way: Way | None = None) -> ServedModel:
-    """Ours where there is one for the architecture and `way` is not the other. Raises ConfigError."""
+    """Open a folder: with the native decoder if there is one and `way` allows it. Raises ConfigError."""
     if way == "native" or (way is None and is_native(read_config_file(folder))):
         return NativeModel(folder)
     from twostroke.model.checkpoint.transformers_model import TransformersModel  # importing transformers takes seconds

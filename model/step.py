@@ -69,7 +69,7 @@ class Draw(msgspec.Struct, frozen=True):
         )
 
     def settled(self, last_token: int, position: int) -> "Draw":
-        """This draw at `position`, with `last_token` right before it: what penalties are made of is complete.
+        """Return this draw at `position`, with `last_token` right before it, so that penalties count all tokens.
 
         For the engine, at the launch: the token may have been under way when the step was scheduled. Of the history
         only what `bad_words` look at is left, since a copy of a long one takes a millisecond.
@@ -113,7 +113,7 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Each token of prompt and output once, in no particular order. A view: only good until the next `advance`."""
+        """Each token of prompt and output once, in no particular order. A view: valid until the next `advance`."""
         return self._ids[: self._num_ids]
 
     @property
@@ -172,7 +172,7 @@ class RowFault:
 
 
 def note_broken(draws: Sequence[Draw], rows: Iterable[int]) -> None:
-    """These rows have nothing to draw from but NaN."""
+    """Note that these rows have nothing to draw from but NaN."""
     for row in rows:
         if (fault := draws[row].fault) is not None:
             fault.note(BrokenLogits())
@@ -219,7 +219,7 @@ class PromptScorer:
         self._sum = row_sum if self._sum is None else self._sum + row_sum
 
     def scores(self) -> PromptScores | None:
-        """All rows, once the prompt is computed; None where none were asked for."""
+        """Return all scores, once the prompt is computed; None where none were requested."""
         if (num_alternatives := self.params.logprobs) is None:
             return None
         parts = [(one.token_ids, one.logprobs, one.ranks) for one in self._scored]

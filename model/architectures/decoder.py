@@ -85,7 +85,7 @@ class EndWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All of a decoder, of one rank, on its device."""
+    """Weights of one rank's layers, and of the ends on the first stage, on its device."""
 
     dtype: torch.dtype  # of activations
     layers: tuple[LayerWeights, ...]  # of the rank's stage
@@ -249,7 +249,7 @@ class Decoder:
         )
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
-        """This rank's summand of what MLP and experts make of x, or, and then it says so, the whole sum."""
+        """Return the output of MLP and experts, this rank's summand or, with True, the whole sum."""
         backend, mlp, routed = self._backend, layer.mlp, layer.routed
         activation = self._config.activation
         beside = None if mlp is None else backend.feed_forward(x, mlp.gate_up, mlp.down, activation)

@@ -19,7 +19,8 @@ class Waited(Protocol):
 
 
 class LaunchedWork:
-    """All that was launched on the current stream of `device` before this was made."""
+    """All work that was launched on the current stream of `device` before this object was made, for any thread to wait
+    for."""
 
     def __init__(self, device: torch.device):
         # Waiters sleep. By default they spin, and a step of milliseconds would take one core from the event loop and

@@ -324,7 +324,7 @@ class _ExpertsLoader:
         self._shard = shard
 
     def weights(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
-        """One below the other: of what is not quantised alike, in the dtype of activations."""
+        """Return the experts stacked; where their forms differ, in the dtype of activations."""
         total, shard = spec.routing.num_experts, self._shard
         held, inner = shard.experts(total), shard.inside_experts(spec.size)
         read = self._of_stack if spec.are_stacked else self._of_one

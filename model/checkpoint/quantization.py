@@ -84,7 +84,7 @@ class QuantizedWeight:
         return self if size == self.group_size else self._in_groups_of(size)
 
     def _in_groups_of(self, size: int) -> "QuantizedWeight":
-        """Each within one of these groups."""
+        """Return each value within one of these groups."""
         groups = torch.arange(0, self.values.shape[1], size) // self.group_size
         offsets = None if self.offsets is None else self.offsets[:, groups]
         return replace(self, scales=self.scales[:, groups], offsets=offsets, group_size=size)
@@ -113,8 +113,8 @@ def fp4_values(codes: Tensor) -> Tensor:
 
 
 def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One weight of the rows of all, which have the same inputs: of different bits all get the more, of different
-    groups those that fit into each. None where integers meet FP8, or inputs in different orders."""
+    """Stack the rows of weights with the same inputs: of different bits all get the more, of different groups those
+    that fit into each. None where there is no such form."""
     first = parts[0]
     if len(parts) == 1:
         return first

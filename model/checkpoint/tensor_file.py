@@ -15,7 +15,7 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One quantised weight [out, in] as it lies in a checkpoint; nothing of it is read before `read` is called."""
+    """A quantised weight [out, in] as stored in a checkpoint; its bytes are loaded by `read`."""
 
     form: WeightForm  # how it is held
     tensors: tuple[str, ...]  # what it is made of

@@ -113,7 +113,7 @@ class TransformersModel:
 
     @cached_property
     def tensors(self) -> NamedTensors:
-        """Those of the folder. Raises ConfigError."""
+        """Tensors of the folder. Raises ConfigError."""
         return NamedTensors(self._folder, self._model)
 
     @property
@@ -466,7 +466,7 @@ class _Loading:
         kept._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def _fill_buffers(self) -> None:
-        """Those that no file has, rotary frequencies above all, are made by transformers' own initialisation."""
+        """Initialise the buffers that no file has, above all rotary frequencies, with transformers' own code."""
         model = self._model
         owners = set()
         for name, buffer in list(model.named_non_persistent_buffers()):

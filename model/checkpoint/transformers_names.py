@@ -33,7 +33,7 @@ class _Conversion:
     sources: list[tuple[str, str]]  # (name in the files, pattern of the converter)
 
     def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """All that it makes, by the model's names, of `tensors` by the files'."""
+        """Return the model's tensors, by its names, made of the files' `tensors`."""
         converter = deepcopy(self.converter)
         for name, pattern in self.sources:
             converter.add_tensor(self.target, name, pattern, lambda tensor=tensors[name]: tensor)

@@ -143,7 +143,7 @@ def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> 
 
 
 def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> OperationWork:
-    """One decode step of `batch` sequences with `context` tokens each."""
+    """Return the work of one decode step of `batch` sequences with `context` tokens each."""
     return _work(batch, decode_operations(shape, batch, context, Held(quantization)))
 
 

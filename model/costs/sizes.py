@@ -26,12 +26,12 @@ INT4_GROUP = 64  # columns that share a scale
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """All of a model's, tied ones once."""
+    """Return the number of all parameters; tied ones count once."""
     return sum(math.prod(shape) for _, shape in expected_shapes(config))
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Those that one token is computed with."""
+    """Return the number of parameters that one token is computed with."""
     experts = config.spec.layer.experts
     if experts is None:
         return num_parameters(config)

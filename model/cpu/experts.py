@@ -77,7 +77,7 @@ class _Stack:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that differs from expert to expert, one's below the other's."""
+        """Return all memory that differs between experts, stacked."""
         if isinstance(self._packed, Tensor):
             return [self._packed, self._bias]
         packed = self._packed
@@ -85,7 +85,7 @@ class _Stack:
         return [part for part in parts if part is not None]
 
     def __call__(self, x: Tensor, tasks: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Each task's rows of x by its expert."""
+        """Multiply each task's rows of x by the weights of its expert."""
         where = self._bias, self.out_features, out_dtype
         if isinstance(self._packed, Tensor):
             return gemm.multiply_tasks(self._launcher, x, tasks, self._packed, *where)
@@ -130,7 +130,7 @@ class CpuExperts:
 
 
 class PlainExperts:
-    """One projection after the other, each for the tokens that take it. Implements model.backend.Experts."""
+    """Implements model.backend.Experts with one projection after the other, each for the tokens that take it."""
 
     def __init__(
         self,

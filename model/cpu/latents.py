@@ -118,7 +118,7 @@ class CpuLatentAttention:
         return int(kv_layer.shape[3]) * (1 if self._parts is None else self._parts.ranks)
 
     def _whole_blocks(self, kv_layer: Tensor, blocks: Tensor) -> Tensor:
-        """These blocks with all ranks' tokens, [blocks, block_size, R + P]."""
+        """Return these blocks with all ranks' tokens, [blocks, block_size, R + P]."""
         held = kv_layer[blocks.long(), 0, 0]
         return held if self._parts is None else self._parts.whole_blocks(held)
 

@@ -157,7 +157,7 @@ class TorchQuantizedLinear:
 
 
 def memory_of(linear: Linear) -> list[Tensor]:
-    """All that differs from one projection to another that `make_linear` made of a weight in the same form."""
+    """Return all memory that differs between projections that `make_linear` made of weights in one form."""
     match linear:
         case PlainLinear():
             parts = [linear._weight, linear._bias]

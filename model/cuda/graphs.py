@@ -83,7 +83,8 @@ class StagedInputs(Generic[Inputs]):
 
     @contextmanager
     def next(self) -> Iterator[Inputs]:
-        """Those of the host to be filled, and copied to `placed` before the end. Waits for the last step but one's."""
+        """Yield the host's inputs to be filled and copied to `placed` before the end. Waits for the copy of the step
+        before last."""
         self._staging.reverse()
         staging = self._staging[0]
         staging.copied.synchronize()

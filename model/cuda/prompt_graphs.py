@@ -92,7 +92,7 @@ class _Inputs:
 
 
 class PromptGraphs:
-    """Used on the engine's thread, on its current stream."""
+    """Replays small steps with prompts. Used on the engine's thread, on its current stream."""
 
     def __init__(
         self,

@@ -41,13 +41,13 @@ class Shard:
     has_whole_experts: bool = False  # a part of a layer's experts, and not a part of each
 
     def part(self, length: int) -> slice:
-        """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
+        """Return this rank's equal part of `length` rows or columns, which `check_size` has found to be divisible."""
         step = length // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
 
     def experts(self, number: int) -> slice:
-        """Those of a layer that this rank holds something of: whole ones are as many as of any other rank, or one less
-        or more."""
+        """Return the experts that this rank has, whole or in part. Numbers of whole experts differ by at most one among
+        ranks."""
         if not self.has_whole_experts:
             return slice(0, number)
         return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
@@ -62,7 +62,7 @@ class Shard:
         return slice(first, first + max(1, num_kv_heads // self.size))
 
     def vocabulary(self, vocab_size: int) -> slice:
-        """This rank's tokens; all parts have one size but the last, which may be shorter or empty."""
+        """Return this rank's tokens; all parts have one size but the last, which may be shorter or empty."""
         step = -(-vocab_size // self.size)
         return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
 

@@ -64,7 +64,7 @@ class StageLink:
 
 @dataclass(frozen=True)
 class ComingRows:
-    """Rows that are under way."""
+    """Rows that another stage is sending."""
 
     work: Any
     rows: Tensor
@@ -110,7 +110,7 @@ class MicroBatch:
 
     @property
     def num_needed(self) -> int:
-        """Rows that are needed behind the last layer."""
+        """Number of rows that are needed behind the last layer."""
         return self.num_tokens if self.needs_all_rows else len(self.drawing)
 
 
@@ -166,7 +166,7 @@ class PipelinedSteps:
     """One rank's part of each step. Used on the engine's thread."""
 
     def __init__(self, decoder: "Decoder", kv_cache: "KVCache", link: StageLink):
-        """All ranks of the decoder's stage have one, and all other stages' ranks."""
+        """Join a rank of the decoder's stage with those of its number in the other stages."""
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._device = kv_cache.tensors[0].device

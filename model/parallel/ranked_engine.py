@@ -61,7 +61,7 @@ class RankConnections:
 
     @property
     def others(self) -> range:
-        """All ranks but 0."""
+        """Numbers of all ranks but 0."""
         return range(1, self._size)
 
     @property
@@ -70,7 +70,7 @@ class RankConnections:
         return self.lost.result() if self.lost.done() else None
 
     def new_number(self) -> int:
-        """One that no transfer of this worker has had."""
+        """Return a number that no transfer of this worker has had."""
         self._numbers += 1
         return self._numbers
 
@@ -289,6 +289,6 @@ def as_on_rank_0(each: RankSequence) -> SequenceStep:
 
 
 def _look_at(stepping: "asyncio.Future[Any]") -> None:
-    """Its error says nothing new to a caller that has gone: the ranks are lost, or the next step will fail too."""
+    """Consume the error of an abandoned step: the ranks are lost, or the next step will fail too."""
     if not stepping.cancelled():
         stepping.exception()

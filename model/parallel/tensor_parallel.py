@@ -55,14 +55,15 @@ class TensorParallel(Protocol):
         takes x."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Each rank's x, of one shape and dtype, in order on rank 0, which alone draws; nothing on the others."""
+        """Gather x, of one shape and dtype, on rank 0, which alone draws, in the ranks' order; returns nothing on the
+        others."""
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all: `rows` [sum of sent, hidden] are for rank 0 the first sent[0], and so on. Returns what came, from
         rank 0 first: received[r] rows of rank r, which has to send as many."""
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """All ranks' rows, as many of each, one rank's below the other's, on all of them."""
+        """Gather all ranks' rows, the same number of each, one rank's below the other's, on all of them."""
 
     def from_rank_0(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""

@@ -135,7 +135,7 @@ class Sampler:
     def _with_logprobs(
         self, raw: Tensor, tokens: NDArray[np.int64], reported: NDArray[np.int64], draws: Sequence[Draw]
     ) -> list[SampledToken]:
-        """All rows' tokens, with log-probabilities of the raw distribution for the `reported` rows."""
+        """Return all rows' tokens, with log-probabilities of the raw distribution for the `reported` rows."""
         results = [SampledToken(token) for token in tokens.tolist()]
         counts = [draws[i].sampling.logprobs or 0 for i in reported]
         ids = tokens[reported, None]
@@ -151,7 +151,7 @@ class Sampler:
 
 
 def unsound_rows(tokens: Sequence[int], are_broken: Sequence[int]) -> list[int]:
-    """Rows of broken logits of which nothing was left: token 0 stands for that."""
+    """Return the rows of broken logits without any token left: token 0 stands for them."""
     return [row for row, (token, broken) in enumerate(zip(tokens, are_broken, strict=True)) if broken and token == 0]
 
 

@@ -28,7 +28,7 @@ class TokenMasks:
     words: NDArray[np.int32]  # [R, ceil(V / 32)]
 
     def within(self, first: int, end: int) -> "TokenMasks":
-        """Those of the rows from `first` to `end`, counted from there."""
+        """Return the rows from `first` to `end`, counted from `first`."""
         some = slice(*np.searchsorted(self.rows, (first, end)))
         return TokenMasks(self.rows[some] - first, self.words[some])
 

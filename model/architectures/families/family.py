@@ -366,7 +366,7 @@ class ConfigFields:
         return name in self._raw
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
-        """These fields, and those of `defaults` that are left out."""
+        """Return the given fields, and those of `defaults` that are left out."""
         return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._asked)
 
     def is_minus_one(self, name: str) -> bool:

@@ -267,7 +267,7 @@ class RegisterTile:
             self._builder.store(self._builder.load(place), target, align=4)
 
     def _places(self, c: Any, c_stride: Any) -> list[tuple[Any, Any]]:
-        """Each sum with its pointer in memory."""
+        """Return each sum with its address in memory."""
         builder = self._builder
         starts = [builder.add(c, builder.mul(c_stride, WIDE(row))) for row in range(len(self.sums))]
         return [

@@ -251,7 +251,7 @@ def take_items(builder, words):
 
 @compiled
 def taken(words, items):
-    """Those of the items 0 to `items` that fall to this thread."""
+    """Yield the items, of 0 to `items`, that fall to this thread."""
     grain = words[2]
     while True:
         begin = take_items(words)

@@ -79,7 +79,7 @@ _POWERS_OF_2 = (1.3276475e-3, 9.6755410e-3, 5.5507131e-2, 2.4022120e-1, 6.931469
 
 
 def _reduced(builder: Any, name: str, combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    """All lanes of all `values` as one number, by LLVM's reduction of that name."""
+    """Reduce all lanes of all `values` to one number with LLVM's reduction of that name."""
     while len(values) > 1:
         values = [combine(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
     first = [ir.Constant(ir.FloatType(), 0.0)] if name == "fadd" else []

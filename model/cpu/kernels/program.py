@@ -60,7 +60,7 @@ class Program:
         return len(self._ops)
 
     def append(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
-        """One more `Kernel.run`, with the same arguments at every replay."""
+        """Append a `Kernel.run`, with the same arguments at every replay."""
         self._ops.append((kernel.address, packed(num_items, grain, arguments)))
         self._memory = None
 

@@ -259,7 +259,8 @@ def prefill_attention_kernel(
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group) pairs."""
+    """One program per tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group)
+    pairs."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS_PER_GROUP
     sequence = tl.program_id(2)
     group = tl.program_id(1)

@@ -40,7 +40,7 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a row. With ADD, x + residual replaces the residual and is what gets normalised."""
+    """One program per row. With ADD, x + residual replaces the residual and is what gets normalised."""
     await_inputs(DEPENDENT)
     columns = tl.arange(0, PADDED)
     inside = columns < HIDDEN
@@ -86,7 +86,7 @@ def _row_warps(padded: int) -> int:
 def square_sums_kernel(
     qkv, sums, row_stride, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr
 ):
-    """One program a row: its queries' sum, and its keys'."""
+    """One program per row: its queries' sum, and its keys'."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, Q_PADDED)
     queries = tl.load(qkv + row * row_stride + columns, mask=columns < Q_SIZE, other=0.0).to(tl.float32)
@@ -113,7 +113,7 @@ def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
 def norm_rows_kernel(
     qkv, sums, q_gains, k_gains, row_stride, ranks, eps, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row and BLOCK columns, in place."""
+    """One program per row and BLOCK columns, in place."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_queries, inside = columns < Q_SIZE, columns < Q_SIZE + K_SIZE
@@ -139,7 +139,7 @@ def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
 
 @triton.jit
 def soft_cap_kernel(logits, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and BLOCK columns, in place."""
+    """One program per row and BLOCK columns, in place."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + tl.program_id(0).to(tl.int64) * WIDTH + columns
     value = tl.load(at, mask=columns < WIDTH, other=0.0)
@@ -170,7 +170,7 @@ def _gated(gate_at, columns, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """One program a row and BLOCK columns."""
+    """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = _gated(gate_up + row * (2 * WIDTH), columns, WIDTH, ACTIVATION)
@@ -192,7 +192,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 def gate_codes_kernel(
     gate_up, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr
 ):
-    """One program a row, which it reads twice: from memory for its scale, and from the second-level cache."""
+    """One program per row, which it reads twice: from memory for its scale, and from the second-level cache."""
     row = tl.program_id(0).to(tl.int64)
     gate_at, lanes = gate_up + row * (2 * WIDTH), tl.arange(0, BLOCK)
     sizes = tl.zeros([BLOCK], tl.float32)
@@ -265,7 +265,7 @@ def rope_kv_kernel(
     NORMALISE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a token and TILE_HEADS heads: those of Q first, then those of K with V's."""
+    """One program per token and TILE_HEADS heads: those of Q first, then those of K with V's."""
     await_inputs(DEPENDENT)
     HALF: tl.constexpr = HEAD_DIM // 2
     KIND: tl.constexpr = NUM_GROUPS * BLOCK_SIZE * HEAD_DIM  # of a block, from keys to values
@@ -347,7 +347,7 @@ def vocab_embedding_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and BLOCK columns."""
+    """One program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids + token) - first

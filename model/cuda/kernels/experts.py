@@ -40,7 +40,7 @@ def route_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program a token, its experts as [BLOCK_G, BLOCK_W], a group a row."""
+    """One program per token, its experts as [BLOCK_G, BLOCK_W], a group a row."""
     row = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = NUM_EXPERTS // GROUPS
     NOTHING: tl.constexpr = float("-inf")
@@ -109,7 +109,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
 
 @triton.jit(do_not_specialize=["count", "tile_rows", "num_tiles"])
 def order_kernel(experts, hits, starts, choices, tiles, count, tile_rows, num_tiles, BLOCK: tl.constexpr):
-    """One program an expert, and one behind the last: where its choices start, and which they are, in their order.
+    """One program per expert, and one behind the last: where its choices start, and which they are, in their order.
 
     An expert whose rows are those from `start` on has the tiles from start // tile_rows + expert on, up to the next
     one's: enough, whatever its rows, so that no program waits for another's count. Nor does it add to another's hits.
@@ -245,7 +245,7 @@ def gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program BLOCK_N of an expert's SIZE features, and BLOCK_T of its rows: out [place, SIZE]."""
+    """One program per BLOCK_N of an expert's SIZE features, and BLOCK_T of its rows: out [place, SIZE]."""
     expert, first, end = tile_of(starts, tiles, num_tiles, FIRST, NUMBER, BLOCK_T)
     places = first + tl.arange(0, BLOCK_T)
     if first < end:
@@ -340,7 +340,7 @@ def sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and BLOCK columns: the sum of its choices' rows, in their order, of experts from FIRST to
+    """One program per token and BLOCK columns: the sum of its choices' rows, in their order, of experts from FIRST to
     END. Others' rows were never written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -393,7 +393,7 @@ class ExpertsWeight:
         return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.rows, weight.columns)
 
     def memory(self, slot: int, number: int) -> list[Tensor]:
-        """All that one of `number` experts has of it, contiguous."""
+        """Return the contiguous memory of one of `number` experts."""
         weight, rows = self.weight, self.shape[0] // number
         parts = [weight] if isinstance(weight, Tensor) else [weight.packed, weight.factors, *weight.scales]
         if not isinstance(weight, Tensor) and weight.offsets is not None:
@@ -466,7 +466,7 @@ def compute(
 
 @triton.jit
 def gate_by_sigmoid_kernel(x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and BLOCK columns."""
+    """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row)

@@ -102,7 +102,7 @@ def token_scale(largest, LEAST: tl.constexpr):
 
 @triton.jit
 def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.constexpr, LEAST: tl.constexpr):
-    """One program a token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)

@@ -395,7 +395,7 @@ def gemm_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
+    """One program per split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
 
     WHOLE_STEPS: the columns are a multiple of BLOCK_K, or of four bits of a block. Rows of a tile past the weight's
     read its last row, and their results are dropped. In eight bits, a row's scale is applied to its sums; of FP8 each

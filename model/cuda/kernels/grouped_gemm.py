@@ -186,7 +186,7 @@ def grouped_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program BLOCK_N rows of the weight, which has STRIDE bytes a row, and BLOCK_T tokens."""
+    """One program per BLOCK_N rows of the weight, which has STRIDE bytes a row, and BLOCK_T tokens."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     real_rows = tl.minimum(rows, num_rows - 1)
@@ -242,7 +242,7 @@ def grouped_embedding_kernel(
     HAS_OFFSETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and BLOCK columns."""
+    """One program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids + token) - first

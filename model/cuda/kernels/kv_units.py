@@ -199,7 +199,7 @@ def move_units_kernel(
     COPY: tl.constexpr,
     DIGEST: tl.constexpr,
 ):
-    """One program a run of one unit and TILE words of it; strides in words. With COPY they go to the targets.
+    """One program per run of one unit and TILE words of it; strides in words. With COPY they go to the targets.
 
     With DIGEST the words are of 8 bytes, and the program's sums A and B go to its place in parts.
     """
@@ -360,7 +360,7 @@ def code_units_kernel(
     TILE_ROWS: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """One program TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides in values."""
+    """One program per TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides are values."""
     ROWS: tl.constexpr = KINDS * HEADS * TOKENS
     IS_FP8: tl.constexpr = LIMIT > 127.0
     unit = tl.program_id(0)

@@ -56,7 +56,7 @@ def write_latents_kernel(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """One program a token. A negative slot writes nothing; its position must still be within cos_sin."""
+    """One program per token. A negative slot writes nothing; its position must still be within cos_sin."""
     WIDTH: tl.constexpr = RANK + 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -102,7 +102,7 @@ def write_latents(
 def turn_queries_kernel(
     q, cos_sin, positions, NUM_HEADS: tl.constexpr, KEY: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr
 ):
-    """One program a token and a head, in place."""
+    """One program per token and a head, in place."""
     token = tl.program_id(0).to(tl.int64)
     place = q + (token * NUM_HEADS + tl.program_id(1)) * (KEY + 2 * HALF) + KEY
     turn_in_place_of(place, place, cos_sin + tl.load(positions + token) * (2 * HALF), HALF, HALF_PADDED)
@@ -331,7 +331,7 @@ def latent_part_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a tile of a sequence's queries and a head."""
+    """One program per tile of a sequence's queries and a head."""
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     query_start = tl.load(query_starts + sequence)

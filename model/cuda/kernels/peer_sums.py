@@ -46,7 +46,7 @@ def sum_add_norm_kernel(
     HIDDEN: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One program a row. `peers` int64 [RANKS]: where each rank's memory is, multiples of 16."""
+    """One program per row. `peers` int64 [RANKS]: where each rank's memory is, multiples of 16."""
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     inside = columns < HIDDEN

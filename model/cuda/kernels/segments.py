@@ -133,7 +133,7 @@ def merge_segments_kernel(
     HAS_LOG_SUMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a head and a row: the segments' averages, weighted by their sums, to out [rows, H * D], and where
+    """One program per head and a row: the segments' averages, weighted by their sums, to out [rows, H * D], and where
     HAS_LOG_SUMS natural logarithms of the sums together to log_sums [rows, H].
 
     Rows of one segment have their result already.
