@@ -33,7 +33,7 @@ class BatchLayout:
     max_context_len: int
     # Where ranks share each block's tokens (protocol/kv_layout.py), int32 [B]: of the context those that this one has.
     # Slots are then of blocks of its part.
-    held_lens: Tensor | None = None
+    local_lens: Tensor | None = None
 
     @classmethod
     def of_decodes(
@@ -43,12 +43,12 @@ class BatchLayout:
         context_lens: Tensor,
         block_tables: Tensor,
         max_context_len: int,
-        held_lens: Tensor | None = None,
+        local_lens: Tensor | None = None,
     ) -> "BatchLayout":
         """The layout of sequences that bring one token each."""
         starts = torch.arange(positions.numel() + 1, dtype=torch.int32, device=positions.device)
         count = positions.numel()
-        return cls(positions, slots, starts, context_lens, block_tables, count, 1, max_context_len, held_lens)
+        return cls(positions, slots, starts, context_lens, block_tables, count, 1, max_context_len, local_lens)
 
     def of_last_tokens(self, drawing: "Drawing") -> "BatchLayout":
         """The layout of the tokens that draw alone, whose KV is in the cache: all are decodes."""
@@ -58,7 +58,7 @@ class BatchLayout:
             self.context_lens[drawing.sequences],
             self.block_tables[drawing.sequences],
             self.max_context_len,
-            None if self.held_lens is None else self.held_lens[drawing.sequences],
+            None if self.local_lens is None else self.local_lens[drawing.sequences],
         )
 
 
@@ -177,21 +177,23 @@ def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.de
     return make_layouts(steps, block_size, device, ONE_GROUP)[0]
 
 
-def held_of(positions: npt.NDArray[np.int64], block_size: int, held: range) -> npt.NDArray[np.int64]:
-    """Return how many of the first `positions` tokens of a context a rank has that holds the tokens `held` of each
-    block."""
+def local_lengths(positions: npt.NDArray[np.int64], block_size: int, local_tokens: range) -> npt.NDArray[np.int64]:
+    """Return how many of the first `positions` tokens of a context a rank has that holds the tokens `local_tokens` of
+    each block."""
     blocks, rest = np.divmod(positions, block_size)
-    held_lens: npt.NDArray[np.int64] = blocks * len(held) + np.clip(rest - held.start, 0, len(held))
-    return held_lens
+    local_lens: npt.NDArray[np.int64] = blocks * len(local_tokens) + np.clip(
+        rest - local_tokens.start, 0, len(local_tokens)
+    )
+    return local_lens
 
 
 def slots_of(
-    blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, held: range
+    blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, local_tokens: range
 ) -> npt.NDArray[np.int64]:
     """Return the slots of tokens at `positions` of their sequences, with blocks [..., T], on a rank that holds the
-    tokens `held` of each block; negative where the rank does not hold the token."""
-    places = positions % block_size - held.start
-    return np.where((places >= 0) & (places < len(held)), blocks * len(held) + places, -1)
+    tokens `local_tokens` of each block; negative where the rank does not hold the token."""
+    places = positions % block_size - local_tokens.start
+    return np.where((places >= 0) & (places < len(local_tokens)), blocks * len(local_tokens) + places, -1)
 
 
 def make_layouts(
@@ -199,11 +201,11 @@ def make_layouts(
     block_size: int,
     device: torch.device,
     groups: KVGroups,
-    held: range | None = None,
+    local_tokens: range | None = None,
 ) -> tuple[BatchLayout, ...]:
     """Return each group's layout of a batch whose single-token sequences come first.
 
-    `held` are those tokens of each block that this rank has, where there are others.
+    `local_tokens` are those tokens of each block that this rank has, where there are others.
     Raises ValueError where a token's KV has no block to go to.
     """
     lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
@@ -227,12 +229,12 @@ def make_layouts(
         if blocks_of.min() < 0:
             raise ValueError("a block table has no block for a token of the step")
         np.maximum(tables, 0, out=tables)
-    held_lens = None
-    if held is None:
+    local_lens = None
+    if local_tokens is None:
         slots = blocks_of * block_size + positions % block_size
     else:
-        slots = slots_of(blocks_of, positions, block_size, held)
-        held_lens = place(held_of(context_lens, block_size, held).astype(np.int32), device)
+        slots = slots_of(blocks_of, positions, block_size, local_tokens)
+        local_lens = place(local_lengths(context_lens, block_size, local_tokens).astype(np.int32), device)
 
     placed_slots, placed_tables = place(slots, device), place(tables, device)
     first = BatchLayout(
@@ -244,7 +246,7 @@ def make_layouts(
         num_decodes=int((lengths == 1).sum()),
         max_query_len=int(lengths.max()),
         max_context_len=int(context_lens.max()),
-        held_lens=held_lens,
+        local_lens=local_lens,
     )
     others = zip(placed_slots[1:], placed_tables[1:], strict=True)
     return first, *(replace(first, slots=slots_of, block_tables=tables_of) for slots_of, tables_of in others)

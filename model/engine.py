@@ -72,8 +72,8 @@ class ThreadEngine:
         # The result comes back over the same queue of the loop as the layers, so it is seen after all of them.
         try:
             ended: Future[list[SampledToken | None]] = Future()
-            told = None if on_layer is None else announce
-            begun = self._executor.submit(self._step, ended, batch, told, copies)
+            announcer = None if on_layer is None else announce
+            begun = self._executor.submit(self._step, ended, batch, announcer, copies)
             begun.add_done_callback(lambda begun: ended.cancel() if begun.cancelled() else None)  # by `close`
             return await asyncio.wrap_future(ended)
         finally:

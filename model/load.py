@@ -23,7 +23,7 @@ from twostroke.model.cache.memory import (
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import ALL_EAGER, NOTHING_CAPTURED, StepReplays
 from twostroke.model.config import ModelShape
-from twostroke.model.costs.operations import Held, MachineLimits, StepWork, step_work
+from twostroke.model.costs.operations import MachineLimits, NumberFormats, StepWork, step_work
 from twostroke.model.costs.sizes import StepBounds, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
@@ -121,8 +121,8 @@ class LoadedEngine:
 
     def work(self) -> StepWork:
         """The model's steps' operations and reads, on all ranks together."""
-        held = Held(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
-        return step_work(self.model_config, held)
+        formats = NumberFormats(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
+        return step_work(self.model_config, formats)
 
     def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
         """Build the runner on the engine's thread. Raises ConfigError."""

@@ -332,7 +332,7 @@ class ModelRunner:
         logits = self._decoder.forward(
             StepInput(
                 self._token_ids(steps, drawn),
-                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.held),
+                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.local_tokens),
                 self._kv_cache.tensors,
                 Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
                 self._scoring(steps),

@@ -251,7 +251,7 @@ def intensities(case: CapacityCase) -> Rows:
     """FLOPs a byte of each operation of prompts and of decode steps, by batch and context."""
     rows = []
     for context in sorted({case.prompt, case.contexts[-1]}):
-        phases = [("prefill", 1, prefill_operations(case.shape, context, held=case.machine.held))]
+        phases = [("prefill", 1, prefill_operations(case.shape, context, formats=case.machine.held))]
         for batch in sorted({1, 32, max(1, case.best_batch)}):
             phases.append(("decode", batch, decode_operations(case.shape, batch, context, case.machine.held)))
         for phase, batch, operations in phases:

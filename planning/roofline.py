@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.costs.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import (
+    AS_BF16,
+    Kind,
+    NumberFormats,
+    Operation,
+    decode_operations,
+    prefill_operations,
+)
 from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
 from twostroke.protocol.stats import StepCosts
 
@@ -24,7 +31,7 @@ class WorkerHardware:
 
     hardware: Hardware
     ranks: int = 1
-    held: Held = AS_BF16
+    held: NumberFormats = AS_BF16
     efficiency: Efficiency = EFFICIENCY
     shares_contexts: bool = False  # ranks share the tokens of latents
 

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import product
 
 from twostroke.model.config import ModelConfig, Quantization
-from twostroke.model.costs.operations import Held
+from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.costs.sizes import Fit, StepBounds, check_size, fit, weight_bytes
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
@@ -55,7 +55,7 @@ def machine_of(
     shares_contexts: bool = False,
 ) -> WorkerHardware:
     itemsize = hardware.itemsize
-    held = Held(quantization, itemsize, terms.kv_itemsize or itemsize)
+    held = NumberFormats(quantization, itemsize, terms.kv_itemsize or itemsize)
     return WorkerHardware(hardware, ranks, held, terms.efficiency, shares_contexts)
 
 

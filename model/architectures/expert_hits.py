@@ -51,9 +51,9 @@ class ExpertHits:
     def read(self) -> NDArray[np.int64]:
         """[layers, experts], counters; zeros for layers without experts. On any thread, steps may be under way."""
         found = self._counts if self._host is None else self._host.unbind()
-        told = iter(found)
+        counts = iter(found)
         return np.stack(
-            [np.zeros(len(found[0]), np.int64) if hits is None else next(told).numpy() for hits in self._layers]
+            [np.zeros(len(found[0]), np.int64) if hits is None else next(counts).numpy() for hits in self._layers]
         )
 
 
@@ -62,12 +62,12 @@ class StagesHits:
     stages."""
 
     def __init__(
-        self, own: ExpertHits | None, told: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
+        self, own: ExpertHits | None, reports: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
     ):
-        """`told` is filled from outside: the hits of its layers by each stage's first rank. `own` is None where stage
-        0 has no experts."""
+        """`reports` is filled from outside: the hits of its layers by each stage's first rank. `own` is None where
+        stage 0 has no experts."""
         self._own = own
-        self._told = told
+        self._reports = reports
         self._layout = layout
         self._experts = experts
 
@@ -76,7 +76,7 @@ class StagesHits:
         found = np.zeros((self._layout.num_layers, self._experts), np.int64)
         if self._own is not None:
             found[: len(self._layout.layers_of(0))] = self._own.read()
-        for rank, hits in self._told.items():
+        for rank, hits in self._reports.items():
             layers = self._layout.layers_of(rank)
             found[layers.start : layers.stop] = hits
         return found

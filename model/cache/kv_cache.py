@@ -52,7 +52,7 @@ class KVCache:
         self.num_blocks: int = tensors[0].shape[0]
         self.block_size = layout.block_size  # tokens
         # Those of each block that are here, where other ranks have the rest.
-        self.held = layout.tokens_of(rank) if layout.context_ranks > 1 else None
+        self.local_tokens = layout.tokens_of(rank) if layout.context_ranks > 1 else None
         self.block_bytes = layout.block_bytes  # of one tensor
 
     def close(self) -> None:

@@ -203,7 +203,7 @@ class TransformersModel:
                 model = AutoModelForCausalLM.from_config(self._config, attn_implementation=ATTENTION, dtype=dtype)
         except Exception as error:  # whatever a family's own code raises
             is_known = not (isinstance(error, KeyError) and ATTENTION in error.args)
-            raise self._error(f"transformers can't build it: {_said(error)}", asks_for_ours=is_known) from error
+            raise self._error(f"transformers can't build it: {_first_line(error)}", asks_for_ours=is_known) from error
         model.config.pad_token_id = None  # or some look for it in every step's tokens, and warn
         return model.eval().requires_grad_(False)
 
@@ -212,7 +212,7 @@ class TransformersModel:
         try:
             trace(model, TRACED_TOKENS, calls.append)
         except Exception as error:
-            what = f"its modules don't run over a flat batch without a cache: {_said(error)}"
+            what = f"its modules don't run over a flat batch without a cache: {_first_line(error)}"
             raise self._error(what, asks_for_ours=bool(calls)) from error
         _check_calls(calls, self._config, self._error)
         return calls
@@ -245,12 +245,14 @@ class TransformersModel:
         projections = [
             module for name, module in model.named_modules() if _is_projection(module) and name != self._head
         ]
-        said = getattr(config, "intermediate_size", None)
+        width = getattr(config, "intermediate_size", None)
         windows = tuple(call.window if call.window < max_position else 0 for call in calls)
         return ModelShape(
             vocab_size=head.out_features,
             hidden_size=head.in_features,
-            intermediate_size=max([said if isinstance(said, int) else 1, *(max(_size(each)) for each in projections)]),
+            intermediate_size=max(
+                [width if isinstance(width, int) else 1, *(max(_size(each)) for each in projections)]
+            ),
             num_layers=len(calls),
             num_heads=calls[0].query.shape[1],
             num_kv_heads=calls[0].key.shape[1],
@@ -274,25 +276,25 @@ class TransformersModel:
         plan = dict(model.tp_plan or {})
         styles: dict[str, Style] = {}
         for name, module in model.named_modules():
-            said = plan.get(_with_any_layer(name))
-            if said is None or name in (self._head, self._embedding):
+            rule = plan.get(_with_any_layer(name))
+            if rule is None or name in (self._head, self._embedding):
                 continue
-            if said == _EXPERTS:
+            if rule == _EXPERTS:
                 styles[name] = "summed"
-            elif said not in _STYLES or not (isinstance(module, nn.Linear) or _STYLES[said] is None):
-                raise self._not_cut(name, said)
-            elif (style := _STYLES[said]) is not None:
+            elif rule not in _STYLES or not (isinstance(module, nn.Linear) or _STYLES[rule] is None):
+                raise self._not_cut(name, rule)
+            elif (style := _STYLES[rule]) is not None:
                 styles[name] = style
                 self._cut_projection(name, module, style, shard)
         for name, parameter in list(model.named_parameters()):
             owner, _, kind = name.rpartition(".")
-            said = plan.get(_with_any_layer(name))
-            if said is None or _STYLES.get(said, "by rows") is None:
+            rule = plan.get(_with_any_layer(name))
+            if rule is None or _STYLES.get(rule, "by rows") is None:
                 continue
-            if styles.get(owner) != "summed" or said not in _OF_EXPERTS or parameter.dim() != 3:
-                raise self._not_cut(name, said)
-            styles[name] = _OF_EXPERTS[said]
-            _check_even(name, parameter.shape[1] // 2 if said == "packed_colwise" else parameter.shape[2], shard)
+            if styles.get(owner) != "summed" or rule not in _OF_EXPERTS or parameter.dim() != 3:
+                raise self._not_cut(name, rule)
+            styles[name] = _OF_EXPERTS[rule]
+            _check_even(name, parameter.shape[1] // 2 if rule == "packed_colwise" else parameter.shape[2], shard)
             cut = nn.Parameter(_part_of_experts(parameter, styles[name], shard), requires_grad=False)
             setattr(model.get_submodule(owner), kind, cut)
         if not styles:
@@ -311,9 +313,9 @@ class TransformersModel:
         elif style == "by columns":
             module.weight = nn.Parameter(module.weight[:, shard.part(inputs)], requires_grad=False)
 
-    def _not_cut(self, name: str, said: str) -> ConfigError:
+    def _not_cut(self, name: str, rule: str) -> ConfigError:
         return ConfigError(
-            f"tensor_parallel: transformers' plan cuts {self.family}'s {_with_any_layer(name)} by {said!r}, which is "
+            f"tensor_parallel: transformers' plan cuts {self.family}'s {_with_any_layer(name)} by {rule!r}, which is "
             "not supported: use 1"
         )
 
@@ -357,7 +359,7 @@ class TransformersModel:
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise self._error(f"a dry run failed: {_said(error)}") from error
+            raise self._error(f"a dry run failed: {_first_line(error)}") from error
         finally:
             cache.close()
         if not difference <= TOLERANCE[dtype]:
@@ -497,8 +499,8 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
             raise refused("auto_map", "its own code would have to be run (`trust_remote_code`), which we never do")
-        said = f"{architectures} of model_type {kind!r}"
-        raise refused("architectures", f"{said} is neither a family of ours nor known to transformers {_VERSION}")
+        named = f"{architectures} of model_type {kind!r}"
+        raise refused("architectures", f"{named} is neither a family of ours nor known to transformers {_VERSION}")
     if raw.get("quantization_config"):
         raise refused(
             "quantization_config",
@@ -507,7 +509,7 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     try:
         config = CONFIG_MAPPING[kind].from_dict(raw)
     except Exception as error:  # its validation has classes of its own
-        raise refused("model_type", f"transformers can't read this {kind}: {_said(error)}") from error
+        raise refused("model_type", f"transformers can't read this {kind}: {_first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise refused("architectures", f"{architectures} has an encoder; only decoders are served")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -594,6 +596,6 @@ def _size(module: Any) -> tuple[int, int]:
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -45,7 +45,7 @@ class OperationWork:
 
 
 @dataclass(frozen=True)
-class Held:
+class NumberFormats:
     """Bytes of the numbers that a model is held in."""
 
     quantization: Quantization = "none"
@@ -74,7 +74,7 @@ class Held:
         return {"int8": 1.0, "int4": 0.5 + 2.0 / INT4_GROUP}.get(quantization, self.itemsize)
 
 
-AS_BF16 = Held()
+AS_BF16 = NumberFormats()
 
 
 Kind = Literal["product", "attention", "norm"]
@@ -107,7 +107,7 @@ def product_intensity(rows: float, inner: int, outer: int, itemsize: float = 2.0
 
 
 def prefill_operations(
-    shape: ModelShape, tokens: int, before: int = 0, held: Held = AS_BF16, *, is_last: bool = True
+    shape: ModelShape, tokens: int, before: int = 0, formats: NumberFormats = AS_BF16, *, is_last: bool = True
 ) -> list[Operation]:
     """A chunk of `tokens` prompt tokens after `before` cached ones.
 
@@ -123,10 +123,12 @@ def prefill_operations(
     )
     read = sum(min(before, shape.window(layer) or before) for layer in layers)
     _, _, of_pair = input_sizes(shape)
-    return _operations(shape, held, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
+    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
 
 
-def decode_operations(shape: ModelShape, batch: int, context: float, held: Held = AS_BF16) -> list[Operation]:
+def decode_operations(
+    shape: ModelShape, batch: int, context: float, formats: NumberFormats = AS_BF16
+) -> list[Operation]:
     """A step of `batch` sequences with `context` tokens each, the one that is computed among them.
 
     Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
@@ -134,17 +136,17 @@ def decode_operations(shape: ModelShape, batch: int, context: float, held: Held 
     keys = batch * sum(min(context, shape.window(layer) or context) for layer in range(shape.num_layers))
     rotary = 0 if shape.latent is None else shape.latent.rotary
     scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
-    return _operations(shape, held, batch, [batch] * shape.num_layers, scores, keys, batch)
+    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch)
 
 
 def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
     """A prompt in one chunk that draws one token."""
-    return _work(tokens, prefill_operations(shape, tokens, held=Held(quantization)))
+    return _work(tokens, prefill_operations(shape, tokens, formats=NumberFormats(quantization)))
 
 
 def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> OperationWork:
     """Return the work of one decode step of `batch` sequences with `context` tokens each."""
-    return _work(batch, decode_operations(shape, batch, context, Held(quantization)))
+    return _work(batch, decode_operations(shape, batch, context, NumberFormats(quantization)))
 
 
 def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:
@@ -156,7 +158,7 @@ def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:
 
 def _operations(
     shape: ModelShape,
-    held: Held,
+    formats: NumberFormats,
     tokens: int,
     rows: Sequence[int],
     attention_flops: float,
@@ -168,7 +170,7 @@ def _operations(
     attention, head = matrix_sizes(shape)
     output = attention - queries - kv
     hidden, layers = shape.hidden_size, shape.num_layers
-    row_sum, each, around = sum(rows), held.weight(shape), held.attention_weight(shape)
+    row_sum, each, around = sum(rows), formats.weight(shape), formats.attention_weight(shape)
     inputs = shape.q_size + shape.kv_kinds * shape.kv_size
     # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
     found = [
@@ -177,21 +179,21 @@ def _operations(
             "product",
             2.0 * tokens * layers * (queries + kv),
             weight_bytes=around * layers * (queries + kv),
-            activation_bytes=held.itemsize * tokens * layers * (hidden + inputs),
+            activation_bytes=formats.itemsize * tokens * layers * (hidden + inputs),
         ),
         Operation(
             "attention",
             "attention",
             attention_flops,
-            kv_bytes=held.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
-            activation_bytes=held.itemsize * tokens * layers * (inputs + shape.q_size),
+            kv_bytes=formats.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
+            activation_bytes=formats.itemsize * tokens * layers * (inputs + shape.q_size),
         ),
         Operation(
             "attention output",
             "product",
             2.0 * row_sum * output,
             weight_bytes=around * layers * output,
-            activation_bytes=held.itemsize * row_sum * 2 * hidden,
+            activation_bytes=formats.itemsize * row_sum * 2 * hidden,
         ),
     ]
     mlp_flops = mlp_bytes = width = 0.0
@@ -205,19 +207,19 @@ def _operations(
             "product",
             mlp_flops,
             weight_bytes=mlp_bytes,
-            activation_bytes=held.itemsize * (2 * hidden * row_sum + width),
+            activation_bytes=formats.itemsize * (2 * hidden * row_sum + width),
         )
     )
     norms = (2 * layers + 1) * tokens * hidden
-    found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * held.itemsize * norms))
+    found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * formats.itemsize * norms))
     if logit_rows:
         found.append(
             Operation(
                 "LM head",
                 "product",
                 2.0 * logit_rows * head,
-                weight_bytes=held.head_weight(shape) * head,
-                activation_bytes=logit_rows * (held.itemsize * hidden + 4 * shape.vocab_size),
+                weight_bytes=formats.head_weight(shape) * head,
+                activation_bytes=logit_rows * (formats.itemsize * hidden + 4 * shape.vocab_size),
             )
         )
     return found
@@ -294,12 +296,14 @@ class StepWork:
         return self.weight_bytes + experts + context_tokens * self.context_bytes
 
 
-def step_work(shape: ModelShape, held: Held = AS_BF16) -> StepWork:
+def step_work(shape: ModelShape, formats: NumberFormats = AS_BF16) -> StepWork:
     """Return the coefficients of a model whose numbers are held in `held` bytes."""
     far = _BEYOND_WINDOWS
-    token, nearer, further = (prefill_operations(shape, 1, before, held, is_last=False) for before in (0, far, far + 1))
-    row, short, longer = (decode_operations(shape, 1, context, held) for context in (0, far, far + 1))
-    all_weights = _sum(decode_operations(shape, far, 0, held), "weight_bytes")
+    token, nearer, further = (
+        prefill_operations(shape, 1, before, formats, is_last=False) for before in (0, far, far + 1)
+    )
+    row, short, longer = (decode_operations(shape, 1, context, formats) for context in (0, far, far + 1))
+    all_weights = _sum(decode_operations(shape, far, 0, formats), "weight_bytes")
     share, expert_bytes = shape.expert_share, 0.0
     if 0 < share < 1:  # one token reads its share of the experts
         expert_bytes = (all_weights - _sum(row, "weight_bytes")) / (1 - share)

@@ -105,7 +105,7 @@ class CpuExperts:
         self._number = number
         # With copies, choices name slots, whose hits nobody counts, and one more slot for experts elsewhere.
         self._slot_hits = torch.zeros(number + 1, dtype=torch.int64)
-        self._held = range(weights.first, weights.first + number) if self.places is None else range(number)
+        self._local_experts = range(weights.first, weights.first + number) if self.places is None else range(number)
         self._activation = activation
         self._launcher = launcher
 
@@ -115,7 +115,7 @@ class CpuExperts:
         found, hits = chosen.experts, self.hits
         if self.places is not None:
             found, hits = experts.locate(launcher, found, self.places.slots, hits), self._slot_hits
-        order = experts.order(launcher, found, hits, self._held, most_rows)
+        order = experts.order(launcher, found, hits, self._local_experts, most_rows)
         gate_up = self._gate_up(experts.gather(launcher, x, order.choices), order.tasks, x.dtype)
         inner = elementwise.gate(launcher, gate_up, self._activation)
         del gate_up  # its place is another's

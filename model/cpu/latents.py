@@ -105,11 +105,11 @@ class CpuLatentAttention:
             mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
             attention.decode_attention(launcher, absorbed, kv_layer, layout, self._form, mixed)
             return mixed
-        assert layout.held_lens is not None
+        assert layout.local_lens is not None
         absorbed = parts.of_all_heads(absorbed)
         mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
         log_sums = launcher.empty(absorbed.shape[:2], torch.float32)
-        held = replace(layout, context_lens=layout.held_lens)
+        held = replace(layout, context_lens=layout.local_lens)
         attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
         return parts.merged(mixed, log_sums)
 

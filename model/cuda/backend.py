@@ -239,7 +239,7 @@ class CudaExperts:
         self._slot_hits = torch.zeros(
             weights.number, dtype=torch.int64, device=self._gate_up.device
         )  # of slots; not counted
-        self._held = range(weights.first, weights.first + weights.number)
+        self._local_experts = range(weights.first, weights.first + weights.number)
         self._activation = activation
         self._is_compiled = False
 
@@ -253,7 +253,7 @@ class CudaExperts:
                 nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
                 self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
         config = experts.experts_config(x.dtype, chosen.experts.numel(), len(self.hits))
-        hits, held = self.hits, self._held
+        hits, held = self.hits, self._local_experts
         if self.places is not None:
             chosen = Chosen(experts.locate(chosen.experts, self.places.slots, hits), chosen.weights)
             hits, held = self._slot_hits, range(self._number)

@@ -132,7 +132,7 @@ class CudaGraphSteps:
                 max_context,
                 kv_cache.block_size,
                 groups=kv_cache.groups,
-                held=kv_cache.held,
+                local_tokens=kv_cache.local_tokens,
                 device=device,
                 pinned=pinned,
             )

@@ -76,11 +76,11 @@ class CudaLatentAttention:
         self, parts: ContextParts, absorbed: Tensor, turned: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> Tensor:
         """The same of this rank's heads, with all ranks: absorbed [H, B, R], turned [B, H, P]."""
-        assert layout.held_lens is not None
+        assert layout.local_lens is not None
         rank = absorbed.shape[2]
         q = parts.of_all_heads(torch.cat((absorbed.transpose(0, 1), turned), dim=2))
         log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        held = replace(layout, context_lens=layout.held_lens)
+        held = replace(layout, context_lens=layout.local_lens)
         mixed = self._mixed(q[..., :rank].transpose(0, 1), q, kv_layer, held, log_sums)
         return parts.merged(mixed, log_sums)
 
@@ -118,7 +118,7 @@ class CudaLatentAttention:
             num_decodes=1,
             max_query_len=1,
             max_context_len=1,
-            held_lens=nothing[:1],
+            local_lens=nothing[:1],
         )
         q = torch.zeros_like(q[:1])
         out = torch.empty((1, q.shape[1], self._values.shape[1]), dtype=q.dtype, device=q.device)

@@ -192,7 +192,7 @@ class PipelinedSteps:
         for index, batch in enumerate(batches):
             hidden = decoder.embed(token_ids(batch.steps)) if stage.is_first else coming[index].wait()
             cache = self._kv_cache
-            layouts = make_layouts(batch.steps, cache.block_size, self._device, cache.groups, cache.held)
+            layouts = make_layouts(batch.steps, cache.block_size, self._device, cache.groups, cache.local_tokens)
             announce = on_layer if index == len(batches) - 1 else None
             needed = self._needed_rows(batch) if stage.is_last else None
             rows = decoder.run_layers(hidden, layouts, self._kv_cache.tensors, needed, announce)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
-from twostroke.model.costs.operations import Held
+from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
@@ -149,11 +149,11 @@ def _model(arguments: argparse.Namespace) -> tuple[ModelConfig, bool]:
     return as_mha(shape) if arguments.mha else shape, is_whole
 
 
-def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> Held:
+def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> NumberFormats:
     itemsize = 2.0 if hardware is None else hardware.itemsize
     if arguments.dtype is not None:
         itemsize = DTYPES[arguments.dtype]
-    return Held(arguments.quantization, itemsize, itemsize if arguments.kv_cache_dtype == "auto" else 1.0)
+    return NumberFormats(arguments.quantization, itemsize, itemsize if arguments.kv_cache_dtype == "auto" else 1.0)
 
 
 def _case(arguments: argparse.Namespace, shape: ModelConfig) -> CapacityCase:

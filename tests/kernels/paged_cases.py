@@ -20,7 +20,7 @@ from twostroke.model.backend import (
     LatentHeads,
     Linear,
 )
-from twostroke.model.batch import BatchLayout, held_of
+from twostroke.model.batch import BatchLayout, local_lengths
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
@@ -175,13 +175,13 @@ def over_ranks(case: LatentCase, size: int, attend: Callable[[LatentCase, GroupR
     def one(rank: int) -> Tensor:
         shard = Shard(rank, size)
         heads, held = shard.part(all_heads), range(block_size)[shard.part(block_size)]
-        held_lens = held_of(case.layout.context_lens.long().numpy(), block_size, held)
+        local_lens = local_lengths(case.layout.context_lens.long().numpy(), block_size, held)
         part = replace(
             case,
             q=q[:, heads].flatten(1).contiguous(),
             heads=replace(case.heads, keys=case.heads.keys[heads], values=case.heads.values[heads]),
             kv_layer=case.kv_layer[:, :, :, held.start : held.stop].contiguous(),
-            layout=replace(case.layout, held_lens=torch.from_numpy(held_lens).int()),
+            layout=replace(case.layout, local_lens=torch.from_numpy(local_lens).int()),
         )
         return attend(part, GroupRanks(shard, rendezvous.address, torch.device("cpu")))
 

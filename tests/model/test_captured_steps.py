@@ -202,15 +202,15 @@ def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> No
     assert backend.launcher.arena.num_bytes == backend.launcher.arena.free_bytes == room
 
 
-@pytest.mark.parametrize("held", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])
-def test_inputs_are_those_of_a_layout(held: range | None) -> None:
+@pytest.mark.parametrize("local_tokens", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])
+def test_inputs_are_those_of_a_layout(local_tokens: range | None) -> None:
     rng = random.Random(2)
-    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE, held=held)
-    names = ["positions", "slots", "query_starts", "context_lens"] + ["held_lens"] * (held is not None)
+    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE, local_tokens=local_tokens)
+    names = ["positions", "slots", "query_starts", "context_lens"] + ["local_lens"] * (local_tokens is not None)
     for size in (64, 3, 17, 1):
         batch = decodes(rng, size)
         inputs.fill(batch)
-        (mine,), (expected,) = inputs.layouts(size), make_layouts(batch, BLOCK_SIZE, CPU, ONE_GROUP, held)
+        (mine,), (expected,) = inputs.layouts(size), make_layouts(batch, BLOCK_SIZE, CPU, ONE_GROUP, local_tokens)
         for name in names:
             assert torch.equal(getattr(mine, name), getattr(expected, name)), name
             assert getattr(mine, name).dtype == getattr(expected, name).dtype, name

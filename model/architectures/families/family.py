@@ -214,20 +214,20 @@ def _read_ropes(
 
     Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before).
     """
-    said, scaling = top.object("rope_parameters"), top.object("rope_scaling")
+    parameters, scaling = top.object("rope_parameters"), top.object("rope_scaling")
     theta = top.number("rope_theta", default=defaults.rope_theta)
     if defaults.local_theta is None:
-        if said.has_objects:
+        if parameters.has_objects:
             raise top.error("rope_parameters", "angles that differ by layer are not supported for this family")
-        rope = scaling if top.has("rope_scaling") else said
+        rope = scaling if top.has("rope_scaling") else parameters
         return _read_rope(top, rope, theta, max_position, head_dim, defaults), None
-    if top.has("rope_parameters") and not said.has_objects:
+    if top.has("rope_parameters") and not parameters.has_objects:
         raise top.error("rope_parameters", "expected objects named full_attention and sliding_attention")
-    full = scaling if top.has("rope_scaling") else said.object("full_attention")
+    full = scaling if top.has("rope_scaling") else parameters.object("full_attention")
     local_theta = top.number("rope_local_base_freq", default=defaults.local_theta)
     return (
         _read_rope(top, full, theta, max_position, head_dim, defaults),
-        _read_rope(top, said.object("sliding_attention"), local_theta, max_position, head_dim, defaults),
+        _read_rope(top, parameters.object("sliding_attention"), local_theta, max_position, head_dim, defaults),
     )
 
 
@@ -320,22 +320,22 @@ def shown(value: object) -> str:
 class ConfigFields:
     """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field.
 
-    It remembers which fields were asked for.
+    It remembers which fields were taken.
     """
 
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "", asked: set[str] | None = None):
-        """`asked` are the fields that were asked for, by their paths, of the whole file."""
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "", taken: set[str] | None = None):
+        """`taken` are the paths of the fields that were taken, in the whole file."""
         self._raw = raw
         self._source = source
         self._prefix = prefix
-        self._asked: set[str] = set() if asked is None else asked
+        self._taken: set[str] = set() if taken is None else taken
 
     def error(self, name: str, what: str) -> ConfigError:
         return ConfigError(f"{self._source}: {self._prefix}{name}: {what}")
 
     def unread(self) -> list[str]:
         """Fields of the file that no reader has taken."""
-        return [name for name in self._raw if f"{self._prefix}{name}" not in self._asked]
+        return [name for name in self._raw if f"{self._prefix}{name}" not in self._taken]
 
     def value(self, name: str) -> Any:
         """Whatever the field has, without asking for it; None where it is not there."""
@@ -346,7 +346,7 @@ class ConfigFields:
         value = self._ask(name) or {}
         if not isinstance(value, dict):
             raise self.error(name, f"expected an object, found {type(value).__name__}")
-        return ConfigFields(cast("dict[str, Any]", value), self._source, f"{self._prefix}{name}.", self._asked)
+        return ConfigFields(cast("dict[str, Any]", value), self._source, f"{self._prefix}{name}.", self._taken)
 
     def objects(self, name: str) -> "list[ConfigFields]":
         """The objects within an object, by whatever names."""
@@ -367,7 +367,7 @@ class ConfigFields:
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
         """Return the given fields, and those of `defaults` that are left out."""
-        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._asked)
+        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._taken)
 
     def is_minus_one(self, name: str) -> bool:
         """Return True if the field is -1, which files write for "all"."""
@@ -441,7 +441,7 @@ class ConfigFields:
         return value
 
     def _ask(self, name: str) -> Any:
-        self._asked.add(f"{self._prefix}{name}")
+        self._taken.add(f"{self._prefix}{name}")
         return self._raw.get(name)
 
     def _get(self, name: str, default: Any) -> Any:

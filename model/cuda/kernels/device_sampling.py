@@ -439,7 +439,7 @@ def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     )
 
 
-def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFeatures = EVERYTHING) -> Tensor:
+def draw_on_device(logits: Tensor, parameters: DrawParameters, features: SamplingFeatures = EVERYTHING) -> Tensor:
     """One token for each row of logits fp32 [N, V]: int64 [2, N], tokens, and 1 where the row held NaN or +inf.
 
     A row of -inf alone gives token 0. Nothing synchronises with the host; may be captured in a CUDA graph.
@@ -463,7 +463,7 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFe
     highests, leasts, rates, cuts = (new(torch.float32, rows) for _ in range(4))
     lasts = new(torch.int32, rows)
     drawn = new(torch.int64, 2, rows)
-    has_top_k, has_top_p = asked.draws and asked.top_k, asked.draws and asked.top_p
+    has_top_k, has_top_p = features.draws and features.top_k, features.draws and features.top_p
     by_count, by_mass = search(has_top_k), search(has_top_p)
     row_logits = (logits, logits.stride(0), vocab_size)
     extremes_kernel[(rows, parts)](*row_logits, part, values, ids, broken, GROUP=GROUP, TILE=TILE, num_warps=8)
@@ -483,7 +483,7 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFe
         cut_kernel[(rows,)](
             *row_logits, *filtered, MASSES=masses, PASSES=_PASSES.value, BINS=_BINS.value, TILE=TILE, num_warps=8
         )
-    if asked.draws:
+    if features.draws:
         scores, score_ids = new(torch.float64, rows, parts), new(torch.int32, rows, parts)
         race_kernel[(rows, parts)](
             *row_logits, part, highests, leasts, rates, parameters.temperature, parameters.keys, cuts, lasts,

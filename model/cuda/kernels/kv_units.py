@@ -360,7 +360,8 @@ def code_units_kernel(
     TILE_ROWS: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """One program per TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides are values."""
+    """One program per TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides are
+    values."""
     ROWS: tl.constexpr = KINDS * HEADS * TOKENS
     IS_FP8: tl.constexpr = LIMIT > 127.0
     unit = tl.program_id(0)
