@@ -50,6 +50,13 @@ class BatchLayout:
         count = positions.numel()
         return cls(positions, slots, starts, context_lens, block_tables, count, 1, max_context_len, local_lens)
 
+    @classmethod
+    def of_nothing(cls, device: torch.device, max_context_len: int = 1) -> "BatchLayout":
+        """Return the layout of one empty sequence, with which kernels are compiled; counts as a decode."""
+        nothing = torch.zeros(2, dtype=torch.int32, device=device)
+        one = nothing[:1]
+        return cls(nothing, nothing, nothing, one, one.view(1, 1), 1, 1, max_context_len, one)
+
     def of_last_tokens(self, drawing: "Drawing") -> "BatchLayout":
         """The layout of the tokens that draw alone, whose KV is in the cache: all are decodes."""
         return BatchLayout.of_decodes(

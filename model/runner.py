@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import (
     CheckedTables,
     Drawing,
@@ -26,7 +27,9 @@ from twostroke.model.batch import (
 )
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.layer_announcer import LaunchedWork, StepAnnouncements, layer_announcer
+from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
+from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
@@ -163,24 +166,6 @@ class StepOnDevice(LaunchedStep):
         return tokens.new_zeros(len(self.tokens)).index_copy_(0, places, tokens)
 
 
-class HostCopies(Protocol):
-    """The host's blocks of preempted requests: SwapSpace."""
-
-    def copy(self, copy: BlockCopy) -> None: ...
-
-
-class HitCounts(Protocol):
-    """The counters of chosen experts: ExpertHits."""
-
-    def copy(self) -> None: ...
-
-
-class ExpertCopies(Protocol):
-    """The slots for copies of experts: ExpertSlots."""
-
-    def arrange(self, order: ArrangeExperts) -> None: ...
-
-
 class NoExtras:
     """Stands in for each part of RankExtras that a rank lacks: nothing is counted, and orders are refused."""
 
@@ -199,9 +184,9 @@ LACKING = NoExtras()
 class RankExtras:
     """Parts that a rank may have beside its decoder and cache."""
 
-    swap_space: HostCopies = LACKING
-    expert_hits: HitCounts = LACKING
-    expert_slots: ExpertCopies = LACKING
+    swap_space: SwapSpace | NoExtras = LACKING
+    expert_hits: ExpertHits | NoExtras = LACKING
+    expert_slots: ExpertSlots | NoExtras = LACKING
 
 
 NO_EXTRAS = RankExtras()

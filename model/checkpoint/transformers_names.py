@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile, equal_tensors
-from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
+from twostroke.model.checkpoint.tensor_file import WHOLE, equal_tensors
+from twostroke.model.checkpoint.weights import DTYPES, open_tensors
 from twostroke.protocol.errors import ConfigError
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
@@ -50,11 +50,9 @@ class NamedTensors:
 
     def __init__(self, folder: Path, model: Any):
         """`model` is on the meta device, uncut; tensors that it ties to others need not be there."""
-        paths = tensor_files(folder)
-        opened = {path: open_file(path) for path in sorted(set(paths.values()))}
+        paths, self._files = open_tensors(folder)
         self._model = model
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._files: dict[str, TensorFile] = {name: opened[path] for name, path in paths.items()}
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, _Conversion] = {}
         self._assign(folder, paths)
@@ -136,8 +134,6 @@ class NamedTensors:
             if target in self._renamed:
                 source = self._renamed[target]
                 path, file = paths[source], self._files[source]
-                if source not in file.names():
-                    raise ConfigError(f"{path}: tensor {source} is missing, though the index names it")
                 if file.shape(source) != shape:
                     raise _misshapen(path, source, file.shape(source), shape)
             elif target not in self._converted and target not in self._model.all_tied_weights_keys:

@@ -83,12 +83,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: ModelConfig):
         self._folder = folder
-        self._paths = tensor_files(folder)
-        files = {path: open_file(path) for path in sorted(set(self._paths.values()))}
-        for name, path in self._paths.items():
-            if name not in files[path].names():
-                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
-        self._files = {name: files[path] for name, path in self._paths.items()}
+        self._paths, self._files = open_tensors(folder)
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
@@ -305,6 +300,16 @@ def _all_there(files: dict[str, Path], index: Path) -> dict[str, Path]:
         if not path.exists():
             raise ConfigError(f"{path} is missing: a shard that {index} names")
     return files
+
+
+def open_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, TensorFile]]:
+    """Return the path and the opened file of each tensor. Raises ConfigError for one that an index promises in vain."""
+    paths = tensor_files(folder)
+    opened = {path: open_file(path) for path in sorted(set(paths.values()))}
+    for name, path in paths.items():
+        if name not in opened[path].names():
+            raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
+    return paths, {name: opened[path] for name, path in paths.items()}
 
 
 def open_file(path: Path) -> TensorFile:

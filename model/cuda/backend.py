@@ -5,8 +5,6 @@ Nothing here synchronises with the host, and launches depend on shapes and on th
 step can be captured in a CUDA graph, with a layout whose `max_context_len` is the longest to come.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -406,16 +404,5 @@ class CudaBackend:
             self._compiled.add(key)
         q = torch.zeros_like(q[:1])
         out = rows_like(q)
-        nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
-        empty = BatchLayout(
-            positions=nothing,
-            slots=nothing,
-            query_starts=nothing,
-            context_lens=nothing[:1],
-            block_tables=nothing[:1].view(1, 1),
-            num_decodes=1,
-            max_query_len=1,
-            max_context_len=1,
-        )
-        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), form, out)
-        self._prompts.prepare(q, kv_layer, form, empty)
+        self._attend_decodes(q, kv_layer, BatchLayout.of_nothing(q.device, _SPLIT), form, out)
+        self._prompts.prepare(q, kv_layer, form, BatchLayout.of_nothing(q.device))

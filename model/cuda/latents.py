@@ -108,19 +108,7 @@ class CudaLatentAttention:
 
     def _compile(self, q: Tensor, kv_layer: Tensor) -> None:
         """Launch every variant on an empty sequence, so that no later step waits for a compiler."""
-        nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
-        empty = BatchLayout(
-            positions=nothing,
-            slots=nothing,
-            query_starts=nothing,
-            context_lens=nothing[:1],
-            block_tables=nothing[:1].view(1, 1),
-            num_decodes=1,
-            max_query_len=1,
-            max_context_len=1,
-            local_lens=nothing[:1],
-        )
         q = torch.zeros_like(q[:1])
         out = torch.empty((1, q.shape[1], self._values.shape[1]), dtype=q.dtype, device=q.device)
-        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), out)
-        self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), out)
+        self._attend_decodes(q, kv_layer, BatchLayout.of_nothing(q.device, _SPLIT), out)
+        self._attend_chunks(q, kv_layer, replace(BatchLayout.of_nothing(q.device), num_decodes=0), out)
