@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from twostroke.model.config import ModelConfig
-from twostroke.model.operations import Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.layouts import Layout
@@ -40,7 +40,7 @@ class PlannedLayout:
             "prefill": layout.num_prefill,
             "decode": layout.num_decode,
             "tp": {role: profile.ranks for role, profile in profiles.items()},
-            "context_parallel": {role: profile.context_parallel for role, profile in profiles.items()},
+            "context_parallel": {role: profile.shares_contexts for role, profile in profiles.items()},
             "mode": layout.mode,
             "quantization": {role: profile.quantization for role, profile in profiles.items()},
             "goodput_rps": round(self.goodput, 3),
@@ -67,7 +67,7 @@ def fleet_words(layout: Layout) -> str:
 
     def worker(profile: WorkerProfile) -> str:
         weights = "" if profile.quantization == "auto" else f" with {profile.quantization} weights"
-        shared = " that share contexts" if profile.context_parallel else ""
+        shared = " that share contexts" if profile.shares_contexts else ""
         return f"{profile.ranks} {profile.hardware}{shared}{weights}"
 
     parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
@@ -100,7 +100,7 @@ def settings_of(
         }
         if profile.ranks > 1:
             sections["tensor_parallel"] = profile.ranks
-        if profile.context_parallel:
+        if profile.shares_contexts:
             sections["context_parallel"] = True
         if not on_cpu:
             sections |= {"num_gpus": 1, "block_size": profile.block_size}

@@ -30,13 +30,13 @@ from twostroke.benchmarks.engines.hardware import prefill_machine
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import Quantization
+from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
+from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.operations import MachineLimits, OperationWork, decode_work, prefill_work
+from twostroke.model.machine_limits import LimitsMeter
 from twostroke.model.served import Way
-from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.this_machine import LimitsMeter
 from twostroke.protocol.requests import SamplingParams
 
 SHAPES = Path(__file__).with_name("shapes.json")

@@ -14,8 +14,8 @@ from twostroke.benchmarks.console import conclude, positive, say, write_json
 from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.operations import input_sizes
-from twostroke.model.this_machine import ROUNDS, LimitsMeter, measure_rounds, row_of
+from twostroke.model.costs.operations import input_sizes
+from twostroke.model.machine_limits import ROUNDS, LimitsMeter, measure_rounds, row_of
 
 
 def prefill_machine(config: ModelShape, tokens: int) -> LimitsMeter:

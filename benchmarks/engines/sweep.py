@@ -5,7 +5,7 @@ from typing import Any
 
 from twostroke.benchmarks.engines.engine import SWEPT, decodes, in_turns, medians
 from twostroke.model.load import LoadedEngine
-from twostroke.model.this_machine import LimitsMeter
+from twostroke.model.machine_limits import LimitsMeter
 from twostroke.planning.costs.pictures import batch_sweep
 from twostroke.planning.costs.roofline import knee
 from twostroke.protocol.errors import ConfigError

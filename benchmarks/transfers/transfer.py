@@ -38,7 +38,7 @@ from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.sizes import kv_block_bytes
+from twostroke.model.costs.sizes import kv_block_bytes
 from twostroke.protocol.errors import ConfigError, TransferFailed
 
 EXPOSED_TOKENS = {"exposed_1k": 1024, "exposed_8k": 8192}

@@ -168,7 +168,6 @@ class HostedWorker(Hosted):
                 max_step_tokens=config.max_step_tokens,
                 max_batch=config.max_batch,
                 block_size=settings.block_size,
-                tensor_parallel=1,
                 device=settings.device,
                 threads=settings.threads,
                 transport=settings.transport,

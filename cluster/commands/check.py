@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,7 +21,7 @@ from twostroke.protocol.kv_layout import FP8
 from twostroke.protocol.stats import Role
 
 if TYPE_CHECKING:
-    from twostroke.model.fit import Fit
+    from twostroke.model.costs.sizes import Fit
     from twostroke.model.served import ServedModel
 
 CAN_T_BE_SERVED = 2
@@ -124,19 +125,22 @@ def _of_worker(
 
     from twostroke.model.cache.memory import available_bytes
     from twostroke.model.checkpoint.weights import has_weights
+    from twostroke.model.costs.sizes import StepBounds, fit
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
-    from twostroke.model.fit import fit
-    from twostroke.model.sizes import StepBounds, check_context_parts
 
     section = config.roles[role]
     section_model = config.model_of(section)
-    ranks = arguments.tensor_parallel or section.tensor_parallel
-    stages = arguments.pipeline_parallel or section.pipeline_parallel
-    expert_parallel = arguments.expert_parallel or section.expert_parallel
-    context_parallel = arguments.context_parallel or section.context_parallel
+    set_up = section.parallel
+    parallel = replace(
+        set_up,
+        tensor_ranks=arguments.tensor_parallel or set_up.tensor_ranks,
+        stages=arguments.pipeline_parallel or set_up.stages,
+        has_whole_experts=arguments.expert_parallel or set_up.has_whole_experts,
+        shares_contexts=arguments.context_parallel or set_up.shares_contexts,
+    )
     if arguments.gpu is None:
         workers = sum(config.counts[role].first for role in config.roles)
-        device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * ranks * stages)
+        device, memory = torch.device("cpu"), available_bytes(torch.device("cpu")) // (workers * parallel.num_ranks)
     else:
         device, memory = (
             torch.device("cuda"),
@@ -147,20 +151,14 @@ def _of_worker(
     dtype = resolve_dtype(section_model.dtype, found_dtype, device)
     kv_dtype = resolve_kv_dtype(section_model.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
-    model.check_ranks(ranks, expert_parallel, stages)
-    if context_parallel:
-        check_context_parts(model.shape, ranks, config.block_size(section))
+    model.check_ranks(parallel, config.block_size(section))
     found = fit(
         model.shape,
-        model.weight_bytes(
-            dtype, section_model.quantization, ranks, expert_parallel, stages, section.redundant_experts
-        ),
+        model.weight_bytes(dtype, section_model.quantization, parallel),
         itemsize=dtype.itemsize,
         kv_itemsize=kv_dtype.itemsize,
         memory=memory,
-        ranks=ranks,
-        stages=stages,
-        context_ranks=ranks if context_parallel else 1,
+        parallel=parallel,
         is_gpu=arguments.gpu is not None,
         bounds=bounds,
     )
@@ -174,10 +172,10 @@ def _of_worker(
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "quantization": section_model.quantization,
         "weights": model.weights_as(section_model.quantization),
-        "ranks": ranks * stages,
-        "pipeline_parallel": stages,
-        "expert_parallel": expert_parallel,
-        "context_parallel": context_parallel and ranks > 1,
+        "ranks": parallel.num_ranks,
+        "pipeline_parallel": parallel.stages,
+        "expert_parallel": parallel.has_whole_experts,
+        "context_parallel": parallel.context_ranks > 1,
         "memory_bytes": memory,
         "weight_bytes": found.weight_bytes,
         "step_bytes": found.step_bytes,

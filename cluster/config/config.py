@@ -136,7 +136,7 @@ class ClusterConfig(Section):
             return self.model.block_size
         # Of ranks that share blocks each has as many tokens as attention reads at a time.
         usual = GPU_BLOCK_SIZE if self.device == "cuda" else CPU_BLOCK_SIZE
-        return max(usual, *(CPU_BLOCK_SIZE * section.context_ranks for section in self.roles.values()))
+        return max(usual, *(CPU_BLOCK_SIZE * section.parallel.context_ranks for section in self.roles.values()))
 
     @property
     def transport(self) -> TransportChoice:

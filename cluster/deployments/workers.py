@@ -164,7 +164,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
     """
     stage = stage_resources(settings)
     where = placement.actor_options()
-    if settings.pipeline_parallel > 1:
+    if settings.parallel.has_stages:
         where.pop("label_selector", None)  # its bundle's
     return {
         # All ranks of the first stage are processes of the one replica, so they are on one node.

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
-from twostroke.model.operations import Held
+from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.commands.plan import model_of, workload_for
@@ -151,11 +151,11 @@ def _model(arguments: argparse.Namespace) -> tuple[ModelConfig, bool]:
     return as_mha(shape) if arguments.mha else shape, is_whole
 
 
-def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> Held:
+def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> NumberFormats:
     itemsize = 2.0 if hardware is None else hardware.itemsize
     if arguments.dtype is not None:
         itemsize = DTYPES[arguments.dtype]
-    return Held(arguments.quantization, itemsize, itemsize if arguments.kv_cache_dtype == "auto" else 1.0)
+    return NumberFormats(arguments.quantization, itemsize, itemsize if arguments.kv_cache_dtype == "auto" else 1.0)
 
 
 def _case(arguments: argparse.Namespace, shape: ModelConfig) -> CapacityCase:
@@ -196,7 +196,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
     else:
         from twostroke.loadtests.generator.run_facts import machine_facts
-        from twostroke.model.this_machine import ROUNDS, gpu_here, measure_rounds, row_of
+        from twostroke.model.machine_limits import ROUNDS, gpu_here, measure_rounds, row_of
 
         cpu = machine_facts()["cpu"]
         hardware = gpu_here() or row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, cpu)

@@ -106,8 +106,8 @@ class PlanRequest:
     hardware: Mapping[str, Hardware]  # by name; none where workers are measured
 
     def machine(self, profile: WorkerProfile) -> WorkerHardware:
-        hardware, shares = self.hardware[profile.hardware], profile.context_parallel
-        return machine_of(hardware, profile.ranks, profile.quantization, self.terms, context_parallel=shares)
+        hardware, shares = self.hardware[profile.hardware], profile.shares_contexts
+        return machine_of(hardware, profile.ranks, profile.quantization, self.terms, shares_contexts=shares)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -18,10 +18,9 @@ from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report.estimates import duration
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.config import ModelConfig
-from twostroke.model.fit import Fit
-from twostroke.model.operations import decode_operations, prefill_operations
+from twostroke.model.costs.operations import decode_operations, prefill_operations
+from twostroke.model.costs.sizes import Fit, num_active_parameters, num_parameters, weight_bytes
 from twostroke.model.published.hardware import GIB, Hardware
-from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.baselines import WAYS, BaselineResult, Tokens, Way, serve_way
 from twostroke.planning.costs.roofline import (
     Interference,
@@ -254,7 +253,7 @@ def intensities(case: CapacityCase) -> Rows:
     """FLOPs a byte of each operation of prompts and of decode steps, by batch and context."""
     rows = []
     for context in sorted({case.prompt, case.contexts[-1]}):
-        phases = [("prefill", 1, prefill_operations(case.shape, context, held=case.machine.held))]
+        phases = [("prefill", 1, prefill_operations(case.shape, context, formats=case.machine.held))]
         for batch in sorted({1, 32, max(1, case.best_batch)}):
             phases.append(("decode", batch, decode_operations(case.shape, batch, context, case.machine.held)))
         for phase, batch, operations in phases:
@@ -328,7 +327,7 @@ def profile_of_case(case: CapacityCase, workload: Workload) -> WorkerProfile | N
     """The case's worker for a simulation; None: it has no room for the workload's longest request."""
     quantization = case.machine.held.quantization
     for one in profiles_of(case.shape, case.hardware, (quantization,), workload, case.terms):
-        if one.ranks == case.machine.ranks and not one.context_parallel:
+        if one.ranks == case.machine.ranks and not one.shares_contexts:
             return one
     return None
 

@@ -16,10 +16,11 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.operations import Operation, decode_operations, prefill_operations, product_intensity
+from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations, product_intensity
+from twostroke.model.costs.sizes import num_active_parameters, num_parameters, weight_bytes
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import HARDWARE, Hardware
 from twostroke.model.published.models import published_model
-from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.baselines import BaselineResult
 from twostroke.planning.costs.capacity import CapacityCase, border, continuous_gain, model_of_numbers, serve_ways
 from twostroke.planning.costs.profiles import SMALL
@@ -191,7 +192,7 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "experts": lambda model: model.num_experts,
     "experts of a token": lambda model: model.num_experts * model.expert_share,
     "window": lambda model: model.window(0),
-    "weights": lambda model, gpus=1: weight_bytes(model, 2, "none", None, gpus),
+    "weights": lambda model, gpus=1: weight_bytes(model, 2, "none", None, ParallelForm(gpus)),
     # KV, and room for it
     "KV": lambda model, tokens=1: kv_bytes(model, tokens),
     "KV of a rank": lambda model, gpu, gpus: kv_bytes(model) * WorkerHardware(gpu, gpus).kv_share(model),

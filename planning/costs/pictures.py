@@ -18,17 +18,17 @@ from twostroke.loadtests.report.chart import (
     series_colour,
 )
 from twostroke.model.config import ModelShape
-from twostroke.model.operations import Held, Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import NumberFormats, Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import GIB
 from twostroke.planning.costs.capacity import SWEEP, CapacityCase, sweep
 from twostroke.planning.costs.roofline import WorkerHardware, as_mha, kv_bytes
 from twostroke.protocol.errors import ConfigError
 
 
-def phases(shape: ModelShape, held: Held, prompt: int, batch: int, context: int) -> dict[str, list[Operation]]:
+def phases(shape: ModelShape, held: NumberFormats, prompt: int, batch: int, context: int) -> dict[str, list[Operation]]:
     """The operations of a prompt, and of a decode step."""
     return {
-        f"prefill, {prompt:,} tokens": prefill_operations(shape, prompt, held=held),
+        f"prefill, {prompt:,} tokens": prefill_operations(shape, prompt, formats=held),
         f"decode, batch {batch}, {context:,} of context": decode_operations(shape, batch, context, held),
     }
 
@@ -131,7 +131,7 @@ def intensity_by_phase(case: CapacityCase) -> Plot:
     figure, axes = panels(2, height=4.0)
     shape, machine, ridge = case.shape, case.machine, case.hardware.ridge()
     sizes = [1 << power for power in range(14)]
-    prompts = [prefill_operations(shape, size, held=machine.held) for size in sizes]
+    prompts = [prefill_operations(shape, size, formats=machine.held) for size in sizes]
     steps = [decode_operations(shape, size, case.context, machine.held) for size in sizes]
     for chart, label, found in (
         (axes[0, 0], "prefill: tokens of a prompt", prompts),

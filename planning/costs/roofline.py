@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.operations import AS_BF16, Held, Kind, Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import (
+    AS_BF16,
+    Kind,
+    NumberFormats,
+    Operation,
+    decode_operations,
+    prefill_operations,
+)
 from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
 from twostroke.protocol.stats import StepCosts
 
@@ -24,9 +31,9 @@ class WorkerHardware:
 
     hardware: Hardware
     ranks: int = 1
-    held: Held = AS_BF16
+    held: NumberFormats = AS_BF16
     efficiency: Efficiency = EFFICIENCY
-    context_parallel: bool = False  # ranks share the tokens of latents
+    shares_contexts: bool = False  # ranks share the tokens of latents
 
     def number(self, shape: ModelShape, kind: Kind = "product") -> Number:
         """Return the number format that operations multiply in: FP8 products where the checkpoint has them and the
@@ -52,7 +59,7 @@ class WorkerHardware:
 
     def kv_share(self, shape: ModelShape) -> float:
         """Share of a token's KV that one rank holds: whole heads; of latents everything, or its part of the tokens."""
-        if self.context_parallel:
+        if self.shares_contexts:
             return 1.0 / self.ranks
         return max(1, shape.num_kv_heads // self.ranks) / shape.num_kv_heads
 
@@ -70,7 +77,7 @@ class WorkerHardware:
         These are all heads' queries and results of each decode, and `gathered` tokens' latents of the contexts that
         prompts attend to (docs/design/engine.md#parallel-forms)."""
         sizes = shape.latent
-        if not self.context_parallel or self.ranks == 1 or sizes is None:
+        if not self.shares_contexts or self.ranks == 1 or sizes is None:
             return 0.0
         row = sizes.rank + sizes.rotary
         numbers = decodes * shape.num_heads * (row + sizes.rank) + gathered * row

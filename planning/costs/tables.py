@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from twostroke.model.config import Routing
-from twostroke.model.operations import decode_operations, prefill_operations
+from twostroke.model.costs.operations import decode_operations, prefill_operations
+from twostroke.model.costs.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.model.published.hardware import GIB, HARDWARE, Hardware
 from twostroke.model.published.models import MODELS, published_model
-from twostroke.model.sizes import num_active_parameters, num_parameters, weight_bytes
 from twostroke.planning.costs.literature import LiteratureFigure, checked
 from twostroke.planning.costs.roofline import (
     kv_bytes,

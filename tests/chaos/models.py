@@ -15,7 +15,7 @@ from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
-from twostroke.model.sizes import expected_shapes
+from twostroke.model.costs.sizes import expected_shapes
 from twostroke.protocol.errors import ConfigError
 
 _BLOCK = 128  # rows and columns of FP8 weights that share a scale

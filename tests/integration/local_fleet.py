@@ -174,10 +174,10 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
             kv_cache_dtype=shape.kv_cache_dtype,  # type: ignore[arg-type]
             quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
         ),
-        pipeline_parallel=shape.prefill_stages if role == "prefill" else shape.decode_stages,
         resources=WorkerResources(
             num_blocks=shape.num_blocks,
             tensor_parallel=ranks,
+            pipeline_parallel=shape.prefill_stages if role == "prefill" else shape.decode_stages,
             expert_parallel=role == shape.whole_experts,
             context_parallel=role in shape.shares_context,
             redundant_experts=shape.redundant_experts if role == shape.whole_experts and ranks > 1 else 0,
@@ -185,7 +185,6 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,
         block_size=(role == "decode" and shape.decode_block_size) or shape.block_size,
-        tensor_parallel=ranks,
         device="cpu",
         threads=1,
         transport=shape.transport or "tcp",  # type: ignore[arg-type]

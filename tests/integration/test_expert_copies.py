@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
-from tests.model.test_conformance import FAMILY_SHAPES
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from twostroke.model.parallel import expert_slots
 from twostroke.model.parallel.ranked_engine import TensorParallelEngine
 from twostroke.protocol.errors import WorkerLost

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
 from tests.integration.test_structured_output import site
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.step import Constraint, PromptReading
+from twostroke.model.step import Constraint, PromptScorer
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.router.observe.stages import SequenceStages
@@ -174,7 +174,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
     def fails(*args: Any) -> Any:
         raise Broken("a secret of the prompt")
 
-    monkeypatch.setattr(PromptReading, part, fails)
+    monkeypatch.setattr(PromptScorer, part, fails)
 
     async def play() -> None:
         async with serve(folder, Shape(None, num_blocks=256)) as served:

@@ -27,7 +27,14 @@ from tests.integration.local_fleet import (
     serve,
     worker_settings,
 )
-from tests.model.test_conformance import NEW_TOKENS, SEEDS, SHAPES, lengths_before_near_ties, random_prompts, reference
+from tests.model.architectures.test_conformance import (
+    NEW_TOKENS,
+    SEEDS,
+    SHAPES,
+    lengths_before_near_ties,
+    random_prompts,
+    reference,
+)
 from twostroke.cluster.ranks.led_ranks import LedRanks
 from twostroke.cluster.ranks.worker_parts import load_parts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR

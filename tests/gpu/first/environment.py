@@ -71,7 +71,7 @@ def device() -> dict[str, Any]:
 
 
 def launches(values: torch.Tensor) -> dict[str, float]:
-    """What a launch by Triton and one by torch cost the host."""
+    """Return the host's cost of a launch by Triton and of one by torch."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one_kernel.py"  # Triton reads kernels' sources from files
         path.write_text(KERNEL)

@@ -49,7 +49,7 @@ def check(case: PagedCase, config: PrefillTiling | DecodeTiling, expected: torch
 
 
 def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeTiling:
-    """Of the contexts that the layout may have."""
+    """Return the tiling for the contexts that the layout may have."""
     steps = -(-min(case.layout.max_context_len, case.form.window or 1 << 20) // block_n) + 1
     return DecodeTiling(block_n, num_warps=4, num_stages=2, split=SplitConfig(programs, steps))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.model.operations import Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.model.published.models import published_model
 

@@ -1,4 +1,4 @@
-"""What the operations of a step take: FLOPs and bytes of each, by phase, tokens and context.
+"""Costs of a step's operations: FLOPs and bytes of each, by phase, tokens and context.
 
 A product of n rows with a weight [out, in] takes 2 n out in operations and reads the weight once (Kaplan et al. 2020,
 table 1; Pope et al., Efficiently Scaling Transformer Inference, MLSys 2023). Attention adds 2 operations for each
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
-from twostroke.model.sizes import INT4_GROUP, of_lm_head
+from twostroke.model.costs.sizes import INT4_GROUP, of_lm_head
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What a machine can do."""
+    """Rates of a machine."""
 
     gemm: float  # bf16 operations a second
     read: float  # bytes a second
 
     def times(self, count: int) -> "MachineLimits":
-        """The limits of so many machines together."""
+        """Return the limits of `count` machines together."""
         return MachineLimits(self.gemm * count, self.read * count)
 
     def mean(self, other: "MachineLimits") -> "MachineLimits":
@@ -33,7 +33,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class OperationWork:
-    """What one step can't do without."""
+    """FLOPs and bytes that one step can't do without."""
 
     tokens: int  # tokens that count
     operations: float
@@ -45,8 +45,8 @@ class OperationWork:
 
 
 @dataclass(frozen=True)
-class Held:
-    """In how many bytes numbers are held."""
+class NumberFormats:
+    """Bytes of the numbers that a model is held in."""
 
     quantization: Quantization = "none"
     itemsize: float = 2.0  # of activations, and of weights that are not quantised
@@ -57,13 +57,13 @@ class Held:
         return self._of(self.quantization, shape)
 
     def attention_weight(self, shape: ModelShape) -> float:
-        """Of a projection around attention: MXFP4 checkpoints have experts alone in it."""
+        """Return the bytes of a weight around attention: in MXFP4 checkpoints only experts are quantised."""
         stored = shape.stored if isinstance(shape, ModelConfig) else None
         is_left = self.quantization == "auto" and stored is not None and stored.method == "mxfp4"
         return self.itemsize if is_left else self.weight(shape)
 
     def head_weight(self, shape: ModelShape) -> float:
-        """Of the LM head. Checkpoints that are quantised have it as it was."""
+        """Return the bytes of a weight of the LM head, which quantised checkpoints leave as it was."""
         return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
 
     def _of(self, quantization: Quantization, shape: ModelShape) -> float:
@@ -74,7 +74,7 @@ class Held:
         return {"int8": 1.0, "int4": 0.5 + 2.0 / INT4_GROUP}.get(quantization, self.itemsize)
 
 
-AS_BF16 = Held()
+AS_BF16 = NumberFormats()
 
 
 Kind = Literal["product", "attention", "norm"]
@@ -107,7 +107,7 @@ def product_intensity(rows: float, inner: int, outer: int, itemsize: float = 2.0
 
 
 def prefill_operations(
-    shape: ModelShape, tokens: int, before: int = 0, held: Held = AS_BF16, *, is_last: bool = True
+    shape: ModelShape, tokens: int, before: int = 0, formats: NumberFormats = AS_BF16, *, is_last: bool = True
 ) -> list[Operation]:
     """A chunk of `tokens` prompt tokens after `before` cached ones.
 
@@ -123,10 +123,12 @@ def prefill_operations(
     )
     read = sum(min(before, shape.window(layer) or before) for layer in layers)
     _, _, of_pair = input_sizes(shape)
-    return _operations(shape, held, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
+    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
 
 
-def decode_operations(shape: ModelShape, batch: int, context: float, held: Held = AS_BF16) -> list[Operation]:
+def decode_operations(
+    shape: ModelShape, batch: int, context: float, formats: NumberFormats = AS_BF16
+) -> list[Operation]:
     """A step of `batch` sequences with `context` tokens each, the one that is computed among them.
 
     Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
@@ -134,17 +136,17 @@ def decode_operations(shape: ModelShape, batch: int, context: float, held: Held 
     keys = batch * sum(min(context, shape.window(layer) or context) for layer in range(shape.num_layers))
     rotary = 0 if shape.latent is None else shape.latent.rotary
     scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
-    return _operations(shape, held, batch, [batch] * shape.num_layers, scores, keys, batch)
+    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch)
 
 
 def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
     """A prompt in one chunk that draws one token."""
-    return _work(tokens, prefill_operations(shape, tokens, held=Held(quantization)))
+    return _work(tokens, prefill_operations(shape, tokens, formats=NumberFormats(quantization)))
 
 
 def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> OperationWork:
-    """One decode step of `batch` sequences with `context` tokens each."""
-    return _work(batch, decode_operations(shape, batch, context, Held(quantization)))
+    """Return the work of one decode step of `batch` sequences with `context` tokens each."""
+    return _work(batch, decode_operations(shape, batch, context, NumberFormats(quantization)))
 
 
 def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:
@@ -156,7 +158,7 @@ def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:
 
 def _operations(
     shape: ModelShape,
-    held: Held,
+    formats: NumberFormats,
     tokens: int,
     rows: Sequence[int],
     attention_flops: float,
@@ -168,7 +170,7 @@ def _operations(
     attention, head = matrix_sizes(shape)
     output = attention - queries - kv
     hidden, layers = shape.hidden_size, shape.num_layers
-    row_sum, each, around = sum(rows), held.weight(shape), held.attention_weight(shape)
+    row_sum, each, around = sum(rows), formats.weight(shape), formats.attention_weight(shape)
     inputs = shape.q_size + shape.kv_kinds * shape.kv_size
     # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
     found = [
@@ -177,21 +179,21 @@ def _operations(
             "product",
             2.0 * tokens * layers * (queries + kv),
             weight_bytes=around * layers * (queries + kv),
-            activation_bytes=held.itemsize * tokens * layers * (hidden + inputs),
+            activation_bytes=formats.itemsize * tokens * layers * (hidden + inputs),
         ),
         Operation(
             "attention",
             "attention",
             attention_flops,
-            kv_bytes=held.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
-            activation_bytes=held.itemsize * tokens * layers * (inputs + shape.q_size),
+            kv_bytes=formats.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
+            activation_bytes=formats.itemsize * tokens * layers * (inputs + shape.q_size),
         ),
         Operation(
             "attention output",
             "product",
             2.0 * row_sum * output,
             weight_bytes=around * layers * output,
-            activation_bytes=held.itemsize * row_sum * 2 * hidden,
+            activation_bytes=formats.itemsize * row_sum * 2 * hidden,
         ),
     ]
     mlp_flops = mlp_bytes = width = 0.0
@@ -205,26 +207,27 @@ def _operations(
             "product",
             mlp_flops,
             weight_bytes=mlp_bytes,
-            activation_bytes=held.itemsize * (2 * hidden * row_sum + width),
+            activation_bytes=formats.itemsize * (2 * hidden * row_sum + width),
         )
     )
     norms = (2 * layers + 1) * tokens * hidden
-    found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * held.itemsize * norms))
+    found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * formats.itemsize * norms))
     if logit_rows:
         found.append(
             Operation(
                 "LM head",
                 "product",
                 2.0 * logit_rows * head,
-                weight_bytes=held.head_weight(shape) * head,
-                activation_bytes=logit_rows * (held.itemsize * hidden + 4 * shape.vocab_size),
+                weight_bytes=formats.head_weight(shape) * head,
+                activation_bytes=logit_rows * (formats.itemsize * hidden + 4 * shape.vocab_size),
             )
         )
     return found
 
 
 def _causal_pairs(tokens: int, window: int) -> float:
-    """Of a token and one that it attends to; halves of what is on the diagonal, which kernels compute whole."""
+    """Return the pairs of a token and one it attends to. Pairs on the diagonal count half, though kernels compute them
+    whole."""
     beyond = max(0, tokens - window) if window else 0
     return (tokens * tokens - beyond * beyond) / 2
 
@@ -251,9 +254,72 @@ def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
 
 
 def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
-    """Weights of a layer's MLP that so many tokens take: of experts, so many as they are expected to hit."""
+    """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
     experts = shape.experts_of(layer) if isinstance(shape, ModelConfig) else None
     if experts is None:
         return 3 * shape.hidden_size * shape.intermediate_size
     features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
     return shape.hidden_size * (3 * features + experts.routing.num_experts)
+
+
+_BEYOND_WINDOWS = 1 << 20
+"""Tokens of context at which no window grows any more."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """FLOPs and bytes of weights and KV, of all ranks together. The parts of a step are those of StepContent."""
+
+    token_flops: float  # of a prompt token
+    pair_flops: float  # of a prompt token and a token that it attends to
+    row_flops: float  # of a request that decodes, its logits included
+    context_flops: float  # of a token in its context
+    weight_bytes: float  # of any step, experts aside
+    expert_bytes: float  # of a step that reads all experts
+    expert_share: float  # of the experts, that a token takes; 0: there are none
+    context_bytes: float  # of a cached token's KV
+
+    def flops(self, prompt_tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
+        """Floating-point operations of a step; a multiplication and an addition are two."""
+        return (
+            prompt_tokens * self.token_flops
+            + pairs * self.pair_flops
+            + rows * self.row_flops
+            + context_tokens * self.context_flops
+        )
+
+    def read_bytes(self, prompt_tokens: int, rows: int, context_tokens: int) -> float:
+        """Bytes that a step reads of weights and cached KV, each of them once."""
+        experts = 0.0
+        if self.expert_bytes:
+            experts = self.expert_bytes * (1.0 - (1.0 - self.expert_share) ** (prompt_tokens + rows))
+        return self.weight_bytes + experts + context_tokens * self.context_bytes
+
+
+def step_work(shape: ModelShape, formats: NumberFormats = AS_BF16) -> StepWork:
+    """Return the coefficients of a model whose numbers are held in `held` bytes."""
+    far = _BEYOND_WINDOWS
+    token, nearer, further = (
+        prefill_operations(shape, 1, before, formats, is_last=False) for before in (0, far, far + 1)
+    )
+    row, short, longer = (decode_operations(shape, 1, context, formats) for context in (0, far, far + 1))
+    all_weights = _sum(decode_operations(shape, far, 0, formats), "weight_bytes")
+    share, expert_bytes = shape.expert_share, 0.0
+    if 0 < share < 1:  # one token reads its share of the experts
+        expert_bytes = (all_weights - _sum(row, "weight_bytes")) / (1 - share)
+    return StepWork(
+        token_flops=_sum(token, "flops", "product"),
+        pair_flops=_sum(further, "flops", "attention") - _sum(nearer, "flops", "attention"),
+        row_flops=_sum(row, "flops", "product"),
+        context_flops=_sum(longer, "flops", "attention") - _sum(short, "flops", "attention"),
+        weight_bytes=all_weights - expert_bytes,
+        expert_bytes=expert_bytes,
+        expert_share=share,
+        context_bytes=_sum(longer, "kv_bytes") - _sum(short, "kv_bytes"),
+    )
+
+
+def _sum(
+    operations: list[Operation], what: Literal["flops", "weight_bytes", "kv_bytes"], kind: Kind | None = None
+) -> float:
+    return float(sum(getattr(one, what) for one in operations if kind in (None, one.kind)))

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 
 from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
+from twostroke.model.captured_steps import StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
@@ -244,7 +245,7 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
     max_context = config.max_position
     captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
-    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, captured)
+    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, StepReplays(captured))
 
 
 def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
@@ -255,7 +256,7 @@ def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT
 def reference(
     folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """What transformers generates, and its margins between the best two logits, [prompts, new_tokens]."""
+    """Return transformers' tokens, and its margins between the best two logits, [prompts, new_tokens]."""
     reference_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -275,7 +276,7 @@ def reference(
 
 
 def lengths_before_near_ties(margins: torch.Tensor) -> list[int]:
-    """How many tokens of each row can be compared: a trained model's near-ties can't be chosen away."""
+    """Return how many tokens of each row can be compared: a trained model's near-ties can't be chosen away."""
     return [int(ties[0]) if len(ties := (row < MIN_MARGIN).nonzero()) else len(row) for row in margins]
 
 
@@ -323,7 +324,7 @@ def test_every_family_generates_as_transformers_does(shape: str, write_checkpoin
 
 
 def test_of_a_checkpoint_that_sees_images_the_text_is_served(tmp_path: Path, generate: Any) -> None:
-    """As transformers saves it: other names of tensors, and those of the part that sees."""
+    """The folder is as transformers saves it: with other names of tensors, and with those of the part that sees."""
     text = {
         **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16},
         **{"sliding_window": 24, "layer_types": [W, W, F], "query_pre_attn_scalar": 20},

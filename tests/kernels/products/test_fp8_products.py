@@ -32,7 +32,7 @@ def make_weight(rows: int, columns: int, has_blocks: bool) -> QuantizedWeight:
 
 
 def by_blocks(codes: Tensor, weight: Tensor, a: Tensor, a_kind: Any, b: Tensor, b_kind: Any, **options: Any) -> Tensor:
-    """As torch on a Hopper GPU, of scales as cuBLASLt reads them out of memory."""
+    """Multiply as torch does on a Hopper GPU, with scales as cuBLASLt finds them in memory."""
     (tokens, columns), rows = codes.shape, weight.shape[1]
     steps, padded = columns // FP8_GROUP, -(-columns // FP8_GROUP // 4) * 4
     assert (a_kind, b_kind) == (functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.test_conformance import FAMILY_SHAPES, NEW_TOKENS, make_runner, random_prompts, reference
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, NEW_TOKENS, make_runner, random_prompts, reference
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.runner import ModelRunner
 from twostroke.protocol.requests import GenerateRequest, SamplingParams

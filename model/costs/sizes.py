@@ -1,4 +1,4 @@
-"""What tensors a decoder has, and what it takes of a memory: arithmetic over its config alone. No torch here.
+"""Tensors of a decoder, and the memory that it takes: arithmetic over its config alone. No torch here.
 
 Bytes are of weights, of KV and of the largest step, on each of the ranks that share the model.
 """
@@ -16,6 +16,7 @@ from twostroke.model.config import (
     Quantization,
     WeightForm,
 )
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
@@ -25,12 +26,12 @@ INT4_GROUP = 64  # columns that share a scale
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """All of a model's, tied ones once."""
+    """Return the number of all parameters; tied ones count once."""
     return sum(math.prod(shape) for _, shape in expected_shapes(config))
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Those that one token is computed with."""
+    """Return the number of parameters that one token is computed with."""
     experts = config.spec.layer.experts
     if experts is None:
         return num_parameters(config)
@@ -60,7 +61,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """By names within a layer, with all of its norms."""
+    """Return the shapes around attention by names within a layer, with all of the layer's norms."""
     layer, hidden = config.spec.layer, config.hidden_size
     norms = (
         *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
@@ -76,7 +77,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
-    """Of each its rows and columns. Of those in one tensor the last one ends it."""
+    """Return the shapes of projections given as (projection, rows, columns). Of several in one tensor the last one ends
+    it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for projection, rows, columns in projections:
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
@@ -86,7 +88,7 @@ def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, 
 
 
 def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """With what chooses among them."""
+    """Return the shapes of experts and of the router."""
     count = spec.routing.num_experts
     shapes = _shapes_of([(spec.router, count, hidden)])
     if spec.correction is not None:
@@ -97,7 +99,7 @@ def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, .
 
 
 def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """By names within a layer, all of a layer's experts."""
+    """Return the shapes of all of a layer's experts, by names within a layer."""
     count, size = spec.routing.num_experts, spec.size
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
@@ -112,7 +114,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
 
 
 def of_expert(part: Projection, expert: int) -> Projection:
-    """Of the experts' names that one's."""
+    """Return the projection of one expert, from the experts' common name."""
     return replace(part, name=part.name.replace("*", str(expert)))
 
 
@@ -148,12 +150,14 @@ def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
 
 
 def of_lm_head(quantization: Quantization) -> Quantization:
-    """How the LM head is held, and with it a tied embedding: what decides between tokens gets no less than 8 bits."""
+    """Return the form of the LM head, and of a tied embedding: logits decide between tokens, so they get no less than 8
+    bits."""
     return "int8" if quantization == "int4" else quantization
 
 
 def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
-    """How a projection is held that the checkpoint has in the form `stored`; None: in the dtype of activations."""
+    """Return the form in which a projection is held that the checkpoint has in the form `stored`; None: in the dtype of
+    activations."""
     match quantization:
         case "auto":
             return stored
@@ -166,7 +170,8 @@ def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm
 
 
 def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
-    """What `one_below_the_other` makes of weights of these forms; None: none, as where one is not quantised."""
+    """Return the form of what `one_below_the_other` makes of weights of these forms; None: none, as where one is not
+    quantised."""
     found = [form for form in forms if form is not None]
     if len(found) < len(forms) or len({form.kind.startswith("fp") for form in found}) > 1:
         return None
@@ -179,7 +184,7 @@ def common_form(forms: Sequence[WeightForm | None]) -> WeightForm | None:
 
 
 def tensor_bytes(shape: tuple[int, ...], itemsize: int, form: WeightForm | None) -> int:
-    """Of a weight (or, where `form` is None, of any tensor) of this shape, for activations of `dtype`."""
+    """Return the bytes of a weight, or of any tensor where `form` is None, for activations of `itemsize` bytes."""
     count = math.prod(shape)
     if form is None:
         return count * itemsize
@@ -196,17 +201,15 @@ def weight_bytes(
     itemsize: int,
     quantization: Quantization,
     forms: Mapping[str, WeightForm] | None = None,
-    ranks: int = 1,
-    expert_parallel: bool = False,
-    stages: int = 1,
-    redundant_experts: int = 0,
+    parallel: ParallelForm = ONE_RANK,
 ) -> int:
-    """Of one of so many ranks of each stage, that with the most, once the model is loaded in `dtype`; that norms are
-    fp32 is nothing beside the rest, nor is what each rank has whole.
+    """Return the bytes of the rank with the most weights. Norms in fp32, and what each rank holds whole, are too small
+    to count.
 
     `forms` are those of the checkpoint's quantised weights; None: those that config.json says.
     """
     stored = stored_forms(config) if forms is None else forms
+    ranks, stages = parallel.tensor_ranks, parallel.stages
     layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
     stage_of = {
         str(index): stage for stage in range(stages) for index in stage_layers(config.num_layers, stages, stage)
@@ -239,10 +242,10 @@ def weight_bytes(
         found = tensor_bytes(shape, itemsize, form)
         total[stage] += found
         of_experts[stage] += found if name_in_layer in each else 0
-    if not expert_parallel or experts is None:
+    if not parallel.has_whole_experts or experts is None:
         return -(-max(total) // ranks)
     count = experts.routing.num_experts
-    most = -(-count // ranks) + redundant_experts
+    most = -(-count // ranks) + parallel.spare_experts
     return max(
         -(-(of_stage - of_its_experts) // ranks) + of_its_experts * most // count
         for of_stage, of_its_experts in zip(total, of_experts, strict=True)
@@ -257,7 +260,7 @@ def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
 
 
 def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
-    """Of the weights that config.json says are quantised, before there is a checkpoint to ask."""
+    """Return the forms of the weights that config.json calls quantised, before there is a checkpoint."""
     stored = config.stored
     if stored is None:
         return {}
@@ -282,7 +285,7 @@ def head_name(config: ModelConfig) -> str:
 
 
 def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:
-    """How quantised weights are held, for people; None: as all others."""
+    """Describe the form of quantised weights in words; None: they are as all others."""
     if quantization != "auto":
         return None if quantization == "none" else quantization
     kinds = {_described(form) for form in forms.values()}
@@ -294,11 +297,11 @@ def _described(form: WeightForm) -> str:
     return kind if form.group_size is None else f"{kind} (groups of {form.group_size})"
 
 
-def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> None:
+def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -> None:
     """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
-    if expert_parallel and not config.num_experts:
+    if has_whole_experts and not config.num_experts:
         raise ConfigError("expert_parallel: the model has no experts that ranks could share: leave it out")
-    cut_sizes = config.mlp_sizes(with_experts=not expert_parallel)
+    cut_sizes = config.mlp_sizes(with_experts=not has_whole_experts)
     fault = None
     if config.num_heads % size:
         fault = f"its {config.num_heads} attention heads"
@@ -306,7 +309,7 @@ def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> 
         fault = f"its {config.num_kv_heads} KV heads"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
-    elif expert_parallel and config.num_experts < size:
+    elif has_whole_experts and config.num_experts < size:
         fault = f"its {config.num_experts} experts"
     elif -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         fault = f"its {config.vocab_size} tokens"
@@ -314,8 +317,11 @@ def check_size(config: ModelShape, size: int, expert_parallel: bool = False) -> 
         raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
 
 
-def check_context_parts(config: ModelShape, ranks: int, block_size: int) -> None:
-    """Raises ConfigError where so many ranks can't share the tokens of each block."""
+def check_contexts(config: ModelShape, parallel: ParallelForm, block_size: int) -> None:
+    """Raises ConfigError where ranks that are to share the tokens of each block can't."""
+    ranks = parallel.context_ranks
+    if not parallel.shares_contexts:
+        return
     if config.kv_kinds != 1:
         raise ConfigError(
             "context_parallel: ranks share the tokens of latents, and this model caches keys and values, whose heads "
@@ -329,7 +335,7 @@ def check_context_parts(config: ModelShape, ranks: int, block_size: int) -> None
 
 
 def check_stages(config: ModelShape, count: int) -> None:
-    """Raises ConfigError where so many stages can't share the model's layers, with the numbers that can."""
+    """Raises ConfigError where `count` stages can't share the model's layers, with the counts that can."""
     if count > config.num_layers:
         raise ConfigError(
             f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
@@ -343,7 +349,8 @@ def check_stages(config: ModelShape, count: int) -> None:
 
 
 def _have_the_windows(config: ModelShape, count: int) -> bool:
-    """Whether each of so many stages has the groups of layers that the model has: they share each request's table."""
+    """Return True if each stage has the groups of layers that the model has: stages share each request's block
+    table."""
     stages = (stage_layers(config.num_layers, count, stage) for stage in range(count))
     return all(config.groups_of(layers).windows == config.kv_groups.windows for layers in stages)
 
@@ -352,17 +359,17 @@ def _have_the_windows(config: ModelShape, count: int) -> bool:
 
 
 WORKER_BYTES = 600 * 2**20
-"""What a rank's process takes of the host beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
+"""Host memory of a rank's process beside weights and cache: the interpreter, Ray, torch, compiled kernels."""
 CUDA_CONTEXT_BYTES = 640 * 2**20
-"""What a process holds on a GPU beside torch's memory: the driver's context (620 MiB on an H200, CUDA 13), loaded
-kernels, libraries' workspaces."""
+"""GPU memory of a process beside torch's: the driver's context (620 MiB on an H200, CUDA 13), loaded kernels,
+libraries' workspaces."""
 COMMUNICATOR_BYTES = 900 * 2**20
 """Memory of a rank's GPU that NCCL takes for one communicator, beside torch's (H200, NCCL 2.28)."""
 
 
-def communicator_bytes(ranks: int, stages: int) -> int:
+def communicator_bytes(parallel: ParallelForm) -> int:
     """Return the memory of each rank's communicators: one with the ranks of its stage, one with the other stages."""
-    return ((ranks > 1) + (stages > 1)) * COMMUNICATOR_BYTES
+    return ((parallel.tensor_ranks > 1) + parallel.has_stages) * COMMUNICATOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -377,18 +384,69 @@ DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
 
 
 def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
-    """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
+    """Estimate the bytes of the largest step: the live activations between a layer's operations, and the logits."""
     widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
     return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
 
 
-def kv_block_bytes(
-    config: ModelShape, block_size: int, itemsize: int, tp_size: int = 1, pp_size: int = 1, context_ranks: int = 1
-) -> int:
-    """Bytes that one block takes on a rank, in all tensors together; of several stages, where the most layers are.
-    `context_ranks` share its tokens."""
-    heads = max(1, config.num_kv_heads // tp_size)
-    stages = (stage_layers(config.num_layers, pp_size, stage) for stage in range(pp_size))
+def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, parallel: ParallelForm = ONE_RANK) -> int:
+    """Return the bytes that one block takes in all tensors of a rank, of the stage with the most layers."""
+    heads = max(1, config.num_kv_heads // parallel.tensor_ranks)
+    stages = (stage_layers(config.num_layers, parallel.stages, stage) for stage in range(parallel.stages))
     num_tensors = max(config.groups_of(layers).num_tensors for layers in stages)
-    return config.kv_kinds * num_tensors * heads * config.head_dim * (block_size // context_ranks) * itemsize
+    return config.kv_kinds * num_tensors * heads * config.head_dim * (block_size // parallel.context_ranks) * itemsize
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model on one worker. Bytes are each rank's."""
+
+    weight_bytes: int
+    step_bytes: int
+    cache_bytes: int  # what is left for KV; negative where weights and steps don't fit
+    kv_bytes_per_token: int  # of layers that keep all
+    kv_window_bytes: int  # of what a request keeps at most of layers with a window, while it decodes
+    max_context: int  # tokens
+    max_requests: int  # of that context at once
+    rows: int  # that the cache has room for: KV of one token in one group of layers
+
+    def requests_of(self, shape: ModelShape, context: int, bounds: StepBounds = DEFAULT_BOUNDS) -> int:
+        """Return how many requests of `context` tokens, prompt and answer together, have room at once."""
+        return self.rows // shape.kv_groups.blocks_of(context, 1, bounds.max_tokens)
+
+
+def fit(
+    shape: ModelShape,
+    weights: int,
+    *,
+    itemsize: int,
+    kv_itemsize: int,
+    memory: int,
+    parallel: ParallelForm = ONE_RANK,
+    is_gpu: bool = False,
+    bounds: StepBounds = DEFAULT_BOUNDS,
+) -> Fit:
+    """Return how a model fits one worker, each rank of which has at most `weights` bytes and may take `memory`.
+
+    `itemsize` is the bytes of a number of activations, `kv_itemsize` of keys and values. The step is estimated as on
+    CPUs: on a GPU the engine measures it when it is loaded, and it takes no more.
+    """
+    step = step_bytes_on_cpu(shape, bounds, itemsize)
+    process = CUDA_CONTEXT_BYTES + communicator_bytes(parallel) if is_gpu else WORKER_BYTES
+    cache = memory - weights - step - process
+    # As many rows as the ranks that share blocks have together.
+    context_ranks = parallel.context_ranks
+    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, replace(parallel, shares_contexts=False))
+    rows = max(0, cache // of_row) * context_ranks
+    context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
+    return Fit(
+        weight_bytes=weights,
+        step_bytes=step,
+        cache_bytes=cache,
+        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)) // context_ranks,
+        kv_window_bytes=of_row * sum(groups.most_rows(group, 1, 1) for group in groups.windowed),
+        max_context=context,
+        max_requests=rows // groups.blocks_of(context, 1, bounds.max_tokens) if context else 0,
+        rows=rows,
+    )

@@ -1,4 +1,4 @@
-"""How decodes' contexts are cut into segments: every key once, nobody idle while another has much left to do."""
+"""Segments of decodes' contexts: every key once, and no program idle while another has much left to do."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
 @triton.jit
 def list_kernel(context_lens, num_rows, programs, found, count_out, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the attending kernels do of their own parts, of all in one program."""
+    """Does the bookkeeping of the attending kernels for their own parts, of all parts in one program."""
     count = 0
     for program in range(programs):
         share, first_row, end_row, row_start = part_of(context_lens, num_rows, program, programs, WINDOW, BLOCK_N)

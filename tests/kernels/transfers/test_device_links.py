@@ -1,4 +1,4 @@
-"""What CUDA links do besides launching: their buffers, and cuda_ipc's whole conversation, in Triton's interpreter.
+"""CUDA links apart from their launches: buffers, and cuda_ipc's whole conversation, in Triton's interpreter.
 
 "Devices" are CPU tensors; handles of memory are stand-ins that hold addresses. Only one side launches at a time: the
 interpreter is not thread-safe.
@@ -302,7 +302,7 @@ class NotedQueue:
 
 
 def test_staging_never_allocates_from_the_engines_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where freed activations may still be read and written by what the engine has queued."""
+    """Freed activations may still be in use by work that the engine has queued on its stream."""
     monkeypatch.setattr(device_units, "DeviceQueue", NotedQueue)
     cut = lane_end(layout_of(), 0, 4, 4, "raw")
     source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)

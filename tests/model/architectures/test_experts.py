@@ -1,5 +1,5 @@
-"""Which experts a token takes, on the CPU and by the reference, against the routers of transformers; and what experts
-compute on the CPU, in every form of weights, against the reference."""
+"""Experts that a token takes, on the CPU and by the reference, against the routers of transformers; and the experts'
+results on the CPU, in every form of weights, against the reference."""
 
 from dataclasses import replace
 from typing import Any
@@ -176,7 +176,7 @@ def some_of(weights: ExpertWeights, first: int, end: int) -> ExpertWeights:
 
 
 def filled_with_nan(*shape: Any, **kind: Any) -> Tensor:
-    """In the place of torch.empty: what is never written must not be read."""
+    """Replaces torch.empty: memory that is never written must not be used."""
     made = torch.zeros(*shape, **kind)
     return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-77)
 

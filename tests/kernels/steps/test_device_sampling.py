@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.model.conftest import draw_batch, make_decoder
 from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model import load
+from twostroke.model.costs.sizes import StepBounds
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cuda.kernels import device_sampling
 from twostroke.model.cuda.kernels.device_sampling import (
@@ -24,11 +25,11 @@ from twostroke.model.cuda.kernels.device_sampling import (
 )
 from twostroke.model.cuda.sampler import MOST_CAPTURED_ROWS, DeviceSampler
 from twostroke.model.engine_config import EngineConfig
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.sampling.token_masks import TokenMasks
-from twostroke.model.sizes import StepBounds
 from twostroke.model.step import BrokenLogits, Constraint, Draw, RowFault, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
@@ -364,11 +365,11 @@ def test_an_engine_captures_draws_behind_its_decode_steps_unless_ranks_gather_lo
     monkeypatch.setattr(load, "Recorder", lambda device: recorder)
     monkeypatch.setattr(load, "prompt_shapes", lambda *_: [])
     sampler = DeviceSampler(decoder.vocab_size, torch.device("cpu"))
-    config = EngineConfig(Path(), device="cuda", tensor_parallel=ranks, bounds=StepBounds(16, 2))
-    steps, _ = load._graphs(config, decoder, cache, 16, sampler)
+    config = EngineConfig(Path(), device="cuda", parallel=ParallelForm(ranks), bounds=StepBounds(16, 2))
+    replays = load._graphs(config, decoder, cache, 16, sampler)
     assert recorder.num_recorded == (2 + 2 * 5 if ranks == 1 else 2)
     draw = Draw(SamplingParams(seed=3, top_p=0.9), [1], 1)
-    runner = ModelRunner(decoder, sampler, cache, 16, steps)
+    runner = ModelRunner(decoder, sampler, cache, 16, replays)
     drawn = runner.run([SequenceStep([5], 0, [1], draw)])
     assert recorder.num_replays == (2 if ranks == 1 else 1)
     assert drawn == ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 16).run([SequenceStep([5], 0, [1], draw)])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from twostroke.kvtransfer.transports.device_units import DeviceQueue
+from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.runner import SilentStep
 
 GPU = torch.device("cuda", 3)
@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 3)
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device | None, bool]]:
-    """Of each wait for an event: the stream of what is waited for, the thread's current device, and whether the thread
+    """Return, of each wait for an event, the stream waited for, the thread's current device, and if the thread
     sleeps."""
     current = threading.local()
     found: list[tuple[str, torch.device | None, bool]] = []

@@ -9,8 +9,17 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from tests.kernels.paged_cases import ReferenceBackend
+from tests.model.architectures.test_experts import (
+    EXPERTS,
+    V2,
+    V3,
+    choices,
+    close,
+    expert_weights,
+    filled_with_nan,
+    some_of,
+)
 from tests.model.parallel.test_expert_slots import FORMS, check_copies
-from tests.model.test_experts import EXPERTS, V2, V3, choices, close, expert_weights, filled_with_nan, some_of
 from twostroke.model import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.checkpoint.quantization import quantize

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.benchmarks.gpu.dry_run import Repeating
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import H100
 from twostroke.model.cuda.prompt_graphs import (
@@ -31,7 +32,7 @@ from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import prompt_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.step import Draw, OnLayer, PromptReading, SequenceStep
+from twostroke.model.step import Draw, OnLayer, PromptScorer, SequenceStep
 from twostroke.protocol.requests import SamplingParams, ScoringParams
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -77,7 +78,7 @@ def made(folder: Any, **options: Any) -> tuple[Decoder, KVCache]:
 
 
 def of_groups(batch: Sequence[SequenceStep], groups: int) -> list[SequenceStep]:
-    """With blocks of other numbers for each group."""
+    """Return the batch with blocks of other numbers for each group."""
     return [
         SequenceStep(
             one.token_ids,
@@ -115,10 +116,12 @@ class Counting(PromptGraphs):
 def both(
     made: tuple[Decoder, KVCache], shapes: Sequence[StepShape] = SHAPES
 ) -> tuple[Noting, Counting, list[ModelRunner]]:
-    """What notes logits, the graphs, and runners without them and with them."""
+    """Return the logits' recorder, the graphs, and runners without them and with them."""
     decoder, cache = made
     sampler, graphs = Noting(decoder.vocab_size), Counting(decoder, cache, MAX_CONTEXT, shapes, Repeating())
-    runners = [ModelRunner(decoder, sampler, cache, MAX_CONTEXT, prompt_graphs=one) for one in (None, graphs)]
+    runners = [
+        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, one) for one in (ALL_EAGER, StepReplays(prompts=graphs))
+    ]
     return sampler, graphs, runners
 
 
@@ -127,7 +130,7 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def check_same(found: tuple[Decoder, KVCache], batches: Sequence[Sequence[SequenceStep]]) -> None:
-    """That graphs give eager steps' tokens, logits and KV, and that nothing else of the cache changes."""
+    """Check that graphs give eager steps' tokens, logits and KV, and change nothing else of the cache."""
     sampler, graphs, runners = both(found)
     cache = found[1]
     for batch in batches:
@@ -198,13 +201,13 @@ def test_places_that_a_step_leaves_empty_have_no_context_to_read(write_checkpoin
 def test_steps_that_fit_no_graph_or_draw_nothing_or_are_read_run_eagerly(write_checkpoint: Callable[..., Any]) -> None:
     _, graphs, (_, runner) = both(made(write_checkpoint(**TINY)))
     read = step(8, 0, [1])
-    reading = PromptReading(ScoringParams(logprobs=0), read.token_ids)
+    scorer = PromptScorer(ScoringParams(logprobs=0), read.token_ids)
     for batch in (
         [step(33, 0, [1, 2, 3])],
         [step(1, row, [row]) for row in range(5)],
         [step(2, 0, [row]) for row in range(MOST_CHUNKS + 1)],
         [step(8, 0, [1], draws=False)],
-        [SequenceStep(read.token_ids, 0, [1], read.draw, reading=reading)],
+        [SequenceStep(read.token_ids, 0, [1], read.draw, scorer=scorer)],
     ):
         runner.run(batch)
         assert not graphs.taken

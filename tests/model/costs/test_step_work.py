@@ -3,11 +3,10 @@
 import pytest
 
 from twostroke.model.config import ModelShape
-from twostroke.model.limits import published_gpu
-from twostroke.model.operations import Held
+from twostroke.model.costs.operations import NumberFormats, StepWork, step_work
+from twostroke.model.machine_limits import published_gpu
 from twostroke.model.published.hardware import GIB
 from twostroke.model.published.models import published_model
-from twostroke.model.step_work import StepWork, step_work
 
 TINY = ModelShape(
     vocab_size=32,
@@ -48,7 +47,7 @@ def test_of_experts_a_step_reads_those_that_its_tokens_hit() -> None:
 
 
 def test_quantised_weights_are_fewer_bytes_and_the_cache_counts_by_its_own_numbers() -> None:
-    work = step_work(TINY, Held("int8", 2.0, 1.0))
+    work = step_work(TINY, NumberFormats("int8", 2.0, 1.0))
     assert work.weight_bytes < step_work(TINY).weight_bytes
     assert work.context_bytes == step_work(TINY).context_bytes / 2
 

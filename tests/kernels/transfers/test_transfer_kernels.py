@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Cut:
-    """Which units of a cache whose layers are [blocks, 2, all_heads, size, row_bytes]."""
+    """Selection of units of a cache whose layers are [blocks, 2, all_heads, size, row_bytes]."""
 
     first: int  # head
     heads: int

@@ -1,4 +1,4 @@
-"""What engines read off prompts, against transformers: log-probabilities of their tokens, and embeddings, in fp32."""
+"""Scores and embeddings of prompts against transformers, in fp32."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.architectures.checkpoints import FOUR_HEADS, OTHERS, OURS, write_checkpoint
 from tests.architectures.engines import BLOCK_SIZE, make_engine, random_prompts, ranks
 from twostroke.model import runner as runner_module
-from twostroke.model.step import Draw, PromptReading, SequenceStep
+from twostroke.model.step import Draw, PromptScorer, SequenceStep
 from twostroke.protocol.requests import SamplingParams, ScoringParams
 
 TOP = 5
@@ -33,9 +33,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def read(runner: Any, prompts: Sequence[Sequence[int]], params: ScoringParams, chunk: int) -> list[PromptReading]:
-    """By steps of a chunk of each prompt, beside one that is not read and draws."""
-    readings = [PromptReading(params, prompt) for prompt in prompts]
+def read(runner: Any, prompts: Sequence[Sequence[int]], params: ScoringParams, chunk: int) -> list[PromptScorer]:
+    """Score by steps of a chunk of each prompt, beside one that is not scored and draws."""
+    scorers = [PromptScorer(params, prompt) for prompt in prompts]
     width = 40 * runner.groups.count
     other = SequenceStep([5, 6], 0, [390 + i for i in range(runner.groups.count)], Draw(SamplingParams(), [5, 6], 2))
     for start in range(0, max(map(len, prompts)), chunk):
@@ -45,29 +45,29 @@ def read(runner: Any, prompts: Sequence[Sequence[int]], params: ScoringParams, c
                 start,
                 [row * width + i for i in range(-(-len(prompt) // BLOCK_SIZE) * runner.groups.count)],
                 Draw(SamplingParams(temperature=0.0), prompt, len(prompt)) if start + chunk >= len(prompt) else None,
-                reading=reading,
+                scorer=scorer,
             )
-            for row, (prompt, reading) in enumerate(zip(prompts, readings, strict=True))
+            for row, (prompt, scorer) in enumerate(zip(prompts, scorers, strict=True))
             if start < len(prompt)
         ]
         runner.run([*steps, other])
-    return readings
+    return scorers
 
 
-def rows_of(reading: PromptReading) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    scores = reading.scores()
+def rows_of(scorer: PromptScorer) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    scores = scorer.scores()
     assert scores is not None
     ids = np.frombuffer(scores.token_ids, "<i4").reshape(-1, TOP)
     return ids, np.frombuffer(scores.logprobs, "<f4").reshape(-1, TOP + 1), np.frombuffer(scores.ranks, "<i4")
 
 
-def assert_right(folder: Path, prompts: Sequence[list[int]], readings: Sequence[PromptReading]) -> None:
-    """As transformers' logits have it."""
+def assert_right(folder: Path, prompts: Sequence[list[int]], scorers: Sequence[PromptScorer]) -> None:
+    """Compare with transformers' logits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for prompt, reading in zip(prompts, readings, strict=True):
+    for prompt, scorer in zip(prompts, scorers, strict=True):
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
-        ids, logprobs, told_ranks = rows_of(reading)
+        ids, logprobs, told_ranks = rows_of(scorer)
         assert len(ids) == len(prompt) - 1
         own = expected.gather(1, torch.tensor(prompt[1:])[:, None])
         best = expected.topk(TOP)
@@ -101,9 +101,9 @@ def test_embeddings_are_transformers_last_hidden_states(name: str, way: Any, poo
     runner, _ = make_engine(folders(name), way)
     prompts = random_prompts(101, (1, 37, 131))
     model = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32).eval()
-    for prompt, reading in zip(prompts, read(runner, prompts, ScoringParams(pooling=pooling), chunk=37), strict=True):
+    for prompt, scorer in zip(prompts, read(runner, prompts, ScoringParams(pooling=pooling), chunk=37), strict=True):
         with torch.inference_mode():
             hidden = model.base_model(torch.tensor([prompt])).last_hidden_state[0]
         vector = hidden[-1] if pooling == "last" else hidden.mean(0)
-        np.testing.assert_allclose(np.frombuffer(reading.embedding(), "<f4"), vector / vector.norm(), atol=1e-5)
-        assert reading.scores() is None
+        np.testing.assert_allclose(np.frombuffer(scorer.embedding(), "<f4"), vector / vector.norm(), atol=1e-5)
+        assert scorer.scores() is None

@@ -1,6 +1,6 @@
-"""How often a token takes another expert than in transformers, in fp32 and in bf16, and why.
+"""Counts of tokens that take another expert than in transformers, in fp32 and in bf16, and the reasons.
 
-`python -m tests.model.test_router_choices` counts over larger shapes, for docs/design/engine.md.
+`python -m tests.model.architectures.test_router_choices` counts over larger shapes, for docs/design/engine.md.
 """
 
 from collections.abc import Callable
