@@ -96,7 +96,7 @@ class NameChanges:
 
 
 class NamedBlocks(Protocol):
-    """The part of a block pool that reports need; worker/block_pool.py implements it."""
+    """The part of a block pool that reports need; worker/scheduling/block_pool.py implements it."""
 
     num_blocks: int
 

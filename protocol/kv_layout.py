@@ -272,7 +272,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
             return f"the {side}'s layout can't be: {fault}"
     if not parts_fit((source.block_size, target.block_size), (source.context_ranks, target.context_ranks)):
         return (
-            "ranks share the tokens of blocks (context_parallel), of which each part must be whole on the other side: "
+            "ranks share the tokens of blocks, of which each part must be whole on the other side: "
             f"blocks have {source.block_size} tokens at the source, {source.rank_tokens} of them on a rank, and "
             f"{target.block_size} at the target, {target.rank_tokens} of them on a rank: set the same block_size"
         )

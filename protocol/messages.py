@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -375,72 +375,36 @@ class StepEnded(Message, frozen=True):
     """
 
 
-class OpenTransfer(Message, frozen=True):
-    """Call KVSender.open."""
-
-    number: int
-    ticket: Ticket
-    num_tokens: int
-    block_ids: tuple[int, ...]
-    num_ready_tokens: int
-
-
-class WindowsMoved(Message, frozen=True):
-    """Call OutgoingTransfer.windows_moved."""
-
-    number: int
-    block_ids: tuple[int, ...]
-
-
-class TransferReady(Message, frozen=True):
-    """KV of the first `num_tokens` tokens is in the blocks: layer by layer as the rank's step under way computes them,
-    or all of it where none is."""
-
-    number: int
-    num_tokens: int
+TransferMethod = Literal[
+    "begin_transfer",
+    "decline_transfer",
+    "windows_moved",
+    "layer_ready",
+    "commit",
+    "abort",
+    "expect_transfer",
+    "keep_offer",
+    "refuse_offer",
+]
+"""Methods of KVSender, KVReceiver and their transfers. `layer_ready` says of all layers that KV of the first
+`num_tokens` tokens is in the blocks: layer by layer as the rank's step under way computes them, or all of it where no
+step is under way."""
 
 
-class CommitTransfer(Message, frozen=True):
-    """Call OutgoingTransfer.commit."""
+class TransferCall(Message, frozen=True):
+    """A call on KV transfer by the leader, which every rank repeats on its own part; the fields are its arguments.
 
-    number: int
-    first_token: SampledToken | None
+    `begin_transfer` and `expect_transfer` are answered by a TransferEnded, once the rank's part has ended.
+    """
 
-
-class DeclineTransfer(Message, frozen=True):
-    """Call KVSender.decline."""
-
-    ticket: Ticket
-    reason: str
-
-
-class ExpectTransfer(Message, frozen=True):
-    """Call KVReceiver.expect."""
-
-    number: int
-    ticket: Ticket
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    skip_tokens: int
-
-
-class KeepTransfer(Message, frozen=True):
-    """Call KVReceiver.keep."""
-
-    ticket: Ticket
-
-
-class RefuseTransfer(Message, frozen=True):
-    """Call KVReceiver.refuse."""
-
-    ticket: Ticket
-
-
-class AbortTransfer(Message, frozen=True):
-    """Give a transfer up, outgoing or incoming; its TransferEnded still follows."""
-
-    number: int
-    reason: str
+    method: TransferMethod
+    number: int = 0  # the transfer's; 0 where the call concerns none that has begun
+    ticket: Ticket | None = None  # of calls on a KVSender or KVReceiver
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_here: int = 0  # tokens that need not be computed (begin_transfer) or sent (expect_transfer)
+    first_token: SampledToken | None = None
+    reason: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

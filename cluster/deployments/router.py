@@ -173,7 +173,7 @@ class RouterReplica:
             self._decisions = DecisionWatch(
                 partial(published, replica.app_name), interval_s=settings.scaling_interval_s
             )
-            await self._decisions.look()  # a router that is new knows how many workers there are to be
+            await self._decisions.check()  # a router that is new knows how many workers there are to be
             self._decisions.start()
             for handle in (decode, prefill):
                 if handle is not None:  # a worker that leaves may do so because of a decision

@@ -21,7 +21,7 @@ from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
-    from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+    from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
     from twostroke.model.load import LoadedEngine
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class WorkerParts:
     """An engine with its cache, its block accounting, and both sides of KV transfer, over all ranks."""
 
-    equipment: "WorkerDeps"
+    deps: "WorkerDeps"
     rank: RankParts  # rank 0's
     led: LedRanks | None = None  # None: there are no others
 
@@ -70,7 +70,7 @@ async def load_parts(
     from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.model.cuda.gpu_use import watch_gpu
     from twostroke.protocol.grammars import Grammars
-    from twostroke.worker.block_pool import BlockPool
+    from twostroke.worker.scheduling.block_pool import BlockPool
     from twostroke.worker.worker import WorkerDeps
 
     balance: ExpertBalance | None = None
@@ -94,11 +94,11 @@ async def load_parts(
             grammars=Grammars(lambda: vocabulary_of(settings, rank.loaded.model_config.vocab_size)),
             vocab_size=rank.loaded.model_config.vocab_size,
             work=rank.loaded.work(),
-            limits=rank.loaded.limits.times(settings.num_ranks),
+            limits=rank.loaded.limits.times(settings.parallel.num_ranks),
             gpu_use=watch_gpu(rank.loaded.kv_cache.tensors[0].device),
         )
 
-    if settings.num_ranks == 1:
+    if settings.parallel.num_ranks == 1:
         rank = await load_rank(settings, peer, network, secret)
         return WorkerParts(equipped(rank, rank.loaded.engine, rank.sender, rank.receiver), rank)
 
@@ -133,9 +133,9 @@ async def load_parts(
         if isinstance(error, RuntimeError):  # torch's own word for ranks that don't come, or are lost
             raise WorkerLost(f"the worker can't start: {ranks.loss or error}") from error
         raise
-    if settings.pipeline_parallel > 1 and (experts := rank.loaded.model_config.num_experts):
+    if settings.parallel.has_stages and (experts := rank.loaded.model_config.num_experts):
         stages_hits = StagesHits(rank.loaded.expert_hits, ranks.expert_hits, rank.store.layout, experts)
-    balance = expert_balance(rank.loaded, settings.tensor_parallel)
+    balance = expert_balance(rank.loaded, settings.parallel.tensor_ranks)
     rebalancing = None if balance is None else Rebalancing(balance.next, rank.loaded.engine.arrange_experts)
     engine = TensorParallelEngine(rank.loaded.engine, ranks, rebalancing)
     sender = RankedSender(rank.sender, ranks, time.monotonic)

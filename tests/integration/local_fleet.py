@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Shape:
-    """How a fleet is built."""
+    """Sizes and settings of a fleet."""
 
     transport: str | None  # None: aggregated, no prefill worker
     block_size: int = 16
@@ -85,7 +85,7 @@ class LocalFleet:
         return await called.prefill(request, ticket, pull)
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        return await self.by_peer[worker].read(request)
+        return await self.by_peer[worker].score_prompt(request)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -156,7 +156,7 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
 
 
 def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shape: Shape | None = None) -> Answer:
-    """What `ask` gets where one worker of one rank has room for everything: the right answer."""
+    """Return the right answer: that of one worker of one rank with room for everything."""
 
     async def run() -> Answer:
         async with serve(folder, shape or Shape(None, num_blocks=256)) as served:
@@ -166,7 +166,7 @@ def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shap
 
 
 def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> WorkerSettings:
-    """What the ranks of a worker are told."""
+    """Return the settings of a worker's ranks."""
     return WorkerSettings(
         model=ModelSection(
             path=str(folder),
@@ -174,10 +174,10 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
             kv_cache_dtype=shape.kv_cache_dtype,  # type: ignore[arg-type]
             quantization=shape.decode_quantization if role == "decode" else "none",  # type: ignore[arg-type]
         ),
-        pipeline_parallel=shape.prefill_stages if role == "prefill" else shape.decode_stages,
         resources=WorkerResources(
             num_blocks=shape.num_blocks,
             tensor_parallel=ranks,
+            pipeline_parallel=shape.prefill_stages if role == "prefill" else shape.decode_stages,
             expert_parallel=role == shape.whole_experts,
             context_parallel=role in shape.shares_context,
             redundant_experts=shape.redundant_experts if role == shape.whole_experts and ranks > 1 else 0,
@@ -185,7 +185,6 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,
         block_size=(role == "decode" and shape.decode_block_size) or shape.block_size,
-        tensor_parallel=ranks,
         device="cpu",
         threads=1,
         transport=shape.transport or "tcp",  # type: ignore[arg-type]
@@ -208,7 +207,7 @@ async def _add_worker(
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(config, parts.equipment)
+        worker = PrefillWorker(config, parts.deps)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
@@ -216,7 +215,7 @@ async def _add_worker(
             router_wait_s=shape.router_wait_s,
             **shape.decode,
         )
-        worker = DecodeWorker(decode_config, parts.equipment, parts.rank.loaded.swap_space)
+        worker = DecodeWorker(decode_config, parts.deps, parts.rank.loaded.swap_space)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
-from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.kvtransfer.transports.tcp import TcpStream
 
 NEW_TOKENS = 24
@@ -88,7 +88,7 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
         dense, *routed = stats.expert_skews
         infos = served.fleet.infos
         shards = [parts.rank.loaded.parallel.shard for parts in served.fleet.parts.values()]
-        parts = [parts.equipment for parts in served.fleet.parts.values()]
+        parts = [parts.deps for parts in served.fleet.parts.values()]
     assert sum(shard.has_whole_experts for shard in shards) == (shape.whole_experts is not None)
     assert {info.role for info in infos if info.layout.context_ranks > 1} == set(shape.shares_context)
     assert stats.prefix_hits > hits

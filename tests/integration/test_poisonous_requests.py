@@ -13,13 +13,13 @@ import pytest
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
 from tests.integration.test_structured_output import site
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.step import Constraint, PromptReading
+from twostroke.model.step import Constraint, PromptScorer
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.worker.life import MOST_BROKEN_REQUESTS
+from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
 
 PADDED = 4160
 """Tokens of the model below; its tokenizer has 4096."""
@@ -125,7 +125,7 @@ def test_a_request_that_no_step_can_take_in_is_refused_and_its_neighbours_finish
 
 
 class Broken(Exception):
-    """What nobody expects."""
+    """An error that nobody expects."""
 
 
 @pytest.mark.parametrize("error", [Broken, ValueError, RecursionError])
@@ -174,7 +174,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
     def fails(*args: Any) -> Any:
         raise Broken("a secret of the prompt")
 
-    monkeypatch.setattr(PromptReading, part, fails)
+    monkeypatch.setattr(PromptScorer, part, fails)
 
     async def play() -> None:
         async with serve(folder, Shape(None, num_blocks=256)) as served:
@@ -199,7 +199,7 @@ async def test_a_worker_with_broken_logits_answers_nothing_and_is_unhealthy(fold
     async with serve(folder, Shape(None, num_blocks=256, num_decode=2)) as served:
         alone = [await answer(served, a_request(prompt)) for prompt in PROMPTS]
         worker = served.fleet.worker("decode", 1)
-        sampler = worker._equipment.engine._runner._sampler  # type: ignore[attr-defined]
+        sampler = worker._deps.engine._runner._sampler  # type: ignore[attr-defined]
         sample = sampler.sample
         sampler.sample = lambda logits, *rest: sample(logits.fill_(float("nan")), *rest)
         for _ in range(8):

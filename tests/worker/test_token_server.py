@@ -1,7 +1,7 @@
 """The worker's end of the token channel, on the network in memory and on virtual time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,12 +19,12 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
+from twostroke.protocol.requests import Address, LogContext, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import VirtualLoop, run_virtually
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.token_server import TokenServer, TokenServerConfig
 
 WORKER = Peer("decode-0", 7)
 CONFIG = TokenServerConfig(stats_interval_s=0.5, lease_s=3.0, max_unsent_bytes=100_000)
@@ -59,6 +59,31 @@ class Scene:
         return connection
 
 
+@dataclass
+class HearingWorker:
+    """A worker that notes what its token server says, by call."""
+
+    heard: list[tuple[str, str]]
+
+    def cancel(self, request_id: str) -> None:
+        self.heard.append(("cancel", request_id))
+
+    def prefill_failed(self, request_id: str) -> None:
+        self.heard.append(("prefill failed", request_id))
+
+    def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> None:
+        self.heard.append(("prefix", f"{ticket.request_id} {token_ids} {cache_salt!r}"))
+
+    def router_lost(self, router_id: str) -> None:
+        self.heard.append(("lost", router_id))
+
+    def stats(self) -> WorkerStats:
+        return STATS
+
+    def leave(self) -> None:
+        self.heard.append(("drain", ""))
+
+
 def play(script: Callable[[Scene], Awaitable[None]]) -> None:
     """Run `script` beside a server, and see that nothing is left of either."""
 
@@ -66,19 +91,10 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
         fabric = MemoryFabric(seed=1)
         heard: list[tuple[str, str]] = []
         server = TokenServer(
+            worker=HearingWorker(heard),
             peer=WORKER,
             network=fabric.at("decode-0"),
             config=CONFIG,
-            callbacks=TokenServerCallbacks(
-                cancel=lambda request: heard.append(("cancel", request)),
-                prefill_failed=lambda request: heard.append(("prefill failed", request)),
-                send_prefix=lambda ticket, tokens, salt, _: heard.append(
-                    ("prefix", f"{ticket.request_id} {tokens} {salt!r}")
-                ),
-                router_lost=lambda router: heard.append(("lost", router)),
-                stats=lambda: STATS,
-                drain=lambda: heard.append(("drain", "")),
-            ),
             blocks=BlockPool(1, 16),
             clock=asyncio.get_running_loop().time,
         )
