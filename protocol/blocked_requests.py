@@ -87,6 +87,6 @@ def fingerprint_of(request: GenerateRequest) -> bytes:
         request.stop_token_ids,
         request.cache_salt,
         request.grammar,
-        request.reading,
+        request.scoring,
     )
     return hashlib.sha256(msgspec.msgpack.encode(same)).digest()[:FINGERPRINT_BYTES]

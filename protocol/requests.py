@@ -123,7 +123,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     promise: Promise = Promise()
     # Where something is read off the prompt one worker of either role serves the request alone, without a transfer, and
     # `max_tokens` is 1, or 0: then no token is reported.
-    reading: ScoringParams | None = None
+    scoring: ScoringParams | None = None
     client: bytes = b""  # who asks: where clients take turns, each has its own, whatever its `cache_salt`
     log_context: LogContext = NO_REQUEST  # what the workers' log lines about it tell
 
@@ -236,10 +236,10 @@ def _bounds(request: GenerateRequest, last_token: int) -> Iterator[tuple[str, bo
     yield "top_k", _are_tokens((drawn.top_k,), MAX_TOKEN_ID)
     yield "seed", isinstance(drawn.seed, int)
     yield "logprobs", drawn.logprobs is None or _are_tokens((drawn.logprobs,), MAX_TOKEN_ID)
-    if request.reading is not None:
-        asked = request.reading.logprobs
+    if request.scoring is not None:
+        asked = request.scoring.logprobs
         yield "prompt_logprobs", asked is None or _are_tokens((asked,), MAX_TOKEN_ID)
-        yield "pooling", request.reading.pooling in (None, *get_args(Pooling))
+        yield "pooling", request.scoring.pooling in (None, *get_args(Pooling))
 
 
 def _are_tokens(values: tuple[int, ...], last: int) -> bool:

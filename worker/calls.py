@@ -52,7 +52,7 @@ class WorkerCall(Generic[ReplyT]):
 
 def prompt_reply(drawn: DrawnToken, *, queue_s: float, prefill_s: float) -> PrefillReply:
     """Return the reply to a call that computed a prompt. A token that was drawn although none is wanted is dropped."""
-    event, reading = drawn.event, drawn.job.sequence.reading
+    event, scorer = drawn.event, drawn.job.sequence.scorer
     if drawn.job.request.max_tokens == 0:
         event = TokenEvent(event.request_id, event.index, (), "length")
     return PrefillReply(
@@ -60,6 +60,6 @@ def prompt_reply(drawn: DrawnToken, *, queue_s: float, prefill_s: float) -> Pref
         drawn.job.num_cached_tokens,
         queue_s,
         prefill_s,
-        scores=None if reading is None else reading.scores(),
-        embedding=b"" if reading is None else reading.embedding(),
+        scores=None if scorer is None else scorer.scores(),
+        embedding=b"" if scorer is None else scorer.embedding(),
     )

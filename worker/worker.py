@@ -252,7 +252,7 @@ class Worker(ABC, Generic[CallT]):
         self._counters.step_seconds += ended.seconds
         self._counters.computed_tokens += ended.content.prompt_tokens
         self._utilization.add(ended.content)
-        is_scored = any((one.job.request.reading or _NO_SCORES).logprobs is not None for one in ended.step.entries)
+        is_scored = any((one.job.request.scoring or _NO_SCORES).logprobs is not None for one in ended.step.entries)
         if not ended.step.swaps:  # the time of copies says nothing about other steps
             self._costs.add(ended.content, ended.seconds, is_plain=not is_scored)
 

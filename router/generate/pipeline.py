@@ -165,7 +165,7 @@ class Pipeline:
         request = self._next_try(log.attempt.request, log.attempt.sent, stages)
         _log.debug("an attempt begins", extra=about(request.log_context))
         time_left_s = deadline - self._clock()
-        if request.reading is not None:
+        if request.scoring is not None:
             return ScoreAttempt(self._deps, log, request).events(time_left_s)
         return Attempt(self._deps, log, request, failed).events(time_left_s)
 

@@ -81,7 +81,7 @@ async def embedding_jobs(maker: JobMaker, body: EmbeddingRequest, limits: Reques
             max_tokens=0,
             cache_salt=limits.cache_salt,
             promise=limits.promise,
-            reading=params,
+            scoring=params,
         )
         jobs.append(ChoiceJob(index, index, request, (), prompt=PromptToScore(request)))
     return jobs

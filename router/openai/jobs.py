@@ -42,7 +42,7 @@ _LEAST_TOP_P = 1e-6
 class PromptToScore:
     """A prompt to score once for all of its choices."""
 
-    request: GenerateRequest  # with `reading`
+    request: GenerateRequest  # with `scoring`
     answers_with: PromptScored | None = None  # None: not read yet
 
 
@@ -412,10 +412,10 @@ def _choices(
     prompt = None
     if body.scores_prompt:
         wanted = [one for one in (body.prompt_logprobs, echoed_logprobs) if one is not None]
-        # One token comes with the reading; more, or several choices', are drawn after it.
+        # One token comes with the scores; more, or several choices', are drawn after it.
         max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0
         params = ScoringParams(logprobs=max(wanted, default=None))
-        prompt = PromptToScore(msgspec.structs.replace(request, max_tokens=max_tokens, reading=params))
+        prompt = PromptToScore(msgspec.structs.replace(request, max_tokens=max_tokens, scoring=params))
     return [
         ChoiceJob(
             group * num + i,
@@ -450,7 +450,7 @@ def _items_per_token(logprobs: int | None) -> int:
 
 def _scored_items(request: GenerateRequest) -> int:
     """Return the items of a prompt whose tokens are scored."""
-    logprobs = None if request.reading is None else request.reading.logprobs
+    logprobs = None if request.scoring is None else request.scoring.logprobs
     return 0 if logprobs is None else request.num_prompt_tokens * (1 + logprobs)
 
 

@@ -108,7 +108,7 @@ class PathChooser:
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
         left_out = leave_out(failed, ejected)
         query = self._query(request, sent)
-        if request.reading is not None:
+        if request.scoring is not None:
             return cheapest_prefill(prefill, decode, query, left_out=left_out, turn=self._turn)
         if self._cached is None or not self._view.knows_costs:
             turn = self._turn if self._config.policy == "round_robin" else None
@@ -190,7 +190,7 @@ class PathChooser:
         """Set what each worker has of the prompt."""
         if self._cached is not None:
             tokens = self._cached.cached_tokens(self._view.infos, request, sent)
-            if request.reading is not None and request.reading.needs_all:
+            if request.scoring is not None and request.scoring.needs_all:
                 tokens = [0] * len(tokens)
             for worker, cached_tokens in zip(self._view.workers, tokens, strict=True):
                 worker.cached_tokens = cached_tokens

@@ -180,7 +180,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
         async with serve(folder, Shape(None, num_blocks=256)) as served:
             alone = [await answer(served, a_request(prompt)) for prompt in PROMPTS]
             info = served.fleet.infos[0]
-            read = a_request((5, 6, 7), request_id="read", router_id="router", reading=ScoringParams(logprobs=2))
+            read = a_request((5, 6, 7), request_id="read", router_id="router", scoring=ScoringParams(logprobs=2))
             asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
             *beside, failed = await asyncio.gather(
                 *asked,

@@ -22,7 +22,7 @@ async def read(
     served: Served, prompt: Sequence[int], params: ScoringParams, max_tokens: int = 0
 ) -> tuple[PromptScored, SequenceStages]:
     stages = SequenceStages(time.monotonic())
-    request = GenerateRequest("", "", tuple(prompt), len(prompt), GREEDY, max_tokens, reading=params)
+    request = GenerateRequest("", "", tuple(prompt), len(prompt), GREEDY, max_tokens, scoring=params)
     async with aclosing(served.pipeline.generate(request, stages)) as events:
         (event,) = [event async for event in events]
     assert isinstance(event, PromptScored)

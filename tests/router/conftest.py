@@ -222,7 +222,7 @@ class FakeWorker:
     async def read(self, request: GenerateRequest) -> PrefillReply:
         """The fake model finds an even token t after any other the likeliest, and of an odd one t + 1."""
         reply, (_, *targets) = await self.prefill(request, None), request.token_ids
-        wanted = request.reading.logprobs
+        wanted = request.scoring.logprobs
         scores = None
         if wanted is not None:
             ids = [[t + t % 2 + k for k in range(wanted)] for t in targets]
@@ -234,7 +234,7 @@ class FakeWorker:
                 np.array([1 + t % 2 for t in targets], np.int32).tobytes(),
             )
         embedding = b""
-        if request.reading.pooling is not None:
+        if request.scoring.pooling is not None:
             vector = np.array([*request.token_ids[:4], 1.0, 0.0, 0.0, 0.0][:4], np.float32)
             embedding = (vector / np.linalg.norm(vector)).tobytes()
         if request.max_tokens == 0:

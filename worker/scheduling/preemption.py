@@ -164,7 +164,7 @@ class Swapping:
 
         Return None where its KV is better dropped, or can't be kept.
         """
-        if self._space is None or self.pool is None or job.request.reading is not None or job.sequence.awaits_copy:
+        if self._space is None or self.pool is None or job.request.scoring is not None or job.sequence.awaits_copy:
             return None  # a scored prompt must be computed again, since its scores are not kept
         sequence = job.sequence
         table = sequence.block_ids[: -(-sequence.num_computed // sequence.block_size) * sequence.groups.count]

@@ -160,7 +160,7 @@ class Scheduler:
         """
         if job.has_ended:
             return
-        if job.has_begun and job.request.reading is None:
+        if job.has_begun and job.request.scoring is None:
             self._policy.answer_ended(job)
         self._leave(job)
         job.phase = Phase.ENDED

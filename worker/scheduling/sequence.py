@@ -32,8 +32,8 @@ class SequenceState:
         self.block_ids: list[int] = []
         self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
         self.num_computed = 0
-        self.reading = None if request.reading is None else PromptScorer(request.reading, request.token_ids)
-        self.fault = RowFault() if self.reading is None else self.reading.fault
+        self.scorer = None if request.scoring is None else PromptScorer(request.scoring, request.token_ids)
+        self.fault = RowFault() if self.scorer is None else self.scorer.fault
         self._block_hashes: list[BlockHash] = []
         self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
         self._num_published = 0  # the first rows of the table: matched, published, or found to be named elsewhere
@@ -65,7 +65,7 @@ class SequenceState:
 
         At least one token must be computed, or there is nothing to draw from; for some scores all must be.
         """
-        if self.request.reading is not None and self.request.reading.needs_all:
+        if self.request.scoring is not None and self.request.scoring.needs_all:
             return []
         return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
 
@@ -235,7 +235,7 @@ class SequenceState:
             )
         token_ids = self.token_ids[start:end] if follows is None else (0,)
         copied_from = self._copied_from if start == self.num_computed else None  # by the first of its steps
-        return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.reading, copied_from)
+        return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.scorer, copied_from)
 
     def _tail_name(self) -> BlockHash | None:
         """Return the name of the prompt's tokens behind its last full block, the last token aside; None without any.
@@ -244,7 +244,7 @@ class SequenceState:
         """
         last = self.request.num_prompt_tokens - 1
         row = last // self.block_size
-        if self.groups.windowed or self.request.reading is not None or row * self.block_size == last:
+        if self.groups.windowed or self.request.scoring is not None or row * self.block_size == last:
             return None
         parent = self.block_hashes[row - 1] if row else root_hash(self.request.cache_salt)
         return next_hash(parent, self.token_ids[row * self.block_size : last])

@@ -206,8 +206,8 @@ def test_seed_and_length_make_no_other_request_and_all_else_does(a_request):
         a_request(stop_token_ids=(5,)),
         a_request(cache_salt=b"a tenant's"),
         a_request(grammar="start: /a+/"),
-        a_request(reading=ScoringParams(logprobs=1)),
-        a_request(reading=ScoringParams(pooling="last")),
+        a_request(scoring=ScoringParams(logprobs=1)),
+        a_request(scoring=ScoringParams(pooling="last")),
     ]
     assert {fingerprint_of(each) for each in same} == {fingerprint_of(one)}
     assert len({fingerprint_of(each) for each in (one, *others)}) == 8

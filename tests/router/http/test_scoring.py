@@ -71,7 +71,7 @@ async def test_an_answer_follows_the_prompt_that_was_scored_once_for_all_choices
     async with site_of(1, 1) as site:
         plain = await complete(site, **asked)
         echoed = await complete(site, **asked, echo=True)
-        assert sum(request.reading is not None for request in site.rig["p0"].seen) == 2
+        assert sum(request.scoring is not None for request in site.rig["p0"].seen) == 2
         for one, other, length in zip(plain["choices"], echoed["choices"], [3, 3, 2, 2], strict=True):
             assert other["text"].endswith(one["text"])
             assert other["finish_reason"] == one["finish_reason"]
@@ -181,7 +181,7 @@ async def test_each_input_gets_a_vector_of_length_one(site_of, num_prefill, pool
             "prompt_tokens_details": {"cached_tokens": 5},  # as the fake worker says
         }
         reader = site.rig["p0" if num_prefill else "d0"]
-        assert {request.reading.pooling for request in reader.seen} == {pooling or "last"}
+        assert {request.scoring.pooling for request in reader.seen} == {pooling or "last"}
         if num_prefill:
             assert not site.rig["d0"].seen
 

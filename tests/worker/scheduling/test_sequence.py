@@ -176,8 +176,8 @@ def test_the_end_of_a_prompt_is_shared_only_under_the_same_salt_and_for_what_rea
     first = SequenceState(request(length), BLOCK_SIZE)
     first.reserve(pool, length)
     first.computed(pool, length)
-    reading = ScoringParams(logprobs=0)
-    for other in (replace(first.request, cache_salt=b"tenant"), replace(first.request, reading=reading)):
+    scoring = ScoringParams(logprobs=0)
+    for other in (replace(first.request, cache_salt=b"tenant"), replace(first.request, scoring=scoring)):
         stranger = SequenceState(other, BLOCK_SIZE)
         stranger.match_prefix(pool)
         stranger.reserve(pool, stranger.num_uncomputed)
