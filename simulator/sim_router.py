@@ -8,8 +8,7 @@ from twostroke.protocol.requests import Peer
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
-from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.memory_network import MemoryFabric

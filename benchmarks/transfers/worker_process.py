@@ -45,8 +45,7 @@ from twostroke.protocol.requests import (
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
-from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.observe.stages import SequenceStages
 
 HOST = "127.0.0.1"

@@ -36,8 +36,7 @@ from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
-from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig

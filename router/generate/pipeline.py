@@ -9,20 +9,66 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
+from twostroke.protocol.blocked_requests import BlockedRequests
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
+from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
 from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted
+from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
+from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.generate.score import ScoreAttempt
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
+from twostroke.router.routing.workers import FleetView
 
 _log = logging.getLogger(__name__)
+
+_DEFAULTS = PipelineConfig()
+_CHANNEL_DEFAULTS = TokenChannelConfig()
+
+
+class FleetKnowledge:
+    """The workers' numbers (`view`), their cached blocks, and requests that are blocked, all fed by `channels`.
+
+    `router` is this replica's id and epoch. Without the policy kv_aware no worker is asked for its blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: Network,
+        router: Peer,
+        clock: Clock,
+        config: PipelineConfig = _DEFAULTS,
+        channel: TokenChannelConfig = _CHANNEL_DEFAULTS,
+    ):
+        self.clock = clock
+        self.config = config
+        self.view = FleetView(clock)
+        self.blocks: BlockIndex | None = None
+        if config.policy == "kv_aware":
+            self.blocks = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
+        self.blocked = BlockedRequests(clock, most=config.suspects.max_refused, longest_s=config.suspects.refuse_s)
+        self.channels = TokenChannels(
+            network=network,
+            peer=router,
+            clock=clock,
+            config=channel,
+            listener=ChannelListener(
+                on_stats=self.view.on_stats,
+                on_connection=self.view.on_connection,
+                on_blocks=None if self.blocks is None else self.blocks.heard,
+            ),
+            blocked=self.blocked,
+        )
+
 
 Admit = Callable[[GenerateRequest, Path, float, bool], None]
 """Called once for each sequence, when its path is chosen and its workers' places are held, before any call.

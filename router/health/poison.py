@@ -97,8 +97,7 @@ class Suspects:
 
     def open(self, request: GenerateRequest) -> SuspectRequest:
         """Register a new request. Raises PoisonRequest where it is blocked."""
-        suspect = SuspectRequest(fingerprint_of(request))
-        self.check(suspect)
+        self.check(suspect := SuspectRequest(fingerprint_of(request)))
         return suspect
 
     def check(self, suspect: SuspectRequest) -> None:
@@ -172,12 +171,12 @@ class Suspects:
             fates = {worker: self._is_gone(worker) for worker in workers}
             if all(fates.values()):
                 del self._deaths[suspect.fingerprint]
-                left_s = min(self._config.refuse_s, LONGEST_S)
-                self._tell(self._blocked.learn([BlockedRequest(suspect.fingerprint, left_s)]))
+                block = BlockedRequest(suspect.fingerprint, min(self._config.refuse_s, LONGEST_S))
+                self._tell(self._blocked.learn([block]))
                 raise PoisonRequest
             # A dying worker's channel may drop a bit later.
-            now, until = self._clock(), {None: deadline, False: self._next_try_at(suspect)}
-            alive = [worker for worker, gone in fates.items() if not gone and now >= until[gone]]
+            until = {None: deadline, False: self._next_try_at(suspect)}
+            alive = [worker for worker, gone in fates.items() if not gone and self._clock() >= until[gone]]
             self._forget(lambda death, alive=alive: death.worker in alive)  # type: ignore[misc]
             await asyncio.sleep(POLL_S)
             self.check(suspect)
@@ -189,8 +188,8 @@ class Suspects:
         return (before[-1], deaths[-1].worker) if before and deaths[-1].is_alone else ()
 
     def _next_try_at(self, suspect: SuspectRequest) -> float:
-        pause_s = self._config.pause_s * (1 + PAUSE_SPREAD * suspect.fingerprint[0] / 255)
-        return self._deaths[suspect.fingerprint][-1].at + pause_s
+        pauses = 1 + PAUSE_SPREAD * suspect.fingerprint[0] / 255
+        return self._deaths[suspect.fingerprint][-1].at + pauses * self._config.pause_s
 
     def _forget(self, is_over: Callable[[WorkerDeath], bool]) -> None:
         kept = {one: [death for death in deaths if not is_over(death)] for one, deaths in self._deaths.items()}

@@ -15,8 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.grammars import Vocabulary
-from twostroke.router.text.chat_forms import ChatForms
-from twostroke.router.text.chat_template import ChatTemplate
+from twostroke.router.text.chat_forms import ChatForms, ChatTemplate
 from twostroke.router.text.output_format import OutputFormat, pick_output_format, with_calls
 
 OFF_LOOP_CHARS = 4096

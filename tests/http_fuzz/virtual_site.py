@@ -22,8 +22,7 @@ from twostroke.model.step import SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, SampledToken, Ticket
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
-from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig

@@ -23,8 +23,7 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Pref
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
-from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.observe.stages import SequenceStages
 
 SECRET = b"a secret of these tests"

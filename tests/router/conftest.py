@@ -52,8 +52,7 @@ from twostroke.protocol.requests import (
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.fleet_knowledge import FleetKnowledge
-from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.text.chat_forms import ChatForms
-from twostroke.router.text.chat_template import ChatTemplate
+from twostroke.router.text.chat_forms import ChatForms, ChatTemplate
 from twostroke.router.text.output_format import pick_output_format, with_calls
 
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"

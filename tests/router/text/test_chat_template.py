@@ -1,7 +1,7 @@
 import pytest
 
 from twostroke.protocol.errors import ConfigError, RequestError
-from twostroke.router.text.chat_template import ChatTemplate
+from twostroke.router.text.chat_forms import ChatTemplate
 
 USER = [{"role": "user", "content": "<hi> & é"}]
 
