@@ -332,14 +332,14 @@ async def test_a_stall_of_our_own_loop_drops_no_channel(channels_to, until):
         assert heard[1:] == [Ping()] * (len(heard) - 1), "it has said hello once"
 
 
-def tells_blocks(asked):
+def tells_blocks(reports):
     """A worker that tells of its blocks as often as it is asked, and of a change when it is taken down."""
 
     def worker(connection, message):
         match message:
             case ReportBlocks():
-                asked.append(message)
-                connection.send(BlocksHeld(b"", True, True, len(asked)))
+                reports.append(message)
+                connection.send(BlocksHeld(b"", True, True, len(reports)))
             case Drain():
                 connection.send(BlocksChanged(2, b"", b""))
                 connection.send(StatsFrame(WorkerStats(is_draining=True)))
@@ -352,33 +352,33 @@ def tells_blocks(asked):
 
 
 async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(channels_to, until):
-    asked, heard, changed = [], [], []
+    reports, heard, changed = [], [], []
 
     listener = ChannelListener(
         on_connection=lambda peer, is_up: changed.append(peer),
         on_blocks=lambda peer, message: heard.append(message) or len(heard) > 1,
     )
 
-    async with channels_to(tells_blocks(asked)) as (channels, info):
+    async with channels_to(tells_blocks(reports)) as (channels, info):
         await channels.ensure(info)
-    assert not asked
-    async with channels_to(tells_blocks(asked), listener=listener) as (channels, info):
+    assert not reports
+    async with channels_to(tells_blocks(reports), listener=listener) as (channels, info):
         await channels.ensure(info)
         await until(lambda: len(heard) == 2)
     assert changed == [info.peer, info.peer], "up and down"
-    assert len(asked) == 2, "again, since the first answer was not understood"
+    assert len(reports) == 2, "again, since the first answer was not understood"
     assert [message.sequence for message in heard] == [1, 2]
 
 
 async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_back(channels_to, until):
-    asked, heard, told = [], [], []
+    reports, heard, told = [], [], []
 
     listener = ChannelListener(
         on_stats=lambda peer, stats: told.append(stats),
         on_blocks=lambda peer, message: heard.append(message) or True,
     )
 
-    async with channels_to(tells_blocks(asked), listener=listener) as (channels, info):
+    async with channels_to(tells_blocks(reports), listener=listener) as (channels, info):
         await channels.ensure(info)
         await until(lambda: len(heard) == 1)
         channels.subscribe(info.peer, "one", max_tokens=5)  # so that its channel stays
@@ -387,7 +387,7 @@ async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_bac
         assert len(heard) == 1, "it would be indexed again, and nobody would forget it"
         channels.follow([info])
         await until(lambda: len(heard) == 2)
-        assert len(asked) == 2
+        assert len(reports) == 2
 
 
 async def test_blocked_requests_are_exchanged_before_a_channel_is_up_and_later_ones_pass_on(channels_to, until):

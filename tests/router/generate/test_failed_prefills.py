@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token, rest
+from tests.router.generate.collecting_tokens import allow, collect, go_on, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.messages import KVNotSent, StatsFrame
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token, rest
+from tests.router.generate.collecting_tokens import allow, collect, go_on, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import LogContext, SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token
+from tests.router.generate.collecting_tokens import allow, collect, go_on, nth_token
 from twostroke.protocol.errors import ConnectionLost, RequestError
 from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig

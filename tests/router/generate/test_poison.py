@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, go_on
+from tests.router.generate.collecting_tokens import allow, collect, go_on
 from twostroke.protocol.errors import RequestError, WorkerLeaving
 
 POISON = (66, 6, 6)
@@ -36,9 +36,9 @@ def poison(a_request):
 async def test_the_choices_of_one_prompt_are_one_suspect(site_of, num_prefill):
     async with site_of(num_prefill, 4) as site:
         crash_on_poison(site.rig)
-        asked = {"model": "fake", "prompt": list(POISON), "n": 4, "max_tokens": 8, "temperature": 1.0}
+        body = {"model": "fake", "prompt": list(POISON), "n": 4, "max_tokens": 8, "temperature": 1.0}
         for _ in range(2):
-            answer = await site.http.post("/v1/completions", json=asked)
+            answer = await site.http.post("/v1/completions", json=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poison_request")
         assert len(the_dead(site.rig)) == 2
 

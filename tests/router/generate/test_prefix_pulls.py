@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import collect, nth_token
+from tests.router.generate.collecting_tokens import collect, nth_token
 from twostroke.protocol.messages import StatsFrame
 from twostroke.protocol.stats import WorkerStats
 from twostroke.router.attempt_events import AttemptContext, AttemptLog
@@ -31,8 +31,8 @@ async def test_the_next_turn_pulls_the_answer_from_the_decode_worker_that_wrote_
         assert pull.target_addresses == rig["p0"].info.transfer_addresses
         assert pull.request_id == rig["p0"].seen[1].request_id
         await until(lambda: rig["d0"].prefixes)
-        (asked,) = rig["d0"].prefixes
-        assert (asked.ticket, asked.token_ids, asked.cache_salt) == (pull, second.token_ids, second.cache_salt)
+        (requests,) = rig["d0"].prefixes
+        assert (requests.ticket, requests.token_ids, requests.cache_salt) == (pull, second.token_ids, second.cache_salt)
 
 
 async def cut_short(rig, request):
@@ -91,7 +91,7 @@ async def test_a_conversation_that_moves_between_decode_workers_takes_its_histor
 
 @pytest.mark.parametrize("is_connected", [True, False])
 async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fleet_of, prompt_of):
-    asked = []
+    requests = []
 
     class Channels:
         def subscribe(self, worker, request_id, *, max_tokens):
@@ -101,7 +101,7 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
             return is_connected and worker == source.peer
 
         def send(self, worker, message):
-            asked.append((worker, message.ticket))
+            requests.append((worker, message.ticket))
 
     async with fleet_of(1, 2) as rig:
         source = rig["d0"].info
@@ -109,6 +109,6 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
         for path in (Path(rig["p0"].info, source, source), Path(None, rig["d1"].info, source)):
             log = AttemptLog(AttemptContext(path, prompt_of(*PROMPT), (), None), (), float)
             ticket = Attempt(deps, log, prompt_of(*PROMPT), set())._request_prefix()
-            assert asked == ([(source.peer, ticket)] if is_connected else [])
+            assert requests == ([(source.peer, ticket)] if is_connected else [])
             assert (ticket is not None) == is_connected
-            asked.clear()
+            requests.clear()

@@ -9,17 +9,17 @@ import pytest
 from twostroke.router.text.generation_config import SamplingDefaults
 
 
-async def complete(site, **asked):
+async def complete(site, **fields):
     response = await site.http.post(
-        "/v1/completions", json={"model": "fake", "prompt": "import os", "max_tokens": 24, "seed": 5, **asked}
+        "/v1/completions", json={"model": "fake", "prompt": "import os", "max_tokens": 24, "seed": 5, **fields}
     )
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def events(site, path="/v1/completions", **asked):
+async def events(site, path="/v1/completions", **fields):
     """The data of each server-sent event, decoded; [DONE] as None."""
-    body = {"model": "fake", "max_tokens": 24, "seed": 5, "stream": True, **asked}
+    body = {"model": "fake", "max_tokens": 24, "seed": 5, "stream": True, **fields}
     if path == "/v1/completions":
         body = {"prompt": "import os", **body}
     response = await site.http.post(path, json=body)
@@ -155,11 +155,11 @@ async def test_a_stop_string_ends_the_choice_and_the_workers_are_told(site_of, u
 
 async def test_the_token_that_stops_is_counted_but_not_shown(site_of):
     async with site_of(1, 1) as site:
-        asked = {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
-        whole = (await complete(site, **asked))["choices"][0]
+        fields = {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
+        whole = (await complete(site, **fields))["choices"][0]
         stop_id = whole["token_ids"][6]
         first = whole["token_ids"].index(stop_id)
-        stopped = await complete(site, **asked, stop_token_ids=[stop_id])
+        stopped = await complete(site, **fields, stop_token_ids=[stop_id])
         choice = stopped["choices"][0]
         assert choice["token_ids"] == whole["token_ids"][: first + 1]
         assert choice["prompt_token_ids"] == list(site.rig["d0"].seen[-1].token_ids)
@@ -181,9 +181,9 @@ async def test_usage_tells_the_stages_on_request(site_of):
 
 async def test_a_stream_of_several_choices_ends_each_once(site_of):
     async with site_of(1, 2) as site:
-        asked = {"prompt": ["a", "b"], "n": 2}
-        whole = await complete(site, **asked)
-        chunks = await events(site, **asked, stream_options={"include_usage": True})
+        fields = {"prompt": ["a", "b"], "n": 2}
+        whole = await complete(site, **fields)
+        chunks = await events(site, **fields, stream_options={"include_usage": True})
         assert chunks.pop() is None
         usage = chunks.pop()
         assert usage["choices"] == []
@@ -200,9 +200,9 @@ async def test_a_stream_of_several_choices_ends_each_once(site_of):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(site_of, path):
     async with site_of(1, 1) as site:
-        asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+        fields = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
         options = {"include_usage": True, "continuous_usage_stats": True}
-        *chunks, last, done = await events(site, path, **asked, ignore_eos=True, stream_options=options)
+        *chunks, last, done = await events(site, path, **fields, ignore_eos=True, stream_options=options)
         assert done is None
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
@@ -210,7 +210,7 @@ async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(site_of,
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == counts[-1] == 24
         assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
-        chunks = await events(site, path, **asked, stream_options={"continuous_usage_stats": True})
+        chunks = await events(site, path, **fields, stream_options={"continuous_usage_stats": True})
         assert all("usage" not in chunk for chunk in chunks[:-1])  # as in vLLM, it needs include_usage
 
 
@@ -255,17 +255,17 @@ async def test_one_failing_choice_fails_the_request_and_ends_the_others(site_of)
 async def test_places_are_taken_before_the_choices_start_and_given_back(site_of, until, stream):
     async with site_of(1, 1, max_choices_in_flight=4) as site:
         site.rig["p0"].prefill_gate = asyncio.Event()
-        asked = {"model": "fake", "prompt": "x", "n": 4, "max_tokens": 2, "stream": stream}
-        first = asyncio.create_task(site.http.post("/v1/completions", json=asked))
+        fields = {"model": "fake", "prompt": "x", "n": 4, "max_tokens": 2, "stream": stream}
+        first = asyncio.create_task(site.http.post("/v1/completions", json=fields))
         await until(lambda: site.rig["p0"].owned)
-        refused = await site.http.post("/v1/completions", json={**asked, "n": 1})
+        refused = await site.http.post("/v1/completions", json={**fields, "n": 1})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         assert (await site.http.post("/v1/chat/completions", json=chat)).status_code == 429
         site.rig["p0"].prefill_gate.set()
         assert (await first).status_code == 200
-        assert (await site.http.post("/v1/completions", json={**asked, "max_tokens": 10**6})).status_code == 400
-        assert (await site.http.post("/v1/completions", json=asked)).status_code == 200
+        assert (await site.http.post("/v1/completions", json={**fields, "max_tokens": 10**6})).status_code == 400
+        assert (await site.http.post("/v1/completions", json=fields)).status_code == 200
 
 
 async def test_a_bug_is_a_500_with_fixed_words(site_of, monkeypatch, caplog):
@@ -360,8 +360,8 @@ async def test_a_look_at_the_fleet_that_fails_is_followed_by_the_next(site_of, u
 PROMPT = {"prompt": "import os", "max_tokens": 12, "seed": 5}
 
 
-async def choices(site, status=200, **asked):
-    response = await site.http.post("/v1/completions", json={"model": "fake", **PROMPT, **asked})
+async def choices(site, status=200, **fields):
+    response = await site.http.post("/v1/completions", json={"model": "fake", **PROMPT, **fields})
     assert response.status_code == status, response.text
     return response.json() if status != 200 else response.json()["choices"]
 
@@ -387,8 +387,8 @@ async def test_the_best_of_several_candidates_have_the_likeliest_tokens(site_of)
 async def test_a_stop_string_is_shown_where_that_is_asked_for(site_of):
     async with site_of(0, 1) as site:
         ((plain,), (stopped,), (shown,)) = [
-            await choices(site, **asked)
-            for asked in ({}, {"stop": "e"}, {"stop": "e", "include_stop_str_in_output": True})
+            await choices(site, **fields)
+            for fields in ({}, {"stop": "e"}, {"stop": "e", "include_stop_str_in_output": True})
         ]
         assert "e" in plain["text"], "choose another stop string"
         assert shown["text"] == stopped["text"] + "e" == plain["text"].split("e")[0] + "e"
@@ -398,8 +398,8 @@ async def test_special_tokens_have_their_names_where_that_is_asked_for(site_of, 
     special = next(one for one in range(tokenizer.vocab_size) if tokenizer.is_special(one))
     async with site_of(0, 1) as site:
         site.rig["d0"].corrupt = lambda event: event
-        asked = {"prompt": [special, 40], "echo": True, "max_tokens": 1}
-        (hidden,), (plain,) = [await choices(site, **asked, skip_special_tokens=skips) for skips in (True, False)]
+        fields = {"prompt": [special, 40], "echo": True, "max_tokens": 1}
+        (hidden,), (plain,) = [await choices(site, **fields, skip_special_tokens=skips) for skips in (True, False)]
         assert (hidden["text"] == plain["text"]) != (tokenizer.token(special) in plain["text"])
 
 
@@ -430,9 +430,9 @@ async def test_the_workers_are_told_what_may_be_drawn_and_who_shares_prefixes(si
         ({"suffix": "x"}, "suffix"),
     ],
 )
-async def test_what_can_not_be_is_refused_by_name(site_of, asked, param):
+async def test_what_can_not_be_is_refused_by_name(site_of, fields, param):
     async with site_of(0, 1) as site:
-        assert (await choices(site, status=400, **asked))["error"]["param"] == param
+        assert (await choices(site, status=400, **fields))["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -446,15 +446,15 @@ async def test_what_can_not_be_is_refused_by_name(site_of, asked, param):
         ("prompt_logprobs", {"echo": True, "logprobs": 10, "prompt": [5] * 10, "max_tokens": 0}),
     ],
 )
-async def test_choices_times_tokens_times_logprobs_have_a_bound(site_of, param, asked):
+async def test_choices_times_tokens_times_logprobs_have_a_bound(site_of, param, fields):
     async with site_of(0, 1, max_response_items=100) as site:
-        refused = await choices(site, 400, **asked)
+        refused = await choices(site, 400, **fields)
         assert refused["error"]["param"] == param
         assert "router.max_response_items" in refused["error"]["message"]
         assert site.rig["d0"].seen == []
-        if not (asked.get("prompt_logprobs") or asked.get("echo")):
+        if not (fields.get("prompt_logprobs") or fields.get("echo")):
             response = await site.http.post(
-                "/v1/completions", json={"model": "fake", **PROMPT, **asked, "stream": True}
+                "/v1/completions", json={"model": "fake", **PROMPT, **fields, "stream": True}
             )
             assert response.status_code == 200, "a stream holds nothing of what it has sent"
         (fits,) = await choices(site, logprobs=6)

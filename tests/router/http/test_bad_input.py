@@ -118,10 +118,10 @@ def check_error(response, param):
 
 async def test_every_wrong_field_is_named_and_neighbours_are_unchanged(site_of, until):
     async with site_of(1, 1) as site:
-        asked = {**BASE, "max_tokens": 300, "seed": 4, "ignore_eos": True, "return_token_ids": True}
-        alone = (await post(site, "/v1/completions", asked)).json()["choices"][0]
+        fields = {**BASE, "max_tokens": 300, "seed": 4, "ignore_eos": True, "return_token_ids": True}
+        alone = (await post(site, "/v1/completions", fields)).json()["choices"][0]
         site.rig["d0"].gate = asyncio.Semaphore(0)
-        neighbours = [asyncio.create_task(post(site, "/v1/completions", asked)) for _ in range(3)]
+        neighbours = [asyncio.create_task(post(site, "/v1/completions", fields)) for _ in range(3)]
         await until(lambda: len(site.rig["d0"].owned) == 3)
         for param, change in WRONG:
             response = await post(site, "/v1/completions", {**BASE, **change})
@@ -242,8 +242,8 @@ def test_brackets_in_a_text_are_no_containers():
 
 async def test_no_models_name_means_the_only_model(site_of):
     async with site_of(0, 1) as site:
-        for path, asked in (("/v1/completions", BASE), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"})):
-            for given in ({**asked, "model": None}, {name: asked[name] for name in asked if name != "model"}):
+        for path, fields in (("/v1/completions", BASE), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"})):
+            for given in ({**fields, "model": None}, {name: fields[name] for name in fields if name != "model"}):
                 answer = await post(site, path, given)
                 assert answer.status_code == 200
                 assert answer.json().get("model", "fake") == "fake"

@@ -154,8 +154,8 @@ async def test_with_keys_any_name_is_ours_and_pages_of_others_get_nothing_all_th
     key, sha256 = new_key()
     tenants = Tenants([KeyConfig(name="a", sha256=sha256)], secret=b"s", clock=lambda: 0.0)
     async with site_of(1, 1, tenants=tenants) as site:
-        asked = {"host": "llm.example", "authorization": f"Bearer {key}"}
-        assert (await site.http.get("/version", headers=asked)).status_code == 200
+        fields = {"host": "llm.example", "authorization": f"Bearer {key}"}
+        assert (await site.http.get("/version", headers=fields)).status_code == 200
         assert (await site.http.get("/version", headers={"host": "evil.example"})).status_code == 401
-        asked["origin"] = "https://evil.example"
-        assert (await site.http.get("/version", headers=asked)).status_code == 403
+        fields["origin"] = "https://evil.example"
+        assert (await site.http.get("/version", headers=fields)).status_code == 403

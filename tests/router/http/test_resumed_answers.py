@@ -7,7 +7,7 @@ import pytest
 COMPLETION = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 24, "seed": 4}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 24, "seed": 4}
 
-ASKED = {
+FIELDS = {
     "greedy": ("completions", {**COMPLETION, "temperature": 0}),
     "n": ("completions", {**COMPLETION, "n": 3}),
     "logprobs": ("completions", {**COMPLETION, "logprobs": 3}),
@@ -23,10 +23,10 @@ ASKED = {
 }
 
 
-async def answer_of(site, path, asked, *, stream):
+async def answer_of(site, path, fields, *, stream):
     if stream:
-        asked = {**asked, "stream": True}
-    answer = await site.http.post(f"/v1/{path}", json=asked)
+        fields = {**fields, "stream": True}
+    answer = await site.http.post(f"/v1/{path}", json=fields)
     assert answer.status_code == 200, answer.text
     if not stream:
         body = answer.json()
@@ -50,11 +50,11 @@ def together(events):
 
 
 @pytest.mark.parametrize(("num_prefill", "stream"), [(1, False), (0, True)], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", FIELDS)
 async def test_an_answer_is_the_same_although_its_decode_worker_dies_in_the_middle(site_of, name, num_prefill, stream):
-    path, asked = ASKED[name]
+    path, fields = FIELDS[name]
     async with site_of(num_prefill, 2) as site:
-        undisturbed = await answer_of(site, path, asked, stream=stream)
+        undisturbed = await answer_of(site, path, fields, stream=stream)
         longest = max(len(one.token_ids) for worker in site.rig.fleet.all.values() for one in worker.seen)
         workers = [site.rig["d0"], site.rig["d1"]]
 
@@ -68,7 +68,7 @@ async def test_an_answer_is_the_same_although_its_decode_worker_dies_in_the_midd
         for _ in range(2):
             for worker in workers:
                 worker.poison = die_once
-            assert await answer_of(site, path, asked, stream=stream) == undisturbed
+            assert await answer_of(site, path, fields, stream=stream) == undisturbed
             (dead,) = (worker for worker in workers if worker.dead)
             await dead.start()
         resumes = (await site.http.get("/metrics")).text.split("twostroke:request_resumes_total{")[1].splitlines()[0]

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 
-async def complete(site, path="/v1/completions", status=200, **asked):
-    response = await site.http.post(path, json={"model": "fake", "seed": 5, **asked})
+async def complete(site, path="/v1/completions", status=200, **fields):
+    response = await site.http.post(path, json={"model": "fake", "seed": 5, **fields})
     assert response.status_code == status, response.text
     return response.json()
 
@@ -67,10 +67,10 @@ async def test_a_prompt_is_scored_without_an_answer(site_of, num_prefill):
 
 
 async def test_an_answer_follows_the_prompt_that_was_scored_once_for_all_choices(site_of):
-    asked = {"prompt": [[5, 6, 7], [8, 9]], "n": 2, "max_tokens": 4, "logprobs": 0}
+    fields = {"prompt": [[5, 6, 7], [8, 9]], "n": 2, "max_tokens": 4, "logprobs": 0}
     async with site_of(1, 1) as site:
-        plain = await complete(site, **asked)
-        echoed = await complete(site, **asked, echo=True)
+        plain = await complete(site, **fields)
+        echoed = await complete(site, **fields, echo=True)
         assert sum(request.scoring is not None for request in site.rig["p0"].seen) == 2
         for one, other, length in zip(plain["choices"], echoed["choices"], [3, 3, 2, 2], strict=True):
             assert other["text"].endswith(one["text"])
@@ -118,9 +118,9 @@ async def test_prompt_logprobs_are_vllms(site_of):
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ],
 )
-async def test_what_can_not_be_told_of_a_prompt_is_refused_by_name(site_of, asked, param):
+async def test_what_can_not_be_told_of_a_prompt_is_refused_by_name(site_of, fields, param):
     async with site_of(0, 1) as site:
-        answer = await complete(site, status=400, prompt="import os", **asked)
+        answer = await complete(site, status=400, prompt="import os", **fields)
         assert answer["error"]["param"] == param
 
 
@@ -138,16 +138,16 @@ async def test_offsets_of_an_echoed_prompt_count_the_special_tokens_that_its_tex
     name = tokenizer.token(special)
     async with site_of(0, 1) as site:
 
-        async def echoed(**asked):
-            asked = {"max_tokens": 2, "echo": True, "logprobs": 0, "ignore_eos": True} | asked
-            (choice,) = (await complete(site, **asked))["choices"]
+        async def echoed(**fields):
+            fields = {"max_tokens": 2, "echo": True, "logprobs": 0, "ignore_eos": True} | fields
+            (choice,) = (await complete(site, **fields))["choices"]
             return choice["text"], choice["logprobs"]
 
-        for asked in (
+        for fields in (
             {"prompt": f"a{name}{name}import"},
             {"prompt": [special, 40, special], "skip_special_tokens": False},
         ):
-            text, told = await echoed(**asked)
+            text, told = await echoed(**fields)
             assert name in text
             for token, begin, end in zip(told["tokens"], told["text_offset"], told["text_offset"][1:], strict=False):
                 assert text[begin:end] in (token, ""), "the tokenizer may have added one, which the text lacks"
@@ -158,8 +158,8 @@ async def test_offsets_of_an_echoed_prompt_count_the_special_tokens_that_its_tex
         assert first == second == 0
 
 
-async def embed(site, status=200, **asked):
-    response = await site.http.post("/v1/embeddings", json={"model": "fake", **asked})
+async def embed(site, status=200, **fields):
+    response = await site.http.post("/v1/embeddings", json={"model": "fake", **fields})
     assert response.status_code == status, response.text
     return response.json()
 
@@ -218,9 +218,9 @@ async def test_the_official_client_reads_a_large_batch(site_of):
         ({}, "input"),
     ],
 )
-async def test_what_can_not_be_embedded_is_refused_by_name(site_of, asked, param):
+async def test_what_can_not_be_embedded_is_refused_by_name(site_of, fields, param):
     async with site_of(0, 1) as site:
-        answer = await embed(site, status=400, **asked)
+        answer = await embed(site, status=400, **fields)
         assert answer["error"]["param"] == param
 
 

@@ -129,10 +129,10 @@ async def test_without_classes_nothing_is_told_of_one(site_of) -> None:
 async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_of_it(
     site_of, monkeypatch, stream: bool
 ) -> None:
-    asked: list[object] = []
+    fields: list[object] = []
 
     def refuse(*about: object) -> None:
-        asked.append(about)
+        fields.append(about)
         raise Overloaded("too late; try again in 7 s", limit="ttft", retry_after_s=7)
 
     async with site_of(1, 1, slo=SLO) as site:
@@ -141,7 +141,7 @@ async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_o
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert site.rig["p0"].seen == site.rig["d0"].seen == []
-        assert len(asked) == 1  # nowhere else, and not again
+        assert len(fields) == 1  # nowhere else, and not again
         metrics = (await site.http.get("/metrics")).text
         assert 'slo_requests_total{model_name="fake",router="router",slo_class="bulk",verdict="refused"} 1.0' in metrics
         assert 'slo_refusals_total{limit="ttft",model_name="fake",router="router",slo_class="bulk"} 1.0' in metrics
@@ -179,6 +179,6 @@ async def test_a_response_is_judged_by_its_longest_prompt(site_of, monkeypatch) 
 
     async with site_of(1, 1, slo=SLO) as site:
         monkeypatch.setattr(site.rig.pipeline, "_admit", admit)
-        asked = {**ASK, "prompt": [[7], [7] * 20, [7] * 5], "n": 2}
-        assert (await site.http.post("/v1/completions", json=asked)).status_code == 200
+        fields = {**ASK, "prompt": [[7], [7] * 20, [7] * 5], "n": 2}
+        assert (await site.http.post("/v1/completions", json=fields)).status_code == 200
         assert judged == [20], "a short one first would let in whatever comes behind it"

@@ -57,10 +57,10 @@ def plays(site, speaker, text):
 
 async def ask(client, *, streams, messages=({"role": "user", "content": "Rain in Oslo?"},), **fields):
     """The choice, whole; and what a stream told is put together."""
-    asked = {"model": "fake", "messages": [*messages], **fields}
+    body = {"model": "fake", "messages": [*messages], **fields}
     if not streams:
-        return (await client.chat.completions.create(**asked)).choices[0]
-    async with client.chat.completions.stream(**asked) as stream:
+        return (await client.chat.completions.create(**body)).choices[0]
+    async with client.chat.completions.stream(**body) as stream:
         async for _ in stream:
             pass
         return (await stream.get_final_completion()).choices[0]
@@ -81,9 +81,9 @@ async def test_a_call_is_told_beside_what_was_thought_and_said(site, client, spe
 
 async def test_arguments_are_streamed_while_they_are_written(site, client, speaker):
     plays(site, speaker, THOUGHT + CALL)
-    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "stream": True}
+    body = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "stream": True}
     pieces = []
-    async for chunk in await client.chat.completions.create(**asked):
+    async for chunk in await client.chat.completions.create(**body):
         for call in chunk.choices[0].delta.tool_calls or []:
             pieces.append(call.function.arguments)
     assert len(pieces) > 3
@@ -110,10 +110,10 @@ async def test_functions_are_tools_by_their_old_name_and_a_call_is_told_by_it(si
         {"role": "function", "name": "rain", "content": "yes"},
         {"role": "user", "content": "And in Oslo?"},
     ]
-    asked = {"messages": history, "functions": [RAIN["function"]], "function_call": choice}
+    body = {"messages": history, "functions": [RAIN["function"]], "function_call": choice}
     if streams:
         told, reasons, content = [], [], ""
-        async for chunk in await client.chat.completions.create(model="fake", stream=True, **asked):
+        async for chunk in await client.chat.completions.create(model="fake", stream=True, **body):
             delta = chunk.choices[0].delta
             assert not delta.tool_calls
             content += delta.content or ""
@@ -123,7 +123,7 @@ async def test_functions_are_tools_by_their_old_name_and_a_call_is_told_by_it(si
         assert not any(one.name for one in told[1:])
         assert reasons == ["function_call"]
     else:
-        answered = (await client.chat.completions.create(model="fake", **asked)).choices[0]
+        answered = (await client.chat.completions.create(model="fake", **body)).choices[0]
         assert answered.message.tool_calls is None
         assert answered.finish_reason == "function_call"
         content, name = answered.message.content, answered.message.function_call.name
@@ -213,14 +213,14 @@ async def test_arguments_that_no_prompt_can_show_are_no_bug_of_the_server(site, 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 async def test_half_a_surrogate_pair_that_a_model_writes_is_no_bug_of_the_server(site, speaker, path, streams):
     plays(site, speaker, THOUGHT + r'<tool_call>{"name": "rain", "arguments": "\ud800"}</tool_call>')
-    asked = [{"role": "user", "content": "Rain in Oslo?"}]
+    messages = [{"role": "user", "content": "Rain in Oslo?"}]
     if path == "/v1/responses":
-        body = {"input": asked, "tools": [{"type": "function", **RAIN["function"]}]}
+        body = {"input": messages, "tools": [{"type": "function", **RAIN["function"]}]}
     elif path == "/v1/messages":
         tool = {"name": "rain", "input_schema": RAIN["function"]["parameters"]}
-        body = {"messages": asked, "tools": [tool], "max_tokens": 300}
+        body = {"messages": messages, "tools": [tool], "max_tokens": 300}
     else:
-        body = {"messages": asked, "tools": [RAIN]}
+        body = {"messages": messages, "tools": [RAIN]}
     answered = await site.http.post(path, json={"model": "fake", "stream": streams, **body})
     assert answered.status_code == 200, answered.text
     assert r"\ud800" in answered.text
@@ -229,20 +229,20 @@ async def test_half_a_surrogate_pair_that_a_model_writes_is_no_bug_of_the_server
 
 async def test_usage_tells_the_tokens_that_were_thought_and_effort_none_asks_for_none(site, client, speaker):
     plays(site, speaker, f"{THOUGHT}Yes.")
-    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
-    answer = await client.chat.completions.create(**asked)
+    body = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
+    answer = await client.chat.completions.create(**body)
     thought = answer.usage.completion_tokens_details.reasoning_tokens
     assert 0 < thought < answer.usage.completion_tokens
     plays(site, speaker, "Yes.")
-    answer = await client.chat.completions.create(**asked, reasoning_effort="none")
+    answer = await client.chat.completions.create(**body, reasoning_effort="none")
     assert answer.choices[0].message.content == "Yes."
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
 async def test_of_thoughts_that_are_cut_no_more_tokens_are_told_than_there_are(site, client, speaker):
     plays(site, speaker, THOUGHT)
-    asked = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
-    usage = (await client.chat.completions.create(**asked)).usage
+    body = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
+    usage = (await client.chat.completions.create(**body)).usage
     assert (usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens) == (3, 3)
     answer = await client.responses.create(model="fake", input="?", max_output_tokens=3)
     assert answer.usage.output_tokens_details.reasoning_tokens == 3
@@ -295,14 +295,14 @@ LARGE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf":
     ],
 )
 async def test_what_a_forced_call_can_not_be_held_to_is_refused(site, fields, param):
-    asked = {"messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "tool_choice": "required"}
-    answer = await site.http.post("/v1/chat/completions", json={**asked, **fields})
+    body = {"messages": [{"role": "user", "content": "?"}], "tools": [RAIN], "tool_choice": "required"}
+    answer = await site.http.post("/v1/chat/completions", json={**body, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_a_budget_of_thinking_is_refused_where_thoughts_end_with_no_token(site):
-    asked = {"messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8}
-    answer = await site.http.post("/v1/chat/completions", json=asked)
+    body = {"messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8}
+    answer = await site.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "thinking_token_budget"
 
@@ -358,10 +358,10 @@ async def test_without_parallel_calls_an_answer_is_over_with_its_first(site, cli
     assert choice.finish_reason == "tool_calls"
     assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Oslo"}]
     assert choice.message.content == "I look."
-    asked = {"model": "fake", "max_tokens": 99, "messages": [{"role": "user", "content": "?"}]}
-    asked |= {"tools": [{"name": "rain", "input_schema": RAIN["function"]["parameters"]}]}
-    asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = (await site.http.post("/v1/messages", json=asked)).json()
+    body = {"model": "fake", "max_tokens": 99, "messages": [{"role": "user", "content": "?"}]}
+    body |= {"tools": [{"name": "rain", "input_schema": RAIN["function"]["parameters"]}]}
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = (await site.http.post("/v1/messages", json=body)).json()
     assert [block["type"] for block in answer["content"]].count("tool_use") == 1
     assert answer["stop_reason"] == "tool_use"
 
@@ -390,7 +390,7 @@ async def test_a_prompt_may_end_without_the_head_of_an_answer(site, client, spea
 
 async def test_tokens_of_a_chat_are_counted_with_its_tools(site, client, speaker):
     plays(site, speaker, "Yes.")
-    asked = {"model": "fake", "messages": [{"role": "user", "content": "Rain in Oslo?"}], "tools": [RAIN]}
-    counted = (await site.http.post("/tokenize", json=asked)).json()
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Rain in Oslo?"}], "tools": [RAIN]}
+    counted = (await site.http.post("/tokenize", json=body)).json()
     await ask(client, streams=False, tools=[RAIN])
     assert counted["tokens"] == list(site.rig["p0"].seen[0].token_ids)

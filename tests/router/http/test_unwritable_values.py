@@ -95,6 +95,6 @@ async def test_values_that_libraries_stumble_over_are_no_bug_of_the_server(site_
 async def test_a_schema_within_a_string_is_checked_alike(site_of, chatty):
     async with site_of(0, 1, speaks=chatty) as site:
         for value in [*VALUES, *BIG]:
-            asked = {"model": "fake", "prompt": "a", "max_tokens": 2, "guided_json": f'{{"const": {value}}}'}
-            response = await site.http.post("/v1/completions", json=asked)
+            body = {"model": "fake", "prompt": "a", "max_tokens": 2, "guided_json": f'{{"const": {value}}}'}
+            response = await site.http.post("/v1/completions", json=body)
             assert response.status_code in ((400,) if value in VALUES else (200, 400)), (value, response.text)

@@ -13,7 +13,7 @@ from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 from twostroke.router.observe.log_format import JsonLines, TextLines
 
 SECRET = "the princess's whereabouts"
-ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+BODY = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
     async with site_of(1, 1) as site:
         answer = await site.http.post(
             "/v1/completions",
-            json={**ASKED, "stream": stream, "n": 2},
+            json={**BODY, "stream": stream, "n": 2},
             headers={"x-request-id": "label-1", "authorization": "Bearer a-key"},
         )
         assert answer.status_code == 200
@@ -50,7 +50,7 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
 
 async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not(site_of, logged):
     async with site_of(1, 1) as site:
-        await site.http.post("/v1/completions", json={**ASKED, SECRET: 1, "n": SECRET})
+        await site.http.post("/v1/completions", json={**BODY, SECRET: 1, "n": SECRET})
         await site.http.get("/nowhere%0a%1b[31m")
         await site.http.get("/health")
     lines = access(logged())
@@ -73,7 +73,7 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
                 raise failure
 
             monkeypatch.setattr(site.service.runner, "deltas", generate)
-            await site.http.post("/v1/completions", json={**ASKED, "stream": True, "return_token_ids": True})
+            await site.http.post("/v1/completions", json={**BODY, "stream": True, "return_token_ids": True})
 
     await failing(num_deltas=0)
     await failing(num_deltas=1)
@@ -87,7 +87,7 @@ async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
     alice = KeyConfig(name="alice", sha256=sha256, requests_per_minute=1)
     async with site_of(1, 1, tenants=Tenants([alice], secret=b"s" * 32, clock=time.monotonic)) as site:
         for authorization in (f"Bearer {key}", f"Bearer {key}", "Bearer wrong"):
-            await site.http.post("/v1/completions", json=ASKED, headers={"authorization": authorization})
+            await site.http.post("/v1/completions", json=BODY, headers={"authorization": authorization})
     told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged())]
     assert told == [(200, "alice", None), (429, "alice", "rate_limit_exceeded"), (401, None, "invalid_api_key")]
     assert key not in logged()
@@ -98,7 +98,7 @@ async def test_every_line_about_a_request_names_it_its_trace_its_attempt_and_its
     headers = {"x-request-id": "label-1", "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     async with site_of(1, 2) as site:
         site.rig["d0"].refusal = WorkerLost("it has just died")
-        answers = [await site.http.post("/v1/completions", json=ASKED, headers=headers) for _ in range(4)]
+        answers = [await site.http.post("/v1/completions", json=BODY, headers=headers) for _ in range(4)]
         assert {answer.status_code for answer in answers} == {200}
     lines = [json.loads(line) for line in logged().splitlines() if "label-1" in line]
     (failed, *_) = [line for line in lines if line["level"] == "warning"]
@@ -114,7 +114,7 @@ async def test_every_line_about_a_request_names_it_its_trace_its_attempt_and_its
 async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
     async with site_of(0, 1) as site:
         site.rig["d0"].refusal = RequestError(f"Invalid type: {SECRET}", code="invalid_grammar")
-        answer = await site.http.post("/v1/completions", json=ASKED)
+        answer = await site.http.post("/v1/completions", json=BODY)
         assert answer.status_code == 400
     assert any(json.loads(line)["level"] == "warning" for line in logged().splitlines())
     assert SECRET not in logged()

@@ -24,7 +24,7 @@ from twostroke.router.observe.tracing import TracingConfig, request_traces
 
 CONVENTIONS = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-ASKED = {"model": "fake", "prompt": "the princess's whereabouts", "max_tokens": 8, "seed": 3, "ignore_eos": True}
+FIELDS = {"model": "fake", "prompt": "the princess's whereabouts", "max_tokens": 8, "seed": 3, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def seconds(span):
 async def test_a_request_has_a_span_for_every_stage_under_the_clients_own(site_of, traces, exporter):
     async with site_of(1, 1) as site:
         site.service.traces = traces
-        await site.http.post("/v1/completions", json=ASKED, headers={"traceparent": PARENT, "x-request-id": "label"})
+        await site.http.post("/v1/completions", json=FIELDS, headers={"traceparent": PARENT, "x-request-id": "label"})
         site.service.traces = None  # to look at what is there
     spans = by_name(exporter)
     root = spans["POST /v1/completions"]
@@ -76,7 +76,7 @@ async def test_a_request_has_a_span_for_every_stage_under_the_clients_own(site_o
 
 MESSAGES = [{"role": "user", "content": "the princess's whereabouts"}]
 ASKED_OF = {
-    "/v1/completions": ASKED | {"top_k": 3, "top_p": 0.5},
+    "/v1/completions": FIELDS | {"top_k": 3, "top_p": 0.5},
     "/v1/chat/completions": {"model": "fake", "messages": MESSAGES, "max_tokens": 8, "ignore_eos": True},
     "/v1/responses": {"model": "fake", "input": "the princess's whereabouts", "max_output_tokens": 8},
     "/v1/messages": {"model": "fake", "messages": MESSAGES, "max_tokens": 8},
@@ -116,8 +116,8 @@ async def test_a_span_tells_model_operation_and_usage_in_the_words_of_the_conven
 async def test_another_model_than_the_one_served_is_not_named(site_of, traces, exporter):
     async with site_of(1, 1) as site:
         site.service.traces = traces
-        await site.http.post("/v1/completions", json=ASKED | {"model": "the princess"})
-        await site.http.post("/v1/completions", json=ASKED | {"max_tokens": -1})
+        await site.http.post("/v1/completions", json=FIELDS | {"model": "the princess"})
+        await site.http.post("/v1/completions", json=FIELDS | {"max_tokens": -1})
         site.service.traces = None
     models = [span.attributes.get("gen_ai.request.model") for span in exporter.get_finished_spans()]
     assert models == [None, "fake"]
@@ -139,19 +139,19 @@ async def test_log_lines_and_workers_are_told_the_traces_id(site_of, traces, exp
     caplog.set_level("INFO", logger="twostroke")
     async with site_of(1, 1) as site:
         site.service.traces = traces
-        await site.http.post("/v1/completions", json=ASKED, headers={"traceparent": traceparent})
+        await site.http.post("/v1/completions", json=FIELDS, headers={"traceparent": traceparent})
         site.service.traces = None
         (line,) = [one for one in caplog.records if one.name.endswith("access_log")]
-        asked = site.rig["d0"].seen[0].log_context
+        fields = site.rig["d0"].seen[0].log_context
     ids = {format_trace_id(span.context.trace_id) for span in exporter.get_finished_spans()}
-    assert ids == {line.log_context.trace_id} == {asked.trace_id}
-    assert (asked.trace_id == "0af7651916cd43dd8448eb211c80319c") == (trace_id is not None)
+    assert ids == {line.log_context.trace_id} == {fields.trace_id}
+    assert (fields.trace_id == "0af7651916cd43dd8448eb211c80319c") == (trace_id is not None)
 
 
 async def test_without_tracing_a_clients_trace_is_told_and_none_is_begun(site_of):
     async with site_of(1, 1) as site:
         for traceparent in (PARENT, "00-nonsense"):
-            await site.http.post("/v1/completions", json=ASKED, headers={"traceparent": traceparent})
+            await site.http.post("/v1/completions", json=FIELDS, headers={"traceparent": traceparent})
         told = [request.log_context.trace_id for request in site.rig["d0"].seen]
     assert told == ["0af7651916cd43dd8448eb211c80319c", ""]
 

@@ -26,9 +26,9 @@ CALLS = [
 
 @pytest.fixture
 def form(tokenizer):
-    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})
+    fields = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})
     jobs = [ChoiceJob(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())]
-    return ChatWriter(asked, jobs, tokenizer, model="m", created=1, service_tier=None)
+    return ChatWriter(fields, jobs, tokenizer, model="m", created=1, service_tier=None)
 
 
 def test_a_whole_chat_has_reasoning_and_calls_beside_its_content(form):

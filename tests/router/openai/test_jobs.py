@@ -85,8 +85,8 @@ MODELS_OWN = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.02,
         ({"top_k": -1}, (0.6, 0.95, 0, 0.02, 1.1)),
     ],
 )
-async def test_the_models_defaults_fill_what_a_request_leaves_out(tokenizer, asked, drawn):
-    sampling = (await only(JobMaker(tokenizer, MODELS_OWN), **asked)).sampling
+async def test_the_models_defaults_fill_what_a_request_leaves_out(tokenizer, body, drawn):
+    sampling = (await only(JobMaker(tokenizer, MODELS_OWN), **body)).sampling
     assert drawn == (
         sampling.temperature,
         sampling.top_p,
@@ -134,14 +134,14 @@ async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
 async def test_the_template_sees_the_documents_of_a_chat():
     template = "{% for one in documents or [] %}[{{ one.title }}: {{ one.text }}]{% endfor %}{{ messages[0].content }}"
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
-    asked = {"messages": [{"role": "user", "content": "Which?"}]}
+    body = {"messages": [{"role": "user", "content": "Which?"}]}
     documents = [{"title": "a", "text": "b"}, {"title": "c", "text": "d é"}]
     for more, prompt in (
         ({"documents": documents}, "[a: b][c: d é]Which?"),
         ({"documents": []}, "Which?"),
         ({}, "Which?"),
     ):
-        chat = ChatRequest.model_validate({**asked, **more})
+        chat = ChatRequest.model_validate({**body, **more})
         (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
         assert speaker.decode(job.request.token_ids) == prompt
 
@@ -158,13 +158,13 @@ async def test_the_template_sees_the_documents_of_a_chat():
     ],
     ids=range(6),
 )
-async def test_what_is_far_too_much_is_refused_before_it_is_compiled(tokenizer, monkeypatch, asked, said):
+async def test_what_is_far_too_much_is_refused_before_it_is_compiled(tokenizer, monkeypatch, body, said):
     async def compiles(grammars, grammar):
         raise AssertionError("it is compiled")
 
     monkeypatch.setattr("twostroke.protocol.grammars.Grammars.matcher", compiles)
     with pytest.raises((RequestError, ValidationError), match=said):
-        await only(JobMaker(tokenizer, SamplingDefaults()), structured_outputs=asked)
+        await only(JobMaker(tokenizer, SamplingDefaults()), structured_outputs=body)
 
 
 FORMATS = sorted(
@@ -176,8 +176,8 @@ RAIN = {"name": "rain", "parameters": {"type": "object", "properties": {"day": {
 @pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("think")])
 async def test_calls_can_be_enforced_in_every_format_of_ours(name):
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}", name)
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
-    chat = ChatRequest.model_validate({**asked, "tool_choice": "required"})
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    chat = ChatRequest.model_validate({**body, "tool_choice": "required"})
     (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
     assert "rain" in job.request.grammar
 
@@ -187,9 +187,9 @@ async def test_calls_of_a_format_that_others_wrote_are_enforced_in_the_generic_o
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"start_anchor": "A", "fields": {"tool_calls": field, "content": {}}}), encoding="utf-8")
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ tools }}{{ messages[0].content }}", str(path))
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
     for choice, mark in (("required", "<tool_call>"), ("auto", "<call>")):
-        chat = ChatRequest.model_validate({**asked, "tool_choice": choice})
+        chat = ChatRequest.model_validate({**body, "tool_choice": choice})
         (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
         assert bool(job.request.grammar) == (choice == "required")
         assert mark in job.request.grammar or choice == "auto"
@@ -203,9 +203,9 @@ async def test_a_template_of_others_that_tells_of_no_calls_is_named_where_there_
     thoughts = {"open": "<hm>", "close": "</hm>"}
     path.write_text(json.dumps({"start_anchor": "A", "fields": {"thinking": thoughts, "content": {}}}), "utf-8")
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}", str(path))
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
     with pytest.raises(RequestError, match=r"^tools: .* model\.response_template"):
-        await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate(asked), ROOMY)
+        await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate(body), ROOMY)
 
 
 V31 = (
@@ -237,19 +237,19 @@ async def test_developers_rules_and_arguments_that_are_none_reach_the_model():
     )
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
     called = [{"id": "c", "function": {"name": "rain", "arguments": one}} for one in ("", None, '{"da')]
-    asked = {
+    body = {
         "messages": [
             {"role": "developer", "content": "Be kind."},
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": None, "tool_calls": called},
         ]
     }
-    (job,) = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate(asked), TERMS)
+    (job,) = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate(body), TERMS)
     assert speaker.decode(job.request.token_ids) == "Be kind.a" + '{"name": "rain", "arguments": {}}' * 3
-    asked = {"model": "m", "instructions": "Be brief.", "input": [{"role": "developer", "content": "Be kind."}]}
-    asked["input"].append({"role": "user", "content": "a"})
-    asked["input"].append({"type": "function_call", "call_id": "c", "name": "rain", "arguments": None})
-    chat = ResponsesRequest.model_validate(asked).draft().chat()
+    body = {"model": "m", "instructions": "Be brief.", "input": [{"role": "developer", "content": "Be kind."}]}
+    body["input"].append({"role": "user", "content": "a"})
+    body["input"].append({"type": "function_call", "call_id": "c", "name": "rain", "arguments": None})
+    chat = ResponsesRequest.model_validate(body).draft().chat()
     (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, TERMS)
     assert speaker.decode(job.request.token_ids) == 'Be brief.Be kind.a{"name": "rain", "arguments": {}}'
 
@@ -279,8 +279,8 @@ async def test_an_answer_goes_on_where_the_last_message_ends(shown, said, prompt
     text = chat_prompt(speaker, chat)
     assert text.rpartition("assistant\n")[2] == prompt
     for content in (said, [{"type": "text", "text": said}], *([[]] if not said else [])):
-        asked = {"model": "m", "max_tokens": 5, "messages": [messages[0], {"role": "assistant", "content": content}]}
-        chat = MessagesRequest.model_validate(asked).draft().chat()
+        body = {"model": "m", "max_tokens": 5, "messages": [messages[0], {"role": "assistant", "content": content}]}
+        chat = MessagesRequest.model_validate(body).draft().chat()
         assert chat_prompt(speaker, chat) == text
 
 
@@ -289,9 +289,9 @@ async def test_what_the_prompt_has_of_an_answer_is_read_once_for_all_choices():
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, template)
     begun = "<tool_call>f\n<arg_key>" + " " * 1600 + "x"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": begun}]
-    asked = {"messages": messages, "continue_final_message": True, "tools": [{"type": "function", "function": RAIN}]}
+    body = {"messages": messages, "continue_final_message": True, "tools": [{"type": "function", "function": RAIN}]}
     begin = time.process_time()
-    jobs = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate({**asked, "n": 64}), HUGE)
+    jobs = await JobMaker(speaker, SamplingDefaults()).make(ChatRequest.model_validate({**body, "n": 64}), HUGE)
     parsers = [job.chat.parser() for job in jobs]
     assert time.process_time() - begin < 1.5
     told = [parser.add(f"</tool_call>{i}") for i, parser in enumerate(parsers)]
@@ -322,9 +322,9 @@ async def test_a_seed_of_minus_one_is_random_as_for_vllms_users(maker):
 async def test_a_model_that_thinks_and_knows_no_tools_thinks_before_it_calls():
     speaker = TextTokenizer.load(BUNDLED_MODEL_DIR, "{{ messages[0].content }}{# </think> #}")
     assert speaker.response_template == "think"
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": RAIN}]}
     for choice in ("auto", "required"):
-        chat = ChatRequest.model_validate({**asked, "tool_choice": choice})
+        chat = ChatRequest.model_validate({**body, "tool_choice": choice})
         (job,) = await JobMaker(speaker, SamplingDefaults()).make(chat, ROOMY)
         parser = job.chat.parser()
         told = parser.add('<think>Hm.</think><tool_call>{"name": "rain", "arguments": {}}</tool_call>')

@@ -33,9 +33,9 @@ CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "ar
 TEXT_PART = {"type": "text", "text": "hi"}
 
 
-def chat_of(asked):
+def chat_of(body):
     """The chat's fields that are set."""
-    return asked.draft().chat().model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
+    return body.draft().chat().model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_a_response_is_a_chat(fields, chat):
     ids=lambda value: "-".join(value),
 )
 def test_a_message_is_a_chat(fields, chat):
-    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
-    made = chat_of(MessagesRequest.model_validate({**asked, **fields}))
-    assert {"messages": asked["messages"], "max_tokens": 9, **chat} == made
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    made = chat_of(MessagesRequest.model_validate({**body, **fields}))
+    assert {"messages": body["messages"], "max_tokens": 9, **chat} == made
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_what_is_without_effect_is_taken_where_the_router_is_strict():
 
 
 def response_format(tokenizer):
-    asked = ResponsesRequest.model_validate({"input": "hi"})
+    body = ResponsesRequest.model_validate({"input": "hi"})
     fields = {"model": "fake", "created": 5, "service_tier": None}
-    return ResponsesWriter(asked, asked.draft().chat(), [JOB], tokenizer, **fields)
+    return ResponsesWriter(body, body.draft().chat(), [JOB], tokenizer, **fields)
 
 
 def message_format(tokenizer):
-    asked = MessagesRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9})
-    return MessagesWriter(asked.draft().chat(), [JOB], tokenizer, model="fake", created=5, service_tier=None)
+    body = MessagesRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9})
+    return MessagesWriter(body.draft().chat(), [JOB], tokenizer, model="fake", created=5, service_tier=None)
 
 
 def events_of(written):

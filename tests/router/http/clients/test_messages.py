@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 
-ASKED = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "seed": 7}
+FIELDS = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "seed": 7}
 
 
 @pytest_asyncio.fixture
@@ -28,9 +28,9 @@ def events_of(text):
 
 
 async def test_a_message_says_what_the_chat_says(site):
-    message = (await post(site, {**ASKED, "system": "Be brief."})).json()
-    messages = [{"role": "system", "content": "Be brief."}, *ASKED["messages"]]
-    chat = (await post(site, {**ASKED, "messages": messages}, "/v1/chat/completions")).json()
+    message = (await post(site, {**FIELDS, "system": "Be brief."})).json()
+    messages = [{"role": "system", "content": "Be brief."}, *FIELDS["messages"]]
+    chat = (await post(site, {**FIELDS, "messages": messages}, "/v1/chat/completions")).json()
     assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
     usage = message["usage"]
@@ -40,8 +40,8 @@ async def test_a_message_says_what_the_chat_says(site):
 
 
 async def test_a_stream_has_the_same_text_in_its_events(site):
-    whole = (await post(site, ASKED)).json()
-    events = list(events_of((await post(site, {**ASKED, "stream": True})).text))
+    whole = (await post(site, FIELDS)).json()
+    events = list(events_of((await post(site, {**FIELDS, "stream": True})).text))
     assert all(name == told["type"] for name, told in events)
     names = [name for name, _ in events]
     assert names[:2] == ["message_start", "content_block_start"]
@@ -59,30 +59,30 @@ async def test_a_stream_has_the_same_text_in_its_events(site):
 
 
 async def test_the_stop_sequence_that_ended_a_message_is_told(site):
-    text = (await post(site, ASKED)).json()["content"][0]["text"]
+    text = (await post(site, FIELDS)).json()["content"][0]["text"]
     stops = ["never seen", text[5:9]]
-    message = (await post(site, {**ASKED, "stop_sequences": stops})).json()
+    message = (await post(site, {**FIELDS, "stop_sequences": stops})).json()
     assert message["content"][0]["text"] == text[: text.index(text[5:9])]
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", text[5:9])
-    events = dict(events_of((await post(site, {**ASKED, "stop_sequences": stops, "stream": True})).text))
+    events = dict(events_of((await post(site, {**FIELDS, "stop_sequences": stops, "stream": True})).text))
     assert events["message_delta"]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": text[5:9]}
 
 
 async def test_tokens_are_counted_without_a_worker(site):
-    counted = (await post(site, {"messages": ASKED["messages"]}, "/v1/messages/count_tokens")).json()
+    counted = (await post(site, {"messages": FIELDS["messages"]}, "/v1/messages/count_tokens")).json()
     assert not site.rig["p0"].seen
-    usage = (await post(site, ASKED)).json()["usage"]
+    usage = (await post(site, FIELDS)).json()["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
 @pytest.mark.parametrize(
     ("body", "status", "kind", "begin"),
     [
-        ({**ASKED, "max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
-        ({**ASKED, "max_tokens": 4096}, 400, "invalid_request_error", "max_tokens: "),
-        ({**ASKED, "model": "another"}, 404, "not_found_error", "model: "),
+        ({**FIELDS, "max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
+        ({**FIELDS, "max_tokens": 4096}, 400, "invalid_request_error", "max_tokens: "),
+        ({**FIELDS, "model": "another"}, 404, "not_found_error", "model: "),
         (
-            {**ASKED, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {**FIELDS, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             *(400, "invalid_request_error", "messages.0.content.0: the type 'image' is not supported"),
         ),
     ],
@@ -104,7 +104,7 @@ async def test_a_stream_that_fails_later_ends_with_an_error(site, monkeypatch):
         return len(seen) > 5
 
     site.rig["d0"].poison = die
-    events = list(events_of((await post(site, {**ASKED, "stream": True})).text))
+    events = list(events_of((await post(site, {**FIELDS, "stream": True})).text))
     assert events[0][0] == "message_start"
     assert events[-1][1]["error"]["type"] == "overloaded_error"
     assert "message_stop" not in dict(events)
@@ -114,7 +114,7 @@ async def test_a_key_may_come_in_the_clients_own_header(site_of):
     key, digest = new_key()
     tenants = Tenants([KeyConfig(name="alice", sha256=digest)], secret=b"secret", clock=lambda: 0.0)
     async with site_of(1, 1, tenants=tenants) as site:
-        assert (await post(site, ASKED, **{"x-api-key": key})).status_code == 200
-        assert (await post(site, ASKED, authorization=f"Bearer {key}")).status_code == 200
-        refusal = await post(site, ASKED, **{"x-api-key": "another"})
+        assert (await post(site, FIELDS, **{"x-api-key": key})).status_code == 200
+        assert (await post(site, FIELDS, authorization=f"Bearer {key}")).status_code == 200
+        refusal = await post(site, FIELDS, **{"x-api-key": "another"})
         assert (refusal.status_code, refusal.json()["error"]["type"]) == (401, "authentication_error")

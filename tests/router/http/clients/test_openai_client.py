@@ -57,8 +57,8 @@ async def test_a_client_that_leaves_is_cancelled_at_the_workers(site, client, st
 
 
 async def _ask(client, streaming):
-    asked = {"model": "fake", "prompt": "a", "max_tokens": 30, "extra_body": {"ignore_eos": True}}
-    answer = await client.completions.create(**asked, stream=streaming)
+    body = {"model": "fake", "prompt": "a", "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    answer = await client.completions.create(**body, stream=streaming)
     if streaming:
         async for _ in answer:
             pass

@@ -22,8 +22,8 @@ def chatty():
 async def test_the_schema_of_a_json_object_is_honoured(site_of, chatty):
     async with site_of(0, 1, speaks=chatty) as site:
         for schema in ({"const": 5}, {"const": 6}):
-            asked = CHAT | {"response_format": {"type": "json_object", "schema": schema}}
-            assert (await site.http.post("/v1/chat/completions", json=asked)).status_code == 200
+            fields = CHAT | {"response_format": {"type": "json_object", "schema": schema}}
+            assert (await site.http.post("/v1/chat/completions", json=fields)).status_code == 200
         one, other = (request.grammar for request in site.rig["d0"].seen)
         assert '"const":5' in one
         assert one != other
@@ -45,11 +45,11 @@ async def test_a_compressed_body_is_refused_as_such(site_of, encoding):
 
 async def test_the_tokens_of_a_message_are_counted_even_where_it_is_too_long(site_of, chatty):
     async with site_of(0, 1, speaks=chatty) as site:
-        asked = {"model": "fake", "messages": [{"role": "user", "content": "import os\n" * 2000}]}
-        counted = await site.http.post("/v1/messages/count_tokens", json=asked)
+        fields = {"model": "fake", "messages": [{"role": "user", "content": "import os\n" * 2000}]}
+        counted = await site.http.post("/v1/messages/count_tokens", json=fields)
         assert counted.status_code == 200
         assert counted.json()["input_tokens"] > site.service.max_context()
-        assert (await site.http.post("/v1/messages", json=asked | {"max_tokens": 1})).status_code == 400
+        assert (await site.http.post("/v1/messages", json=fields | {"max_tokens": 1})).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ async def test_the_tokens_of_a_message_are_counted_even_where_it_is_too_long(sit
 )
 async def test_a_refusal_in_the_history_is_what_the_assistant_said(site_of, chatty, message):
     async with site_of(0, 1, speaks=chatty) as site:
-        asked = CHAT | {"messages": [*CHAT["messages"], message, {"role": "user", "content": "why?"}]}
-        assert (await site.http.post("/v1/chat/completions", json=asked)).status_code == 200
+        fields = CHAT | {"messages": [*CHAT["messages"], message, {"role": "user", "content": "why?"}]}
+        assert (await site.http.post("/v1/chat/completions", json=fields)).status_code == 200
         (request,) = site.rig["d0"].seen
         assert "assistant: I can't.\n" in chatty.decode(request.token_ids)
 
@@ -71,8 +71,8 @@ async def test_medium_verbosity_is_what_every_answer_has(site_of, chatty):
     async with site_of(0, 1, speaks=chatty) as site:
         assert (await site.http.post("/v1/chat/completions", json=CHAT | {"verbosity": "medium"})).status_code == 200
         assert (await site.http.post("/v1/chat/completions", json=CHAT | {"verbosity": "low"})).status_code == 400
-        asked = {"model": "fake", "input": "hello", "max_output_tokens": 2, "text": {"verbosity": "medium"}}
-        assert (await site.http.post("/v1/responses", json=asked)).status_code == 200
+        fields = {"model": "fake", "input": "hello", "max_output_tokens": 2, "text": {"verbosity": "medium"}}
+        assert (await site.http.post("/v1/responses", json=fields)).status_code == 200
 
 
 async def test_no_tokens_are_an_empty_text(site_of):
@@ -84,17 +84,17 @@ async def test_no_tokens_are_an_empty_text(site_of):
 @pytest.mark.parametrize("char", ["\x7f", "a\x7fb", "\x80", "\u2028"])
 async def test_a_choice_may_have_any_character(site_of, char):
     async with site_of(0, 1) as site:
-        asked = {"model": "fake", "prompt": "a", "guided_choice": [char, "other"], "max_tokens": 1}
-        answer = await site.http.post("/v1/completions", json=asked)
+        fields = {"model": "fake", "prompt": "a", "guided_choice": [char, "other"], "max_tokens": 1}
+        answer = await site.http.post("/v1/completions", json=fields)
         assert answer.status_code == 200, answer.text
 
 
 async def test_what_was_cached_is_told_of_answers_that_a_stop_string_ends(site_of):
     async with site_of(0, 1) as site:
-        asked = {"model": "fake", "prompt": "import os", "seed": 5, "max_tokens": 12, "ignore_eos": True}
-        whole = (await site.http.post("/v1/completions", json=asked)).json()["choices"][0]["text"]
+        fields = {"model": "fake", "prompt": "import os", "seed": 5, "max_tokens": 12, "ignore_eos": True}
+        whole = (await site.http.post("/v1/completions", json=fields)).json()["choices"][0]["text"]
         site.rig["d0"].corrupt = lambda event: type(event)(*told_first(event))
-        stopped = (await site.http.post("/v1/completions", json=asked | {"stop": whole[1:3]})).json()
+        stopped = (await site.http.post("/v1/completions", json=fields | {"stop": whole[1:3]})).json()
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert stopped["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
@@ -107,16 +107,16 @@ def told_first(event):
 async def test_a_schema_that_can_not_be_held_whole_is_served_and_what_is_left_out_is_told(site_of, chatty):
     async with site_of(0, 1, speaks=chatty) as site:
 
-        def asked(**more):
+        def fields(**more):
             schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!b)"}}, "not": {}}
             form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
             return CHAT | {"response_format": form}
 
         for stream in (False, True):
-            answer = await site.http.post("/v1/chat/completions", json=asked() | {"stream": stream})
+            answer = await site.http.post("/v1/chat/completions", json=fields() | {"stream": stream})
             assert answer.status_code == 200, answer.text
             assert answer.headers["x-schema-left-out"] == "not, pattern"
-        refused = await site.http.post("/v1/chat/completions", json=asked(strict=True))
+        refused = await site.http.post("/v1/chat/completions", json=fields(strict=True))
         assert refused.status_code == 400
         plain = await site.http.post("/v1/chat/completions", json=CHAT)
         assert "x-schema-left-out" not in plain.headers
@@ -137,8 +137,8 @@ def in_old_http(method, path, body=""):
 
 async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(site_of, monkeypatch):
     async with site_of(0, 1, listen=True) as site:
-        asked = json.dumps({"model": "fake", "prompt": "import os", "seed": 5, "max_tokens": 3, "stream": True})
-        head, _, body = (await raw(site, in_old_http("POST", "/v1/completions", asked))).partition("\r\n\r\n")
+        fields = json.dumps({"model": "fake", "prompt": "import os", "seed": 5, "max_tokens": 3, "stream": True})
+        head, _, body = (await raw(site, in_old_http("POST", "/v1/completions", fields))).partition("\r\n\r\n")
         assert "transfer-encoding" not in head.lower()
         assert f"content-length: {len(body.encode())}" in head.lower()
         events = body.split("\n\n")
@@ -148,5 +148,5 @@ async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(site_of, monkey
         refused = await raw(site, in_old_http("GET", "/events"))
         assert "505" in refused.splitlines()[0]
         monkeypatch.setattr(responses, "MAX_COLLECTED_BYTES", 300)
-        refused = await raw(site, in_old_http("POST", "/v1/completions", asked))
+        refused = await raw(site, in_old_http("POST", "/v1/completions", fields))
         assert "505" in refused.splitlines()[0]

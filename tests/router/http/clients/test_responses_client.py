@@ -17,11 +17,11 @@ async def client(site):
         yield client
 
 
-ASKED = {"model": "fake", "input": "hello", "max_output_tokens": 24, "extra_body": {"seed": 7}}
+BODY = {"model": "fake", "input": "hello", "max_output_tokens": 24, "extra_body": {"seed": 7}}
 
 
 async def test_a_response_says_what_the_chat_says_and_that_it_is_not_kept(client):
-    response = await client.responses.create(**ASKED, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
+    response = await client.responses.create(**BODY, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     chat = await client.chat.completions.create(model="fake", messages=messages, max_tokens=24, seed=7, temperature=0.5)
     assert response.output_text == chat.choices[0].message.content
@@ -35,8 +35,8 @@ async def test_a_response_says_what_the_chat_says_and_that_it_is_not_kept(client
 
 
 async def test_a_stream_has_the_same_text_and_its_events_are_numbered(client):
-    whole = await client.responses.create(**ASKED)
-    events = [event async for event in await client.responses.create(**ASKED, stream=True)]
+    whole = await client.responses.create(**BODY)
+    events = [event async for event in await client.responses.create(**BODY, stream=True)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:4] == [
@@ -58,32 +58,32 @@ async def test_a_stream_has_the_same_text_and_its_events_are_numbered(client):
 
 
 async def test_the_clients_own_accumulator_takes_the_stream(site, client):
-    stop_at = (await client.responses.create(**ASKED)).output_text[5:9]
-    asked = {**ASKED, "extra_body": {"seed": 7, "stop": stop_at}}
-    async with client.responses.stream(**asked) as stream:
+    stop_at = (await client.responses.create(**BODY)).output_text[5:9]
+    body = {**BODY, "extra_body": {"seed": 7, "stop": stop_at}}
+    async with client.responses.stream(**body) as stream:
         response = await stream.get_final_response()
-    whole = await client.responses.create(**asked)
+    whole = await client.responses.create(**body)
     assert response.status == "completed"
     assert response.output_text == whole.output_text
 
 
 async def test_log_probabilities_come_with_their_text(client):
-    asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    whole = await client.responses.create(**asked)
+    body = {**BODY, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = await client.responses.create(**body)
     logprobs = whole.output[0].content[0].logprobs
     assert len(logprobs) == 24
     assert len(logprobs[0].top_logprobs) == 2
-    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    events = [event async for event in await client.responses.create(**body, stream=True)]
     told = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
     assert [(one.token, one.logprob) for one in told] == [(one.token, one.logprob) for one in logprobs]
     assert events[-1].response.output[0].content[0].logprobs == logprobs
 
 
 async def test_an_answer_can_be_sent_back_as_history(client):
-    response = await client.responses.create(**ASKED)
+    response = await client.responses.create(**BODY)
     for item in (response.output[0], response.output[0].model_dump()):
         history = [{"role": "user", "content": "hello"}, item, {"role": "user", "content": "more"}]
-        again = await client.responses.create(**{**ASKED, "input": history})
+        again = await client.responses.create(**{**BODY, "input": history})
         assert again.usage.input_tokens > response.usage.input_tokens
 
 
@@ -99,6 +99,6 @@ async def test_an_answer_can_be_sent_back_as_history(client):
 )
 async def test_a_refusal_names_the_field_that_the_client_sent(client, fields, param):
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.create(**{**ASKED, **fields})
+        await client.responses.create(**{**BODY, **fields})
     assert caught.value.param == param
     assert caught.value.body["message"].startswith(f"{param}: ")

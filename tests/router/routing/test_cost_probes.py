@@ -1,4 +1,4 @@
-"""Workers whose costs are wrong are tried, and learn better."""
+"""Cost probes: workers with wrong costs get requests, and learn better ones."""
 
 import msgspec
 import pytest
@@ -14,12 +14,12 @@ LONG = tuple(range(3000))
 
 
 def a_rig(prefill=TRUE, decode=TRUE):
-    """P0 has such costs, p1 none of its own; the decode workers have theirs."""
+    """Return a rig in which p0 has the costs `prefill`, p1 none of its own, and the decode workers `decode`."""
     rig = Rig(pulls=False)
-    told = {"p0": prefill, "p1": None, "d0": decode, "d1": decode}
+    costs_of = {"p0": prefill, "p1": None, "d0": decode, "d1": decode}
     for name in rig.infos:
         rig.infos[name] = info(name, max_step_tokens=2048, num_blocks=1000)
-        rig.tell(name, costs=told[name], free_blocks=1000)
+        rig.tell(name, costs=costs_of[name], free_blocks=1000)
     return rig
 
 
@@ -57,14 +57,14 @@ async def test_a_worker_that_is_as_quick_but_has_no_turn_is_tried_every_ten_seco
     assert 4 <= len([path for path in paths if path.is_cost_probe]) <= 20
 
 
-async def test_short_prompts_there_do_not_count_as_a_trial_of_long_ones():
+async def test_short_prompts_do_not_probe_the_costs_of_long_ones():
     rig = a_rig(prefill=SLOW)
-    trials = rig.chooser._cost_probes
+    probes = rig.chooser._cost_probes
     await sent(rig, 1)
     for _ in range(1000):
         rig.clock.now += 1.0
         for name in ("p0", "p1"):
-            trials.worked(rig.infos[name].peer, 100, rig.clock.now)
+            probes.worked(rig.infos[name].peer, 100, rig.clock.now)
     assert [by(path) for path in await sent(rig, 3)].count(None) < 3
 
 
