@@ -417,7 +417,7 @@ async def test_the_workers_are_told_what_may_be_drawn_and_who_shares_prefixes(si
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("fields", "param"),
     [
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
@@ -436,7 +436,7 @@ async def test_what_can_not_be_is_refused_by_name(site_of, fields, param):
 
 
 @pytest.mark.parametrize(
-    ("param", "asked"),
+    ("param", "fields"),
     [
         ("n", {"n": 9}),
         ("n", {"prompt": ["a"] * 9}),

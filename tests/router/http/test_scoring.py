@@ -109,7 +109,7 @@ async def test_prompt_logprobs_are_vllms(site_of):
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("fields", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
@@ -206,7 +206,7 @@ async def test_the_official_client_reads_a_large_batch(site_of):
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("fields", "param"),
     [
         ({"input": "a", "dimensions": 2}, "dimensions"),
         ({"input": "a", "pooling": "cls"}, "pooling"),

@@ -77,7 +77,7 @@ MODELS_OWN = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.02,
 
 
 @pytest.mark.parametrize(
-    ("asked", "drawn"),
+    ("body", "drawn"),
     [
         ({}, (0.6, 0.95, 20, 0.02, 1.1)),
         ({"temperature": 0, "top_p": None}, (0.0, 0.95, 20, 0.02, 1.1)),
@@ -147,7 +147,7 @@ async def test_the_template_sees_the_documents_of_a_chat():
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("body", "said"),
     [
         ({"regex": "a" * 1_000_000}, "65536 characters"),
         ({"grammar": "start: " + "a " * 500_000}, "65536 characters"),
