@@ -221,7 +221,7 @@ class SimFleet(Generic[EngineT]):
         return reply
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        reply: PrefillReply = await self._call("read", worker, request)
+        reply: PrefillReply = await self._call("score_prompt", worker, request)
         return reply
 
     async def decode(

@@ -273,7 +273,7 @@ class ProcessFleet:
         return reply
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        reply: PrefillReply = await self._by_peer[worker].call("read", request)
+        reply: PrefillReply = await self._by_peer[worker].call("score_prompt", request)
         return reply
 
     async def decode(

@@ -155,7 +155,7 @@ class ServeFleet:
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         handle, directory = self._home(worker)
-        reply: PrefillReply = await self._call(handle.read, directory, worker, request)
+        reply: PrefillReply = await self._call(handle.score_prompt, directory, worker, request)
         return reply
 
     async def decode(
