@@ -113,16 +113,16 @@ class ChoiceRunner:
         scoring = (
             stages if is_all else SequenceStages(stages.arrive, follows=stages.follows, log_context=stages.log_context)
         )
-        if prompt.answers_with is None:  # else another choice of the prompt has had it scored
+        if prompt.scored is None:  # else another choice of the prompt has had it scored
             async with aclosing(self.pipeline.generate(prompt.request, scoring)) as events:
                 async for event in events:
                     assert isinstance(event, PromptScored)
-                    prompt.answers_with = event
-        assert prompt.answers_with is not None
+                    prompt.scored = event
+        assert prompt.scored is not None
         if is_all:
-            yield prompt.answers_with
+            yield prompt.scored
             return
-        yield msgspec.structs.replace(prompt.answers_with, finish_reason=None)
+        yield msgspec.structs.replace(prompt.scored, finish_reason=None)
         stages.follows = stages.follows or scoring.attempts > 0
         async with aclosing(self.pipeline.generate(job.request, stages)) as events:
             async for event in events:

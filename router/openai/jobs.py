@@ -43,7 +43,7 @@ class PromptToScore:
     """A prompt to score once for all of its choices."""
 
     request: GenerateRequest  # with `scoring`
-    answers_with: PromptScored | None = None  # None: not read yet
+    scored: PromptScored | None = None  # None: not scored yet
 
 
 @dataclass(frozen=True)
