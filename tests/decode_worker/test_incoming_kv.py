@@ -4,7 +4,6 @@ And what becomes of a request whose KV does not come.
 """
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -116,37 +115,6 @@ async def test_a_source_hears_that_its_request_waits_only_where_it_does(rig: Rig
     for task in (call, other):
         task.cancel()
     await asyncio.gather(call, other, return_exceptions=True)
-
-
-@pytest.mark.parametrize(
-    "end", ["the client leaves", "the router cancels", "the router is lost", "the prefill failed", "the engine dies"]
-)
-@played_by(play, **FULL)
-async def test_kept_kv_is_given_up_with_its_request(rig: Rig, end: str) -> None:
-    busy = await fill(rig)
-    ticket = await rig.offer(18)
-    call = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), ticket))
-    assert await told(rig.prefill, Awaited | Grant | Abort) == Awaited(ticket.transfer_id)
-    match end:
-        case "the client leaves":
-            call.cancel()
-        case "the router cancels":
-            rig.router.send(Cancel("r"))
-        case "the router is lost":
-            await rig.router.close()
-        case "the prefill failed":
-            rig.router.send(PrefillFailed("r"))
-        case "the engine dies":
-            rig.engine.fail_at_step = rig.engine.num_steps
-            rig.engine.released.set()
-    message = await told(rig.prefill, Awaited | Grant | Abort)
-    assert isinstance(message, Abort)
-    assert rig.worker._deps.receiver._kept == set()
-    rig.engine.released.set()
-    with suppress(WorkerLost):
-        await busy
-    with suppress(WorkerLost, asyncio.CancelledError):
-        await call
 
 
 @played_by(play, role="decode", router_wait_s=2 * LONG_S)

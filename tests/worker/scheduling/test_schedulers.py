@@ -124,22 +124,6 @@ def test_a_low_class_gets_its_share_though_higher_prompts_keep_coming(role: str,
     assert 0.09 * num_tokens["high"] <= num_tokens["low"] <= 0.2 * num_tokens["high"]
 
 
-@pytest.mark.parametrize("end", ["completed", "abandoned"])
-def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run(role: str, end: str) -> None:
-    rig = Rig(role)
-    job = rig.add(10)
-    step = rig.schedule()
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 3
-    if end == "completed":
-        assert rig.end(step) == [], "nobody waits for its token"
-    else:
-        rig.scheduler.abandon(step)
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 0
-    assert len(rig.pool.names(0, rig.pool.num_blocks)) == (2 if end == "completed" else 0)
-
-
 @pytest.mark.parametrize(("length", "num_blocks"), [(0, 64), (200, 64), (18, 4)])
 def test_a_prompt_that_can_never_run_is_refused(role: str, length: int, num_blocks: int) -> None:
     with pytest.raises(RequestError):
@@ -265,24 +249,6 @@ def test_where_blocks_are_short_every_offer_that_waits_is_given_up(role: str) ->
     rig.end(step)
     rig.pool.release(held)
     assert rig.run() == [(large, 16)]
-
-
-@pytest.mark.parametrize("when", ["awaiting an offer", "offered", "pulling"])
-def test_a_prompt_that_ends_before_it_is_computed_frees_its_blocks_once_nothing_writes_into_them(
-    role: str, when: str
-) -> None:
-    rig = Rig(role, 8)
-    job = rig.add(12, awaits_offer=True)
-    if when != "awaiting an offer":
-        rig.scheduler.offered_prefix(job, 8)
-    if when == "pulling":
-        rig.scheduler.admit_offered()
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == (3 if when == "pulling" else 0)
-    if when == "pulling":
-        assert rig.scheduler.pulled(job) == 0
-    assert rig.pool.owned_blocks == rig.pool.lookup(job.sequence.block_hashes) == 0
-    assert rig.run() == []
 
 
 @settings(max_examples=100, deadline=None)
