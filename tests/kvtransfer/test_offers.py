@@ -185,7 +185,7 @@ async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted
 @played_by(play)
 async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
     out = await ends.offer(ends.ticket())
-    await fails(out.done(), match=r"no request came|did not grant")
+    await fails(out.done(), match=r"no request for the offer|did not grant")
     assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
 
 
@@ -224,7 +224,7 @@ async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_t
     ticket, out = await ends.keep()
     forged = replace(ticket, mac=bytes(16))
     await fails(ends.target.receiver.expect_transfer(forged, BLOCKS, NUM_TOKENS, 0).verified(), match="signature")
-    await fails(out.done(), match="no request came")
+    await fails(out.done(), match="no request for the offer")
 
 
 @played_by(play)
