@@ -70,9 +70,9 @@ class KVSender(RankSide):
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
         `block_ids` is the request's block table, which must cover the tokens, except for windows that have not reached
-        them (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already, in
-        all layers. A ticket that names another source, or was used, fails the transfer. Raises
-        ValueError where tokens and blocks don't fit.
+        them (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already,
+        in all layers. A ticket that names another source, or was used, fails the transfer. Raises ValueError where
+        tokens and blocks don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
