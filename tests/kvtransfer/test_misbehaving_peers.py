@@ -118,7 +118,7 @@ async def test_an_offer_is_good_only_for_the_rank_that_its_ticket_counts() -> No
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_nobody_aborts_or_commits_the_transfer_of_another_connection() -> None:
+async def test_no_peer_aborts_or_commits_the_transfer_of_another_connection() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer, raw_peer(pair) as other:
         ticket, waiting = await granted(pair, peer)
         other.connection.send(Abort(ticket.transfer_id, "not yours"))
@@ -131,7 +131,7 @@ async def test_nobody_aborts_or_commits_the_transfer_of_another_connection() -> 
         assert await waiting == TOKEN
 
 
-async def test_nobody_declines_or_withdraws_the_transfer_of_another_source_before_it_is_expected() -> None:
+async def test_no_peer_declines_or_withdraws_the_transfer_of_another_source_before_it_is_expected() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer, raw_peer(pair, NEIGHBOUR) as other:
         heard: list[bytes] = []
         pair.receiver.on_offer = heard.append
@@ -209,7 +209,7 @@ async def test_a_peer_that_announces_chunks_without_end_is_closed() -> None:
         await fails(waiting, match="ahead of its bytes")
 
 
-async def test_bytes_that_never_come_cost_the_connection_within_a_lease_though_pings_do_come() -> None:
+async def test_bytes_that_never_arrive_end_the_connection_within_a_lease_despite_pings() -> None:
     async with make_pair(config=TransferConfig(lease_s=0.2)) as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
 
@@ -288,7 +288,7 @@ async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | N
         await fails(out.done(), match=text or "enough")
 
 
-async def test_a_target_may_ping_before_its_welcome_and_say_too_late_or_of_nobody_that_it_waits_for_room() -> None:
+async def test_a_target_may_ping_before_its_welcome_and_answer_awaited_too_late_or_for_no_transfer() -> None:
     answers = [Awaited, lambda _: Awaited(b"nobody's"), Verified, Awaited]
     async with make_pair() as pair, raw_target(pair, *answers, pings=2) as ticket:
         out = pair.sender.begin_transfer(ticket, 4, [1], 4)

@@ -94,7 +94,7 @@ async def test_the_target_may_cancel_in_every_state(state: SenderState) -> None:
         await assert_a_transfer_works(pair)
 
 
-async def test_a_transfer_that_is_cancelled_before_its_offer_is_refused_when_it_comes() -> None:
+async def test_the_offer_of_a_cancelled_transfer_is_refused_when_it_arrives() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
         incoming = pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS, 0)
@@ -157,7 +157,7 @@ async def test_closing_the_sender_ends_transfers_whose_connection_was_not_even_b
         await fails(out.done(), match="the source is closing")
 
 
-async def test_closing_the_sender_ends_its_transfers_though_who_closes_it_is_cancelled() -> None:
+async def test_closing_the_sender_ends_its_transfers_though_the_closing_task_is_cancelled() -> None:
     async with make_pair() as pair:
         outs: list[OutgoingTransfer] = []
 
@@ -187,7 +187,7 @@ async def test_a_link_that_is_joined_while_its_target_closes_is_closed_too(num_t
 # --- prefixes that are not there ---
 
 
-async def test_a_source_that_has_nothing_tells_a_target_that_waits() -> None:
+async def test_a_source_without_kv_declines_to_a_target_that_waits() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
         incoming = pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS, 0)
@@ -196,7 +196,7 @@ async def test_a_source_that_has_nothing_tells_a_target_that_waits() -> None:
         await assert_a_transfer_works(pair)
 
 
-async def test_a_source_that_has_nothing_tells_a_target_that_has_not_asked_its_receiver_yet() -> None:
+async def test_a_source_without_kv_declines_before_its_target_expects_the_transfer() -> None:
     async with make_pair() as pair:
         heard: list[bytes] = []
         pair.receiver.on_offer = heard.append
@@ -214,7 +214,7 @@ async def test_a_source_that_has_nothing_tells_a_target_that_has_not_asked_its_r
             pair.sender.decline_transfer(pair.ticket(source=Peer("prefill-9", 1)), "not mine")
 
 
-async def test_an_offer_that_waits_tells_its_tokens_until_it_is_withdrawn() -> None:
+async def test_an_offer_that_waits_has_its_tokens_until_it_is_withdrawn() -> None:
     async with make_pair() as pair:
         heard: list[bytes] = []
         pair.receiver.on_offer = heard.append

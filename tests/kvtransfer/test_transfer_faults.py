@@ -122,7 +122,7 @@ async def test_a_link_that_can_not_be_prepared_is_another_transports() -> None:
 
 @pytest.mark.parametrize("side", ["source", "target"])
 @EACH
-async def test_links_are_closed_though_those_who_close_them_are_cancelled_twice(transport: str, side: str) -> None:
+async def test_links_are_closed_though_the_closing_task_is_cancelled_twice(transport: str, side: str) -> None:
     async with faulty_pair(transport) as (pair, source, target):
         closed = source if side == "source" else target
         await assert_a_transfer_works(pair)

@@ -86,7 +86,7 @@ def test_where_blocks_run_out_the_youngest_is_copied_out_before_anything_else():
     assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 1)
 
 
-def test_only_what_is_not_cached_comes_back_and_the_request_goes_on_where_it_was():
+def test_only_what_is_not_cached_is_copied_back_and_the_request_goes_on_where_it_was():
     rig = Rig(num_blocks=4, swap_blocks=8)
     old, young, step = swap_out(rig)
     rig.end(step)

@@ -83,7 +83,7 @@ def test_one_that_ends_before_its_copy_is_made_needs_the_other_no_more(role: str
     assert rig.pool.owned_blocks == 0
 
 
-def test_a_prompt_waits_for_blocks_and_nobody_overtakes_it(role: str) -> None:
+def test_a_prompt_waits_for_blocks_and_no_other_overtakes_it(role: str) -> None:
     rig = Rig(role, 4)
     held = rig.pool.allocate(2)
     large, small = rig.add(16), rig.add(4)
@@ -144,7 +144,7 @@ def test_a_request_too_many_is_refused_as_overload_until_the_queue_moves(role: s
 # --- prompts whose beginning another worker offers ---
 
 
-def test_a_prompt_that_awaits_an_offer_holds_nothing_and_holds_nobody_up(role: str) -> None:
+def test_a_prompt_that_awaits_an_offer_has_no_blocks_and_delays_no_other(role: str) -> None:
     rig = Rig(role)
     job, other = rig.add(20, awaits_offer=True), rig.add(3)
     assert rig.run() == [(other, 3)]
@@ -226,7 +226,7 @@ def test_a_pull_begins_although_a_step_is_under_way_or_its_batch_is_full(role: s
     assert [rig.run() for _ in range(2)] == [[(busy, 8)], [(job, 4)]], "and the first goes on"
 
 
-def test_nobody_with_an_offer_overtakes_one_that_has_none(role: str) -> None:
+def test_no_job_with_an_offer_overtakes_one_without(role: str) -> None:
     rig = Rig(role, max_batch=1)
     rig.add(30)
     step = rig.schedule()
